@@ -1,5 +1,6 @@
 """Sphinx configuration; `make docs` builds with warnings as errors."""
 
+import dataclasses
 import re
 
 import latex2mathml.converter
@@ -48,8 +49,8 @@ def link(match):
 
 
 def shorten_signature(app, what, name, obj, options, signature, return_annotation):
-    # One argument for each of the hundreds of inherited options.
-    if name == "trl_qarl.QaRLConfig":
+    # One argument for each of the hundreds of options.
+    if what == "class" and name.endswith(("Config", "Options")) and dataclasses.is_dataclass(obj):
         return "(**options)", None
 
 

@@ -131,7 +131,7 @@ def _rules() -> str:
             f"{advisor.ZERO_SPREAD_BAD:.0%} | above | [other problems, `num_generations`](#the-reward-does-not-rise)"
         ],
     }
-    lines = [row.replace("%", " %") for rule in advisor.RULES for row in rows[rule.__name__]]
+    lines = [row.replace("%", " %") for rule in advisor.RULES.values() for row in rows[rule.__name__]]
     head = "| card | fine | look at it | not healthy | what helps |\n|---|---|---|---|---|\n"
     return head + "".join(f"| {line} |\n" for line in lines)
 

@@ -36,14 +36,6 @@ def test_gsm8k_rewards_the_last_answer(text, reward):
     assert load("gsm8k").correct([[{"content": text}]], ["4"]) == [reward]
 
 
-def test_gsm8k_options_are_those_of_the_trainer():
-    from trl_qarl import QaRLConfig
-
-    config = QaRLConfig("out", **load("gsm8k").FULL)
-    assert config.steps_per_generation // config.gradient_accumulation_steps == 4
-    assert config.generation_batch_size == 64
-
-
 @pytest.mark.slow
 def test_gsm8k_trains_and_exports(tmp_path, monkeypatch, capsys):
     from trl_qarl.checkpoint.export import is_export

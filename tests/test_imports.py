@@ -116,32 +116,3 @@ def test_no_class_is_assigned():
         if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
     }
     assert not stores
-
-
-def test_arrows_and_circles_are_found_in_a_package_that_has_them(tmp_path):
-    sources = {
-        "__init__.py": "from .a import x",
-        "a.py": "def f():\n    from .folder import b",
-        "folder/__init__.py": "from .c import y",
-        "folder/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..other.d import Z",
-        "folder/c.py": "import json\nfrom .. import __version__",
-        "other/__init__.py": "",
-        "other/d.py": "import package.a",
-    }
-    for name, text in sources.items():
-        path = tmp_path / "package" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    graph = import_graph(tmp_path / "package")
-    assert graph == {
-        "package.a": {"package.folder.b"},
-        "package.folder": {"package.folder.c"},
-        "package.folder.b": {"package.other.d"},
-        "package.folder.c": set(),
-        "package.other": set(),
-        "package.other.d": {"package.a"},
-    }
-    assert find_circle(graph) == ["package.a", "package.folder.b", "package.other.d"]
-    assert find_circle(by_folder(graph)) == ["package.a", "package.folder", "package.other"]
-    graph["package.other.d"] = set()
-    assert find_circle(graph) is None and find_circle(by_folder(graph)) is None

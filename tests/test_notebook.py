@@ -37,16 +37,3 @@ def test_every_cell_runs_with_a_tiny_model(tmp_path, monkeypatch):
     assert any("trained 2 of 2 updates" in text for text in texts)
     assert re.search(r"\d+ of 20 held-out sums solved", "".join(texts))
     assert (tmp_path / "outputs" / "notebook" / "w4a16" / "config.json").is_file()
-
-
-def test_stored_outputs_are_complete_and_name_nothing_of_a_machine():
-    text = NOTEBOOK.read_text()
-    assert len(text) < 300_000
-    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    outputs = [output for cell in cells for output in cell["outputs"]]
-    assert all(cell["execution_count"] == number for number, cell in enumerate(cells, 1))
-    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-    printed = "".join("".join(output.get("text", [])) for output in outputs)
-    assert "40 of 40 updates" in printed and "held-out sums solved" in printed
-    assert not re.search(r"/(home|root|tmp|work|usr|Users)/", text)

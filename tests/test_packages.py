@@ -4,14 +4,12 @@ import enum
 import logging
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 import torch
 import torchao.utils
 
 from trl_qarl import packages
-from trl_qarl.packages import installed
 
 
 OUR_PYTHON = sys.implementation.cache_tag
@@ -80,16 +78,3 @@ def test_the_deprecation_is_dropped_for_classes_of_torchao_alone(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3 and "Ours" in said[0]
     assert torchao.utils.register_as_pytree_constant
-
-
-def test_versions_are_those_of_what_is_installed_in_the_order_asked_for():
-    assert list(installed("torch", "no-such-package", "packaging").items()) == [
-        ("torch", version("torch")),
-        ("packaging", version("packaging")),
-    ]
-
-
-def test_no_package_is_loaded_for_its_version():
-    code = "import sys\nfrom trl_qarl.packages import installed\nassert installed('torch', 'trl')\n"
-    code += "assert not {'torch', 'trl', 'transformers'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -95,14 +95,6 @@ def test_a_policy_needs_no_trainer(tiny_model, tmp_path):
     assert "quantization_config" in json.loads((folder / "config.json").read_text())
 
 
-def test_what_is_wrong_with_a_model_is_said_before_it_is_touched(tiny_model, tmp_path):
-    args = QaRLConfig(str(tmp_path), use_cpu=True)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16")
-    with pytest.raises(ValueError, match="The masters are bfloat16"):
-        Policy(args).prepare(model)
-    assert all(type(module) is torch.nn.Linear for module in model.modules() if isinstance(module, torch.nn.Linear))
-
-
 def test_a_pattern_of_precisions_that_fits_no_layer_is_refused(tiny_model, tmp_path):
     policy = Policy(arguments(tmp_path, scheme=SIGNED[4], precisions=[4, {"re:.*layers[.]9[.].*": 3}]))
     with pytest.raises(ValueError, match=r"pattern 're:.*' matches none of the 14 layers whose bits can change"):

@@ -4,11 +4,14 @@ import inspect
 import json
 import logging
 import re
+import subprocess
+import sys
 
 import pytest
 from trl import GRPOConfig
 
 from testing_utils.trainings import config
+from trl_qarl.options import EngineOptions, ObjectiveOptions, QuantOptions
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.quantization.plan import get_plan
 
@@ -50,11 +53,6 @@ def test_help_of_every_own_option_is_its_text_in_the_docstring():
         assert (ast.literal_eval(default[1]) if default else None) == option.default, option.name
 
 
-def test_an_explicit_generation_batch_size_is_kept(tmp_path):
-    c = config(tmp_path, generation_batch_size=32)
-    assert (c.generation_batch_size, c.steps_per_generation) == (32, 4)
-
-
 def test_scheme_may_be_a_mapping_also_as_json(tmp_path):
     mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
     for scheme in (mapping, json.dumps(mapping)):
@@ -90,7 +88,17 @@ def test_an_accelerator_is_used(tmp_path, monkeypatch):
     assert (c.use_cpu, c.bf16) == (False, True)
 
 
-def test_config_survives_a_round_trip_through_yaml_like_dicts(tmp_path):
-    c = config(tmp_path, objective="grpo", scheme="w8a8")
-    assert c.to_dict()["optim"] == "muon" and c.to_dict()["scheme"] == "w8a8"
-    assert QaRLConfig(str(tmp_path), use_cpu=True, loss_type=c.loss_type, objective=c.objective).loss_type == "grpo"
+def test_options_are_there_without_trl():
+    code = "import sys, trl_qarl.options as o; print(o.QuantOptions().plan.name, {'trl', 'torch'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "w4a16 set()\n"
+
+
+def test_options_of_another_configuration_are_those_of_the_trainers():
+    own = {
+        field.name: field
+        for cls in (QuantOptions, ObjectiveOptions, EngineOptions)
+        for field in dataclasses.fields(cls)
+    }
+    trained = {field.name: field for field in dataclasses.fields(QaRLConfig)}
+    assert all(field.metadata["help"] and trained[name].default == field.default for name, field in own.items())

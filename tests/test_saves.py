@@ -21,14 +21,6 @@ from trl_qarl.checkpoint.files import hold
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
-def test_a_checkpoint_of_another_scheme_or_learner_is_refused(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    for option, names in (({"scheme": "w8a8"}, "'w4a16'.*'w8a8'"), ({"quantize_learner": False}, "quantize_learner")):
-        other = make(tiny_model, tmp_path, max_steps=2, **option)
-        with pytest.raises(ValueError, match=names):
-            other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
 def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, caplog):
     saving = {"save_strategy": "steps", "save_steps": 1}
     make(tiny_model, tmp_path, max_steps=2, **saving).train()

@@ -42,12 +42,9 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 0, 2 for a configuration error, 3 where only a push to the Hub
-    failed, 141 where the reader of the output has gone, or 128 and the number of the signal that ended it.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments without the program name, `sys.argv[1:]` by default.
+    Run the command line, `sys.argv[1:]` by default, and return the exit code: 0, 2 for a configuration error, 3 where
+    only a push to the Hub failed, 141 where the reader of the output has gone, or 128 and the number of the signal
+    that ended it.
     """
     restore_signals = exit_on_signals()
     try:
@@ -108,15 +105,9 @@ def _run(argv: list[str]) -> int:
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """
-    Return the arguments of `accelerate launch` that run the training script.
-
-    Args:
-        script_args (`list[str]`):
-            Arguments of the training script.
-        launch_args (`list[str]`):
-            Arguments of `accelerate launch`, in which TRL's `--accelerate_config` is allowed.
-        num_cpus (`int` or `None`):
-            Threads for a single process on a CPU, `None` when the machine has an accelerator.
+    Return the arguments of `accelerate launch` that run the training script with `script_args`. `launch_args` may hold
+    TRL's `--accelerate_config`; `num_cpus` is the number of threads for a single process on a CPU, `None` when the
+    machine has an accelerator.
     """
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 

@@ -46,16 +46,8 @@ class _MuonOfWhole(torch.optim.Muon):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """
-    `torch.optim.Muon` and `torch.optim.AdamW` stepping together, with one list of `param_groups`.
-
-    Args:
-        muon_params (`list[nn.Parameter]`): matrices.
-        adamw_groups (`list[dict]`): parameter groups for AdamW.
-        lr (`float`): learning rate of both.
-        weight_decay (`float`): weight decay of the matrices.
-        betas, eps: AdamW's.
-    """
+    """`torch.optim.Muon` of `muon_params`, matrices with `weight_decay`, and `torch.optim.AdamW` of `adamw_groups`
+    stepping together, with one learning rate and one list of `param_groups`."""
 
     def __init__(self, muon_params, adamw_groups, *, lr, weight_decay, betas=(0.9, 0.999), eps=1e-8):
         parts = {}

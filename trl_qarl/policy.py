@@ -3,8 +3,8 @@ The policy being trained: loads the model, quantizes it once, and describes, exp
 the trainer.
 
 `prepare()` runs exactly once: after TRL has created the model and its adapter and transformers has moved them to their
-device, and before TRL builds a reference model or an engine from them. [`PreparesPolicy`] calls it at that point. With
-`precisions` it runs at other bits batch by batch: [`TakesTurns`].
+device, and before TRL builds a reference model or an engine from them.
+[`~trl_qarl.trainer_mixins.PreparesPolicy`] calls it at that point.
 """
 
 import logging
@@ -16,10 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
-from trl.trainer import grpo_trainer
-from trl.trainer.base_trainer import _BaseTrainer
-from typing_extensions import override
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.engine import lora_arguments
@@ -31,23 +27,20 @@ from .checkpoint.record import check_record, scheme_record
 from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters, problems_of_pictures
-from .checks.launch import check_agreement, check_launch
 from .checks.options import raise_problems
-from .numerics.attach import attach_engine_numerics, keep_no_products
+from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
-from .quantization.precisions import mean_bits, precision_at, problems_of_patterns, set_precision
+from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
 from .quantization.storage import is_sharded, refresh
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model
-from .rollout.failures import all_or_none
-from .sharding.accelerate import shard_when_prepared, sharded_by
 from .sharding.fsdp2 import shard_low_bit
 from .wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
-__all__ = ["Policy", "PreparesPolicy", "RefreshReference", "TakesTurns", "replaced_in_trl"]
+__all__ = ["Policy"]
 
 logger = logging.getLogger(__name__)
 
@@ -266,100 +259,3 @@ class Policy:
             yield
         finally:
             self.set_precision(precision)
-
-
-class PreparesPolicy(_BaseTrainer):
-    """
-    Prepares `policy` where TRL's trainers call transformers' constructor. Inherit from it after TRL's trainer, so that
-    it comes between the two.
-    """
-
-    policy: Policy
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        check_launch(self.accelerator, self.args, self.model, self.policy.has_pictures)
-        with all_or_none(self.accelerator):
-            self.policy.prepare(self.model, sharded_by(self.accelerator))
-        check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})
-        if self.is_fsdp_enabled:
-            shard_when_prepared(self.accelerator, keep_no_products)
-
-    @property
-    def swap_report(self) -> SwapReport:
-        return self.policy.swap_report
-
-    @property
-    def numerics(self) -> str:
-        return self.policy.numerics
-
-
-class RefreshReference(TrainerCallback):
-    """Invalidates the low-bit weights of the reference: TRL writes to its `.data`, which layers cannot notice if the
-    optimizer's step was skipped."""
-
-    def __init__(self, ref_model):
-        self.ref_model = ref_model
-
-    @override
-    def on_step_end(self, args, state, control, **kwargs):
-        for layer in Inventory.of(self.ref_model).layers.values():
-            layer.invalidate()
-
-
-class TakesTurns(_BaseTrainer):
-    """
-    Generates, scores and learns each generation batch at one precision, as `precisions` says. Inherit from it before
-    TRL's trainer.
-
-    The precision follows from the update with which the batch began, so that a resumed run continues unchanged.
-    """
-
-    args: Any
-    policy: Policy
-    use_vllm: bool
-    _step: int
-    _last_loaded_step: int
-
-    def set_precision(self, precision: int | dict[str, int] | None) -> None:
-        """Have the policy run at [`Policy.set_precision`], and the engine with it from its next rollout on."""
-        if self.policy.set_precision(precision) and self.use_vllm:
-            self._last_loaded_step = -1
-
-    @override
-    def training_step(self, *args, **kwargs):
-        """Sets the precision of the generation batch that is in progress, or begins."""
-        options = self.args
-        if options.precisions is not None:
-            num_updates = options.steps_per_generation * options.num_iterations // options.gradient_accumulation_steps
-            num_done = self._step // options.gradient_accumulation_steps % num_updates
-            self.set_precision(precision_at(options.precisions, self.state.global_step - num_done, num_updates))
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def evaluate(self, *args, **kwargs):
-        """Evaluates what is deployed: at the bits of the scheme."""
-        self.set_precision(None)
-        return super().evaluate(*args, **kwargs)
-
-    @override
-    def train(self, *args, **kwargs):
-        """Leaves the policy at the bits of its scheme."""
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.set_precision(None)
-
-
-@contextmanager
-def replaced_in_trl(**factories: Callable[..., Any]):
-    """
-    While open, [`~trl.GRPOTrainer`] calls `factories` under the names of its module: what loads models, and what its
-    rollouts are made with. It has no other point of injection.
-    """
-    originals = {name: getattr(grpo_trainer, name) for name in factories}
-    vars(grpo_trainer).update(factories)
-    try:
-        yield
-    finally:
-        vars(grpo_trainer).update(originals)

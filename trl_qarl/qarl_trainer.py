@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
@@ -20,7 +21,7 @@ from .log_probs import ScoresRollouts
 from .muon import create_muon_adamw
 from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
-from .policy import Policy, PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
+from .policy import Policy
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
 from .quantization.swap import quantized_forward
@@ -29,7 +30,7 @@ from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration
-from .rollout.pictures import check_rows, expanded_prompts
+from .rollout.pictures import check_rows, count_pictures, expanded_prompts
 from .rollout.scoring import prompt_log_probs
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
@@ -38,6 +39,7 @@ from .sharding.zero3 import compute_in_bfloat16, forget_order
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
+from .trainer_mixins import PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
 
 
 __all__ = ["QaRLTrainer"]
@@ -216,7 +218,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     def _tokenize_prompts(self, prompts):
         """Adds what is sent to vLLM, which expands placeholders itself; rows without pictures get a list that
         processors take."""
-        check_rows(prompts, self.processing_class, self.accelerator.num_processes)
+        counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
+        if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
+            counts = gather_object(counts)
+        check_rows(counts, self.processing_class, num_processes)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:

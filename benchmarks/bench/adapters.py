@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from trl_qarl.checks.refused import LORA_MODES
+from trl_qarl.options import CHOICES
 
 
 __all__ = ["TRAINED", "held_bytes", "measure_adapters"]
 
-TRAINED = ("all", *LORA_MODES)
+TRAINED = ("all", *CHOICES["lora_mode"])
 """What can be trained: all weights, or an adapter."""
 
 # What benchmarks/study/lora.yaml and the quickstart train with.

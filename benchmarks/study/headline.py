@@ -76,15 +76,15 @@ def draw_scores(cells: list[dict], scores: dict[str, dict[str, tuple[float, floa
     mean, width = scores["bf16"]["bf16, GRPO"]
     for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
         axes.axhspan(mean - width, mean + width, color="#d9dee3", lw=0)
-        axes.axhline(mean, color=COLORS["ink"][0], lw=1)
+        axes.axhline(mean, color=COLORS["ink"], lw=1)
         axes.text(-0.45, mean + width + 1.5, f"bf16: {mean:.0f} %", fontsize=10)
-        axes.axhline(BEFORE[scheme], color=COLORS["grey"][0], lw=1, ls=":")
-        axes.text(-0.45, BEFORE[scheme] + 1.5, "before training", fontsize=9, color=COLORS["grey"][0])
+        axes.axhline(BEFORE[scheme], color=COLORS["grey"], lw=1, ls=":")
+        axes.text(-0.45, BEFORE[scheme] + 1.5, "before training", fontsize=9, color=COLORS["grey"])
         for place, (run, (label, color)) in enumerate(RUNS.items()):
             score, half = scores[title][label]
-            axes.errorbar(place, score, half, fmt="o", ms=7, capsize=4, color=COLORS[color][0])
+            axes.errorbar(place, score, half, fmt="o", ms=7, capsize=4, color=COLORS[color])
             seeds = [cell["scores"]["greedy"] for cell in groups["long", scheme, *run]]
-            axes.plot([place - 0.16] * len(seeds), seeds, "o", ms=3, alpha=0.6, color=COLORS[color][0])
+            axes.plot([place - 0.16] * len(seeds), seeds, "o", ms=3, alpha=0.6, color=COLORS[color])
             axes.annotate(f"{score:.0f}", (place, score), (9, -4), textcoords="offset points", fontsize=11)
         axes.set_xticks(range(len(RUNS)), [label.replace(", ", "\n") for label, _ in RUNS.values()], fontsize=9)
         axes.set_xlim(-0.5, len(RUNS) - 0.35)
@@ -104,7 +104,7 @@ def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: 
         runs = {("long", scheme, *run): style for run, style in RUNS.items()} | {BASELINE: ("bf16, GRPO", "ink")}
         for key, (name, color) in runs.items():
             course = smooth([cell["course"][metric] for cell in groups[key]])
-            axes.plot([8 * i for i in range(1, len(course) + 1)], course, color=COLORS[color][0], lw=1.8, label=name)
+            axes.plot([8 * i for i in range(1, len(course) + 1)], course, color=COLORS[color], lw=1.8, label=name)
         axes.set_title(title, fontsize=12, loc="left")
         axes.set_xlabel("updates")
         if log:
@@ -123,7 +123,7 @@ def draw_bits(cells: list[dict]) -> None:
         for recipe, (name, color) in RECIPES.items():
             if scored := groups.get(recipe + suffix):
                 means = [statistics.fmean(read_at_bits(scored, bits)) for bits in BITS]
-                axes.plot(range(len(BITS)), means, "o-", color=COLORS[color][0], lw=1.8, label=name)
+                axes.plot(range(len(BITS)), means, "o-", color=COLORS[color], lw=1.8, label=name)
         axes.set_xticks(range(len(BITS)), [f"{bits} bits" for bits in BITS])
         axes.set_title(title, fontsize=12, loc="left")
         axes.yaxis.set_major_formatter("{x:.0f} %")
@@ -149,7 +149,7 @@ def draw_lengths(cells: list[dict]) -> None:
     found = [study for study in LENGTHS if any(study == of for of, *_ in groups)]
     runs = {(LENGTH_SCHEME, *run): style for run, style in RUNS.items()} | {BASELINE[1:]: ("bf16, GRPO", "ink")}
     for place, (run, (name, color)) in enumerate(runs.items()):
-        color = COLORS[color][0]
+        color = COLORS[color]
         if cells_of_run := groups.get((found[-1], *run)):
             course = smooth([cell["course"]["reward"] for cell in cells_of_run])
             courses.plot([8 * i for i in range(1, len(course) + 1)], course, color=color, lw=1.8, label=name)
@@ -178,7 +178,7 @@ def draw_shapes(cells: list[dict]) -> None:
     figure, (courses, scores) = _panels(figsize=(9, 3.4))
     for place, run in enumerate(SHAPES_RUNS):
         name, color = RUNS.get(run, ("bf16, GRPO", "ink"))
-        color = COLORS[color][0]
+        color = COLORS[color]
         course = smooth([cell["course"]["reward"] for cell in groups[run]])
         courses.plot([8 * i for i in range(1, len(course) + 1)], course, color=color, lw=1.8, label=name)
         solved = [cell["scores"]["greedy"] for cell in groups[run]]
@@ -223,7 +223,7 @@ def draw_ages(cells: list[dict]) -> None:
             of = groups.get((AGE_SCHEME + (f"-age{age}" if age else ""), "QaRL", objective), [])
             if not of:
                 continue
-            rewards, color = smooth([cell["course"]["reward"] for cell in of]), COLORS[color][0]
+            rewards, color = smooth([cell["course"]["reward"] for cell in of]), COLORS[color]
             top.plot(range(8, 8 * len(rewards) + 1, 8), rewards, color=color, label=f"{age} ({len(of)} seeds)")
             for ratio, style in {0: {1.0: "-"}, 1: dict(zip(OVERLAP, ("--", ":"), strict=True))}.get(age, {}).items():
                 label = f"{age}, {ratio} times as fast" if age else "0"

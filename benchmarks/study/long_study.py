@@ -115,6 +115,17 @@ CHANGED_OBJECTIVES |= {
     for optimizer, name in OPTIMIZERS.items()
     for rate in ("3e-5", "1e-4", "3e-4")
 }
+# One thing of TBPO changed at a time (benchmarks/study/band_controls.py).
+CONTROLS = {
+    "open": {"opened": list(BANDS)},
+    "positive": {"opened": ["negative_epsilon_low", "negative_epsilon_high"]},
+    "negative": {"opened": ["positive_epsilon_high"]},
+    "random": {"is_random": True},
+    "kept": {"by_kept": True},
+}
+CHANGED_OBJECTIVES |= {
+    f"control-{name}": ("band_controls:Control", {"objective_kwargs": kwargs}) for name, kwargs in CONTROLS.items()
+}
 
 
 def main() -> None:
@@ -186,7 +197,13 @@ def make_trainer(args: Namespace):
     from trl_qarl.quantization.gemm import has_fast_bf16
 
     objective, changed = CHANGED_OBJECTIVES.get(args.objective, (args.objective, {}))
-    offsets = BANDS if objective == "tbpo" else SEQUENCE_CLIP if objective.endswith("gspo") else {}
+    offsets = (
+        BANDS
+        if objective in ("tbpo", "band_controls:Control")
+        else SEQUENCE_CLIP
+        if objective.endswith("gspo")
+        else {}
+    )
     if "trust_band" in changed:
         offsets = {}
     options = {"learning_rate": args.learning_rate, "optim": OPTIMIZERS["adamw"]}

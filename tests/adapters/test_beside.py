@@ -62,15 +62,6 @@ def run(base, tmp_path_factory):
     return trainer, before, options
 
 
-@pytest.mark.slow
-def test_the_record_of_the_run_says_which_adapter(run):
-    trainer, *_ = run
-    record = json.loads(Path(trainer.args.output_dir, "run.json").read_text())
-    assert record["lora_mode"] == "adapter"
-    assert (record["lora"]["r"], record["lora"]["lora_alpha"], record["lora"]["use_rslora"]) == (4, 6, False)
-    assert record["lora"]["target_modules"] == adapter_config(trainer.model)["target_modules"]
-
-
 def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, tmp_path):
     trainer, *_ = run
     folder = trainer.args.output_dir

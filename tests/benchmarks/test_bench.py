@@ -1,10 +1,8 @@
 """The developers' scripts in `benchmarks/` run, and their tables are those of the code."""
 
 import importlib.util
-import itertools
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -99,6 +97,7 @@ def test_contenders_against_trl_take_turns_on_the_same_tokens(tmp_path):
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("grids", "table"), ("choose", "choices")])
 def test_the_table_of_schemes_is_what_the_command_writes(name, make):
     grids = runpy.run_path(str(BENCHMARKS / "grids.py"))
@@ -122,34 +121,6 @@ def study(monkeypatch):
 
     yield load
     AttentionInterface.register("sdpa", sdpa_attention_forward)
-
-
-@pytest.mark.parametrize("task", ["addition", "counting"])
-def test_held_out_problems_are_not_trained_on_and_only_the_answer_earns_the_full_reward(study, task):
-    task = study("study").TASKS[task]
-    train, held_out = task.make_problems(40, "<eos>")
-    questions = [problem["prompt"].splitlines()[-1] for problem in (*train, *held_out)]
-    assert len(held_out) == 40 and len(set(questions)) == len(questions)
-    answer = train[0]["answer"]
-    right, *wrong = task.reward(
-        [f" {answer}", f" {answer} 7", f" {answer}\nList", " 1", "", answer[:-1]], [answer] * 6
-    )
-    assert right == 1 and all(0 <= reward < 1 for reward in wrong)
-
-
-def test_chain_sums_are_right_in_every_step_and_rewarded_by_the_last(study):
-    chain_sums = study("chain_sums")
-    train, held_out = chain_sums.make_problems()
-    starts = [{problem["prompt"].split(":")[1] for problem in problems} for problems in (train, held_out)]
-    assert len(starts[0]) == 7700 and len(starts[1]) == 400 and not starts[0] & starts[1]
-    for problem in (*train[:50], *held_out[:50]):
-        text = problem["prompt"] + problem["answer"]
-        steps = [[int(number) for number in re.findall(r"\d\d", step)] for step in text.rstrip(".").split(";")]
-        assert all(total == (first + second) % 100 for _, first, second, total in steps)
-        assert all(after[1:3] == before[2:] for before, after in itertools.pairwise(steps))
-    answer = chain_sums.make_problem(38, 47, 3)["answer"]
-    completions = ["85;02:47+85=32;01:85+32=17.", "85;02:47+85=32;01:85+32=17", "85;02:47+85=32;01:85+32=27.", "17."]
-    assert chain_sums.right_sum(completions, [answer] * 4) == [1, 0, 0, 0]
 
 
 def test_a_cell_of_the_long_study_runs(study, tmp_path, monkeypatch):

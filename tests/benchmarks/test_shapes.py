@@ -63,6 +63,7 @@ def test_rows_reward_the_last_number(shapes, completion, reward):
         assert shapes.right_count([given], ["0 0 1"]) == [reward]
 
 
+@pytest.mark.slow
 @needs_torchvision
 def test_a_model_is_pretrained_on_pictures_and_a_cell_of_their_study_runs(shapes, tmp_path, monkeypatch):
     for name, value in {"NUM_TRAINED": 16, "NUM_HELD_OUT": 4, "BATCH_SIZE": 2, "MAX_BATCHES": 10}.items():

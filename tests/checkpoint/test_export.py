@@ -2,7 +2,6 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +16,8 @@ from trl_qarl.checkpoint import layout
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import problem_of_zero_points
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
-from trl_qarl.checkpoint.marker import begin, complete
-from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.cli import main
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
@@ -235,19 +231,6 @@ def test_experts_of_a_plan_have_a_group_of_their_own_that_every_reader_finds(tmp
         torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_export_after_a_step_writes_the_new_weights(tmp_path):
-    model, _ = load(tmp_path)
-    prepare_model(model, "w4a16")
-    before = tensors_of(export_checkpoint(model, tmp_path / "before"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-    model(torch.randint(4, 200, (2, 12))).logits.square().sum().backward()
-    optimizer.step()
-    after = tensors_of(export_checkpoint(model, tmp_path / "after"))
-    name = "model.layers.0.mlp.up_proj.weight_packed"
-    assert not torch.equal(before[name], after[name])
-    assert torch.equal(after[name], model.model.layers[0].mlp.up_proj.low_bit_weight().qdata)
-
-
 def test_large_models_are_sharded_with_an_index(tmp_path):
     model, _ = load(tmp_path)
     prepare_model(model, "w4a16")
@@ -293,16 +276,6 @@ def test_what_is_written_of_a_policy_says_its_grid(tmp_path):
     assert [*groups] == ["group_0-int4-signed"] and groups["group_0-int4-signed"]["weights"]["num_bits"] == 4
     assert "w4a16" in (folder / "README.md").read_text()
     assert any((layer.low_bit_weight().scale < 0).any() for layer in quantized_layers(model).values())
-    # A run on the other grid does not go on with its masters by mistake.
-    args = SimpleNamespace(exclude_modules=None, quantize_learner=True)
-    signed, other = (scheme_record(args, get_plan(name, 32), torch.bfloat16) for name in ("w4a16", "w4a16-observer"))
-    checkpoint = tmp_path / "checkpoint-1"
-    begin(checkpoint)
-    write_scheme(checkpoint, signed)
-    complete(checkpoint)
-    assert find_checkpoint(str(checkpoint), str(tmp_path), signed) == str(checkpoint)
-    with pytest.raises(ValueError, match="'w4a16'"):
-        find_checkpoint(str(checkpoint), str(tmp_path), other)
 
 
 @pytest.fixture(scope="module")
@@ -322,12 +295,6 @@ def export_folder(folder, capsys):
         code = error.code
     lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
     return code, [line for line in lines if line and "it/s" not in line and "Loading weights" not in line]
-
-
-def test_the_masters_of_the_next_tests_can_be_exported(masters, tmp_path, capsys):
-    folder = shutil.copytree(masters, tmp_path / "masters")
-    assert export_folder(folder, capsys)[0] == 0
-    assert (folder / "export" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -198,49 +198,6 @@ def test_scales_in_float32_are_named_as_the_reason_why_they_are_not_given_back(t
     save_file(tensors, tmp_path / "model.safetensors")
     load_masters(str(tmp_path))
     assert "these are in float32. Quantize a model in bfloat16" in caplog.text and "too few codes" not in caplog.text
-
-
-@pytest.mark.parametrize("name", ["w4a16-observer", "w4a16-asym", "w8a16-asym", "w4a16"])
-def test_masters_of_another_tools_codes_in_groups_of_128_give_every_bit_back(tmp_path, caplog, name):
-    scheme = get_scheme(name, 128)
-    bits, has_zero_points = scheme.container.num_bits, scheme.grid.has_zero_points
-    exported(tmp_path, scheme, scale_dtype=torch.bfloat16)
-    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
-    described = config["quantization_config"]
-    # No tool names a group after signs.
-    described["config_groups"] = {"group_0": next(iter(described["config_groups"].values()))}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    layers = [leaf.removesuffix(".weight_packed") for leaf in tensors if leaf.endswith(".weight_packed")]
-    for layer in layers:
-        # As of a search that clips, and of rounding that makes up for the errors of other columns.
-        shape, scale = tensors[f"{layer}.weight_shape"].tolist(), tensors[f"{layer}.weight_scale"]
-        codes = unpack_from_int32(tensors[f"{layer}.weight_packed"], bits, shape).float().view(*scale.shape, 128)
-        zero = torch.zeros(scale.shape)
-        if has_zero_points:
-            zero = unpack_from_int32(tensors[f"{layer}.weight_zero_point"], bits, scale.shape, 0).float()
-        shrunk = 0.7 + 0.15 * torch.rand(scale.shape)
-        steps = (codes - zero.unsqueeze(-1)) / shrunk.unsqueeze(-1) + torch.rand_like(codes) - 0.5
-        if has_zero_points:
-            zero += torch.randint(-1, 2, zero.shape)
-            packed = pack_to_int32(zero.to(torch.int8), bits, packed_dim=0)
-            tensors[f"{layer}.weight_zero_point"] = packed.contiguous()
-        codes = (steps + zero.unsqueeze(-1)).round().clamp(*scheme.grid.quant_range).view(shape)
-        tensors[f"{layer}.weight_packed"] = pack_to_int32(codes.to(torch.int8), bits)
-        tensors[f"{layer}.weight_scale"] = (scale * shrunk).bfloat16()
-    save_file(tensors, tmp_path / "model.safetensors")
-    model = load_masters(str(tmp_path))
-    assert "start with one code" not in caplog.text and len(layers) == 14
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    for layer, ours in quantized_layers(model).items():
-        assert ours.group_size == 128
-        for leaf, tensor in ours.checkpoint_tensors().items():
-            assert torch.equal(tensor, tensors[f"{layer}.{leaf}"]), (layer, leaf)
-
-
-def test_masters_of_floating_point_codes_are_refused(tmp_path):
-    exported(tmp_path, "mxfp4a16")
-    with pytest.raises(ValueError, match="'mxfp4a16'"):
-        load_masters(str(tmp_path))
 
 
 @pytest.mark.slow

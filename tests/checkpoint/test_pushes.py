@@ -82,6 +82,7 @@ def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, 
         assert torch.equal(pushed(**inputs).logits, exported(**inputs).logits)
 
 
+@pytest.mark.slow
 @needs_torchvision
 def test_a_model_of_pictures_is_pushed_with_its_processor_and_loads_as_its_card_says(tmp_path, hub, capsys):
     model = make_tiny_picture_model(tmp_path, "qwen2_5_vl")

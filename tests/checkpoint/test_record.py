@@ -37,6 +37,9 @@ def test_record_of_one_scheme_names_it_and_its_grid(tmp_path):
     write_scheme(tmp_path, record)
     complete(tmp_path)
     assert find_checkpoint(str(tmp_path), "", record) == str(tmp_path)
+    # A run on the other grid does not go on with its masters by mistake.
+    with pytest.raises(ValueError, match="'w4a16'"):
+        find_checkpoint(str(tmp_path), "", record_of("w4a16-observer", 64))
 
 
 def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
@@ -49,6 +52,3 @@ def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
     for other in (record_of(MAPPING), record_of(turned, high_precision_first=1), record_of("w4a16", 64)):
         with pytest.raises(ValueError, match="was trained with"):
             find_checkpoint(str(tmp_path), "", other)
-
-
-# Of before signed scales were the default.

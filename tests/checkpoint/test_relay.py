@@ -80,6 +80,7 @@ def test_any_version_is_rebuilt_byte_for_byte(run, tmp_path, capsys, relay, expo
     assert [path.name for path in sorted((run / relay).iterdir()) if path.is_dir()] == ["base-0"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_refused_before_anything_is_trained(run, tmp_path):
     manifest = (run / "relay" / "manifest.json").read_text()
     model = make_tiny_model(tmp_path, "llama")
@@ -100,6 +101,7 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_trained(run, tmp_
     assert (run / "relay" / "manifest.json").read_text() == manifest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

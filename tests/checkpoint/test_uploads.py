@@ -12,8 +12,9 @@ from test_pushes import fails_at, local_files, pushed_files
 
 from testing_utils import make_trainer
 from trl_qarl.checkpoint.export import is_export
-from trl_qarl.checkpoint.uploads import HUB_EXPORTS, plan
+from trl_qarl.checkpoint.uploads import plan
 from trl_qarl.cli import main
+from trl_qarl.options import CHOICES
 
 
 PAGE = Path(__file__).parents[2] / "docs/publish_and_serve.md"
@@ -97,7 +98,7 @@ def test_export_whose_push_fails_keeps_it_and_ends_with_code_three(trained, tmp_
     assert pushed_files(hub, "someone/x") == local_files(tmp_path / "x") and hub.repos["someone/x"].private
 
 
-@pytest.mark.parametrize("hub_export", HUB_EXPORTS)
+@pytest.mark.parametrize("hub_export", CHOICES["hub_export"])
 def test_plan_is_that_of_the_documentation(hub_export):
     table = PAGE.read_text().partition("### What goes where")[2].partition("\n\nMasters")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]

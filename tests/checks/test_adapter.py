@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from testing_utils import make_problems, make_tiny_config, spread
+from testing_utils import make_tiny_config
 from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import SIGNED
-from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl import QaRLConfig
 from trl_qarl.checks.adapter import (
     problems_of_adapted_model,
     problems_of_adapter,
@@ -146,10 +146,3 @@ def test_models_that_transformers_adapted_or_quantized_are_refused():
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
     (problem,) = problems_of_start(model, has_adapter=False)
     assert "adapter that transformers has put into it" in problem
-
-
-def test_the_trainer_lists_all_problems_at_once_and_before_it_loads_anything(tmp_path):
-    args = QaRLConfig(str(tmp_path), use_cpu=True, lora_mode="merged")
-    config = peft.LoraConfig(use_dora=True, bias="all")
-    with pytest.raises(ValueError, match=r"(?s)3 problems.*lora_mode.*use_dora=True.*bias='all'|bias='all'.*use_dora"):
-        QaRLTrainer("no/such/model", spread, args, make_problems(), peft_config=config)

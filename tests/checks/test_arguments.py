@@ -19,14 +19,6 @@ def test_rollout_func_that_would_run_the_masters_is_refused(tiny_model, tmp_path
         QaRLTrainer(tiny_model, spread, args, make_problems(), rollout_func=lambda prompts, trainer: {})
 
 
-def test_a_configuration_of_trl_is_refused_with_the_name_to_use(tiny_model, tmp_path):
-    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(
-        TypeError, match="got GRPOConfig. QaRLConfig takes the options of GRPOConfig: replace the name"
-    ):
-        QaRLTrainer(tiny_model, spread, args, make_problems())
-
-
 @pytest.mark.parametrize("use_vllm", [False, True])
 def test_masters_below_float32_are_refused_before_and_after_loading(tmp_path, use_vllm, monkeypatch):
     def never(*args, **kwargs):

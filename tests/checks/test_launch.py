@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trl_qarl import QaRLConfig
-from trl_qarl.checks.launch import check_agreement, check_launch, check_resumed_launch
+from trl_qarl.checks.launch import check_launch, check_resumed_launch
 
 
 def launched(plugin=None, **state):
@@ -53,8 +53,6 @@ def test_what_cannot_shard_is_refused_by_name():
         check_launch(launched(plugin), config(), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="SIZE_BASED_WRAP"):
         check_launch(launched(fsdp(auto_wrap_policy="size_based_wrap")), config(), nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="pictures and FSDP2"):
-        check_launch(launched(fsdp()), config(), nn.Linear(2, 2), has_pictures=True)
     for options, message in (
         ({"optim": "adafactor"}, "optim='adafactor' with FSDP2"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw' with FSDP2"),
@@ -83,10 +81,6 @@ def test_gradients_are_added_up_in_float32():
     check_launch(launched(plugin), config(), nn.Linear(2, 2))
     expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     assert plugin.mixed_precision_policy == expected
-
-
-def test_one_process_agrees_with_itself():
-    check_agreement(SimpleNamespace(num_processes=1), {"scheme": "w4a16"})
 
 
 PARTS = {

@@ -131,7 +131,7 @@ def files_of(folder):
     return {path.name: _content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
 
 
-def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, **options):
+def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, rows=None, **options):
     """A training of four updates, with FSDP2 where `launch` has options for it, or within another `launch`."""
     given = {
         "per_device_train_batch_size": 2,
@@ -145,7 +145,7 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
     peft_config = None if lora is None else LoraConfig(**lora)
     data = {"train_dataset": Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})}
     if arch in KINDS:
-        data = {"train_dataset": make_picture_problems(16), "reward": spread}
+        data = {"train_dataset": rows or make_picture_problems(16), "reward": spread}
     is_fsdp = isinstance(launch, dict)
     with launched(**launch) if is_fsdp else launch or nullcontext():
         trainer = make_trainer(

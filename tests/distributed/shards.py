@@ -35,8 +35,12 @@ CLAIMS = (
     "zero_resumes_its_own_checkpoints_alone",
     "colocated_engines_are_filled_by_every_process",
     "zero_fills_colocated_engines",
+    "pictures_train_what_they_train_with_whole_masters",
+    "processes_that_have_pictures_or_none_are_told_so",
 )
 NIGHTLY = (
+    "zero_trains_pictures",
+    "pictures_are_shown_to_an_engine_in_every_process",
     "the_peak_of_fsdp2_is_what_was_calculated",
     "torchao_steps_in_4_bits",
     "engine_numerics_beside_an_adapter_or_a_reference",
@@ -56,7 +60,7 @@ AFTER = {
 }
 """Claims that go on from the files of others."""
 BY_ONE = ("one_process_goes_on_from_a_checkpoint_of_two", "zero_resumes_its_own_checkpoints_alone")
-MODULES = ("sharded_checkpoints", "sharded_codes", "sharded_trainers", "zero")
+MODULES = ("sharded_checkpoints", "sharded_codes", "sharded_pictures", "sharded_trainers", "zero")
 
 
 def check(names, folder, rank, path):

@@ -8,10 +8,11 @@ import pytest
 
 from shards import AFTER, CLAIMS, NIGHTLY
 from testing_utils import make_tiny_mixture, make_tiny_model
+from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 
 
 def _param(claim):
-    marks = [pytest.mark.nightly] * (claim in NIGHTLY)
+    marks = [pytest.mark.nightly] * (claim in NIGHTLY) + [needs_torchvision] * ("pictures" in claim)
     return pytest.param(claim, marks=marks)
 
 
@@ -25,8 +26,12 @@ def said(tmp_path_factory, request):
     for arch in ("qwen2", "gemma"):
         make_tiny_model(folder, arch)
     make_tiny_mixture(folder, num_experts=5)
+    if any("pictures" in claim for claim in asked):
+        make_tiny_picture_model(folder, "qwen2_5_vl")
     launch = [sys.executable, str(Path(__file__).with_name("shards.py")), str(folder), *asked]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    # With the folder where conftest.py looks for torchvision.
+    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""), os.path.join(sys.prefix, "pictures")]
+    path = os.pathsep.join(places)
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
     # With the seconds of each claim, which `-rP` shows.

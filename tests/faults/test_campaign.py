@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from scenarios import CHOSEN, ENDPOINTS, FAMILIES, HTTP_ENDPOINTS, KINDS, MOMENTS
+from faults.scenarios import CHOSEN, ENDPOINTS, FAMILIES, HTTP_ENDPOINTS, KINDS, MOMENTS
 
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "faults" / "campaign.py"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="TRL's client of a server needs vLLM")
 
 
@@ -24,13 +25,13 @@ class Campaign:
     def __init__(self, root: Path):
         self.log = root / "log"
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "campaign.py"), str(root), "3"],
+            [sys.executable, str(PROGRAM), str(root), "3"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log.open("w"),
             text=True,
             # It shares a core with others, and so do the trainers it forks.
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self.undisturbed, self.over_http = self.run(
             [
@@ -104,7 +105,7 @@ def test_no_fault_changes_what_is_learned(campaign, scenarios):
 
 
 def test_the_page_on_reliability_lists_the_families_that_are_run():
-    page = (HERE.parents[1] / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "reliability.md").read_text()
     table = page[page.index("## Tested") : page.index("## Not promised")]
     assert re.findall(r"^\| ([a-z0-9, ]+) \|", table, re.MULTILINE)[1:] == list(FAMILIES)
     names = [scenario["name"] for scenarios in FAMILIES.values() for scenario in scenarios]

@@ -14,11 +14,9 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.options import check_numerics
-from trl_qarl.numerics import backends, cuda, ops
+from trl_qarl.numerics import backends, cuda
 from trl_qarl.numerics.availability import check_engine_numerics, choose_numerics
 from trl_qarl.numerics.exact import check_arithmetic
-from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout.server_command import build_server_command
 
 
@@ -86,13 +84,6 @@ def test_every_query_sees_the_keys_of_its_sequence_up_to_its_place(gpu_kernels, 
         torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
 
 
-def test_the_temperature_divides_as_a_tensor_does(gpu_kernels):
-    logits = torch.randn(4, 50).bfloat16()
-    expected = torch.log_softmax(logits.float() / torch.full((4, 1), 0.7), -1)
-    assert torch.equal(cuda.log_softmax(logits, 0.7), expected)
-    assert torch.equal(cuda.log_softmax(logits, 1.0), torch.log_softmax(logits.float(), -1))
-
-
 def test_no_shape_has_tiles_of_its_own(monkeypatch):
     from vllm.model_executor.determinism import batch_invariant_configs as tables
 
@@ -104,34 +95,6 @@ def test_no_shape_has_tiles_of_its_own(monkeypatch):
     assert tables._get_matmul_config(1, n, k, torch.bfloat16, default)["BLOCK_SIZE_K"] == shape.block_k != 64
     cuda.use_one_tiling()
     assert tables._get_matmul_config(1, n, k, torch.bfloat16, default) is default
-
-
-@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48)], ids=["flat", "batched"])
-def test_gradients_of_norm_and_activation_are_those_of_float64(shape):
-    generator = torch.Generator().manual_seed(0)
-    x, other, upstream = (torch.randn(shape, generator=generator).bfloat16() for _ in range(3))
-    weight = torch.randn(48, generator=generator)
-
-    def gradients(function, *inputs):
-        inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-        return torch.autograd.grad(function(*inputs), inputs, upstream.to(inputs[0].dtype))
-
-    def norm(x, weight):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
-
-    # With the number of roundings to bfloat16 on the way.
-    cases = [
-        (
-            gradients(lambda x, w: ops.rms_norm(x, w, 1e-6, torch.bfloat16), x, weight),
-            gradients(norm, x.double(), weight.bfloat16().double()),
-            1,
-        ),
-        (gradients(ops.silu_mul, x, other), gradients(lambda g, u: F.silu(g) * u, x.double(), other.double()), 2),
-    ]
-    for ours, exact, roundings in cases:
-        for a, b in zip(ours, exact, strict=True):
-            rtol = roundings * torch.finfo(torch.bfloat16).eps / 2 if a.dtype is torch.bfloat16 else 1e-5
-            torch.testing.assert_close(a.double(), b, rtol=rtol, atol=1e-4)
 
 
 def test_an_engine_that_is_not_batch_invariant_is_refused_with_both_values(monkeypatch):
@@ -223,26 +186,6 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
         assert kernel.can_implement(config)[0] == is_eager
     config.act_type = torch.float16
     assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"
-
-
-def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
-    from vllm.scalar_type import scalar_types
-
-    from trl_qarl.vllm_plugin.cuda_kernels import RepeatableInt4Kernel
-
-    weight = LowBitTensor.from_hp(torch.randn(64, 64), get_scheme("w4a16", 32), torch.bfloat16)
-    layer = torch.nn.Module()
-    layer.weight_packed = torch.nn.Parameter(weight.qdata, requires_grad=False)
-    layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
-    kernel = RepeatableInt4Kernel.__new__(RepeatableInt4Kernel)
-    kernel.config = SimpleNamespace(weight_type=scalar_types.uint4b8, act_type=torch.bfloat16, zero_points=False)
-    kernel.config.partition_weight_shape = (64, 64)
-    kernel.w_q_name, kernel.w_s_name = "weight_packed", "weight_scale"
-    kernel.process_weights_after_loading(layer)
-    x = torch.randn(2, 3, 64).bfloat16()
-    y = kernel.apply_weights(layer, x)
-    assert gpu_kernels == ["linear"]
-    assert torch.equal(y.flatten(0, 1), cuda.low_bit_linear(x.flatten(0, 1), weight, None)[0])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
 from trl_qarl.numerics.ops import token_log_probs
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize(
+    "scheme", ["bf16", "w8a8", *(pytest.param(s, marks=pytest.mark.slow) for s in ("w4a16", "fp8"))]
+)
 @torch.no_grad()
 def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme, arithmetic):
     model = make_model(tmp_path, scheme=scheme)

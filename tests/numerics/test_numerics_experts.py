@@ -9,28 +9,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_mixture, relative_error
+from testing_utils.learners import needs_vllm
 from trl_qarl import prepare_model
-from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
 from trl_qarl.numerics.availability import check_engine_numerics
 from trl_qarl.numerics.experts import PackedExperts, experts, route
 
 
-REASON = kernels.reason_against()
-VLLM = [pytest.mark.vllm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral"]
-
-
-def needs_vllm(test):
-    for mark in VLLM:
-        test = mark(test)
-    return test
-
-
-@pytest.fixture(params=[pytest.param("vllm", marks=VLLM), "torch"])
-def arithmetic(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "reason_against", lambda: "it is not installed")
 
 
 def random(*shape, seed=0, std=1.0):

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from testing_utils import MIXTURES, make_mixture, relative_error
+from testing_utils.layers import route
 from trl_qarl.quantization.experts import QuantizedExperts, problem_of_experts
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.quantize import quantize_activation
@@ -31,15 +32,6 @@ def experts_of(model):
 
 def quantized(model, name="w4a16", **arguments):
     return QuantizedExperts.from_experts(copy.deepcopy(experts_of(model)[-1]), get_scheme(name), **arguments)
-
-
-def route(num_tokens, dtype=torch.float32):
-    """Random routes of which the last expert has none, and one is a slot without an expert."""
-    torch.manual_seed(1)
-    ids = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(num_tokens)])
-    ids[3, 1] = EXPERTS
-    x = torch.randn(num_tokens, 128, dtype=dtype, requires_grad=True)
-    return x, ids, torch.rand(num_tokens, 2, requires_grad=True)
 
 
 def straight_through(value, rounded):
@@ -74,7 +66,7 @@ def naive(layer, x, ids, weights):
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe"])
 def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
     layer = quantized(mixtures[arch], name)
-    x, ids, weights = route(40)
+    x, ids, weights = route()
     y = layer(x, ids, weights)
     grad = torch.randn_like(y)
     y.backward(grad)
@@ -92,7 +84,7 @@ def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
 
 def test_experts_run_under_autocast_as_linear_layers_do(mixtures):
     layer = quantized(mixtures["qwen3_moe"], scale_dtype=torch.bfloat16)
-    x, ids, weights = route(40)
+    x, ids, weights = route()
     y = layer(x.bfloat16(), ids, weights)
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = layer(x, ids, weights)
@@ -107,7 +99,7 @@ def test_without_the_quantized_forward_they_compute_what_transformers_does(mixtu
     model = mixtures["mixtral"]
     layer, plain = quantized(model), experts_of(model)[-1]
     layer.use_quantized_forward = False
-    x, ids, weights = route(40)
+    x, ids, weights = route()
     ids[3, 1] = (ids[3, 0] + 1) % EXPERTS
     y, expected = layer(x, ids, weights), plain(x, ids, weights)
     assert relative_error(y, expected.double()) < 1e-6

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from testing_utils import make_mixture, relative_error
+from testing_utils.layers import route
 from trl_qarl.numerics.low_bit import low_bit_linear
 from trl_qarl.quantization import experts, grouped
 from trl_qarl.quantization.experts import QuantizedExperts
@@ -20,14 +21,6 @@ EXPERTS = 8
 def layer():
     module = make_mixture().get_submodule("model.layers.1.mlp.experts")
     return QuantizedExperts.from_experts(module, get_scheme("w4a16"))
-
-
-def route(num_tokens=40):
-    """Random routes of which the last expert has none, and one is a slot without an expert."""
-    torch.manual_seed(1)
-    ids = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(num_tokens)])
-    ids[3, 1] = EXPERTS
-    return torch.randn(num_tokens, 128, requires_grad=True), ids, torch.rand(num_tokens, 2, requires_grad=True)
 
 
 def gradients(y, layer, *inputs):

@@ -173,16 +173,20 @@ def test_a_pattern_that_changes_nothing_is_named():
     assert "'layers.1.q' matches none" in problems[1] and "such as 'layers.0.q'" in problems[1]
 
 
-@pytest.mark.parametrize("written", [[4, 3], (4, 3), "[4, 3]"])
-def test_a_list_is_a_cycle_over_batches(written):
-    precisions = parse_precisions(written)
-    assert [precision_at(precisions, update, 4) for update in range(0, 24, 4)] == [4, 3, 4, 3, 4, 3]
-
-
-@pytest.mark.parametrize("written", [{0: 4, 60: 3}, {"60": 3, "0": 4}, '{"0": 4, "60": 3}'])
-def test_a_mapping_is_a_schedule_over_updates(written):
-    precisions = parse_precisions(written)
-    assert [precision_at(precisions, update, 8) for update in (0, 56, 59, 60, 64, 1000)] == [4, 4, 4, 3, 3, 3]
+@pytest.mark.parametrize(
+    ("precisions", "updates_per_batch", "expected"),
+    [
+        *((written, 4, {0: 4, 4: 3, 8: 4, 12: 3, 20: 3}) for written in ([4, 3], (4, 3), "[4, 3]")),
+        *(
+            (written, 8, {0: 4, 56: 4, 59: 4, 60: 3, 64: 3, 1000: 3})
+            for written in ({0: 4, 60: 3}, {"60": 3, "0": 4}, '{"0": 4, "60": 3}')
+        ),
+    ],
+    ids=str,
+)
+def test_a_list_is_a_cycle_over_batches_and_a_mapping_a_schedule_over_updates(precisions, updates_per_batch, expected):
+    parsed = parse_precisions(precisions)
+    assert {update: precision_at(parsed, update, updates_per_batch) for update in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@ import pytest
 from trl_qarl.quantization.schemes import CONTAINERS, E4M3, GRIDS, INT8, QuantScheme, get_scheme
 
 
-@pytest.mark.parametrize("group_size", [0, 16, 48, 256, -1])
-def test_unsupported_group_size_names_the_allowed_ones(group_size):
-    with pytest.raises(ValueError, match=rf"group_size={group_size} .*\[32, 64, 128\]"):
-        get_scheme("w4a16", group_size)
+@pytest.mark.parametrize(
+    ("name", "group_size", "allowed"),
+    [*(("w4a16", size, r"\[32, 64, 128\]") for size in (0, 16, 48, 256, -1)), ("w4a8", 64, "128")],
+)
+def test_unsupported_group_size_names_the_allowed_ones(name, group_size, allowed):
+    with pytest.raises(ValueError, match=rf"group_size={group_size} .*{allowed}"):
+        get_scheme(name, group_size)
 
 
 @pytest.mark.parametrize(
@@ -17,17 +20,20 @@ def test_group_size_falls_back_to_the_next_smaller_divisor(requested, in_feature
     assert get_scheme("w4a16", requested).group_size_for(in_features) == used
 
 
-def test_group_size_that_divides_nothing_names_both_numbers():
-    with pytest.raises(ValueError, match="in_features=100"):
-        get_scheme("w4a16", 64).group_size_for(100)
-
-
-def test_w4a8_has_the_one_group_size_of_its_kernel():
-    assert get_scheme("w4a8").group_size_for(256) == 128
-    with pytest.raises(ValueError, match="group_size=64"):
-        get_scheme("w4a8", 64)
-    with pytest.raises(ValueError, match="in_features=192"):
-        get_scheme("w4a8").group_size_for(192)
+@pytest.mark.parametrize(
+    ("name", "group_size", "in_features"),
+    [
+        *(("w4a16", 64, 100), ("w4a8", 128, 192)),
+        *(("mxfp4a16", None, size) for size in (16, 48, 100)),
+        *(("nvfp4a16", None, size) for size in (8, 24, 100)),
+    ],
+)
+def test_group_size_that_divides_nothing_names_both_numbers(name, group_size, in_features):
+    sizes = {"w4a16": "64, 32", "w4a8": "128", "mxfp4a16": "32", "nvfp4a16": "16"}[name]
+    with pytest.raises(
+        ValueError, match=rf"in_features={in_features} is not divisible by any group size of \[{sizes}"
+    ):
+        get_scheme(name, group_size).group_size_for(in_features)
 
 
 @pytest.mark.parametrize(

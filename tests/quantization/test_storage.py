@@ -9,7 +9,7 @@ from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization import storage
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.parameters import num_elements, writes_to
-from trl_qarl.quantization.storage import Storage, is_sharded, storage_of, whole
+from trl_qarl.quantization.storage import Storage, is_sharded, whole
 from trl_qarl.quantization.swap import prepare_model
 
 
@@ -76,15 +76,3 @@ def test_a_write_to_the_part_makes_new_codes(backend):
     assert writes_to(weight.parameter) != written
     assert not torch.equal(weight.low_bit_weight(), before)
     assert torch.equal(weight.low_bit_weight(), weight.quantize(whole(weight.parameter)))
-
-
-def test_a_plain_tensor_is_whole():
-    tensor = torch.ones(3, 2)
-    assert (
-        storage_of(tensor).is_whole
-        and whole(tensor) is tensor
-        and whole(tensor, torch.bfloat16).dtype == torch.bfloat16
-    )
-    assert storage_of(tensor).rows(tensor) == range(3) and storage_of(torch.ones(4, 3, 2)).rows(
-        torch.ones(4, 3, 2)
-    ) == range(12)

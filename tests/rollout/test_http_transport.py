@@ -6,7 +6,6 @@ import datetime
 import ipaddress
 import json
 import re
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND, UPLOAD_PATH, Publ
 from trl_qarl.wire.transfer_dir import make_transfer_dir
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 SECRET = "7" * 64
 TENSORS = [("a.weight", torch.arange(100_000, dtype=torch.int32)), ("b.weight", torch.ones(7, dtype=torch.bfloat16))]
 
@@ -75,7 +73,7 @@ class Between:
 def serve(tmp_path, monkeypatch):
     """Starts a server with the gate in a thread."""
     uvicorn = pytest.importorskip("uvicorn")
-    from stand_in import Engine
+    from faults.stand_in import Engine
 
     monkeypatch.setenv("TRL_QARL_TRANSFER_DIR", str(tmp_path / "transfer"))
     make_transfer_dir(tmp_path / "transfer")

@@ -17,6 +17,7 @@ from trl_qarl.rollout.pictures import (
     ExpandedPrompt,
     check_rows,
     complete_prompts,
+    count_pictures,
     draw_again,
     picture_request,
     with_pictures,
@@ -68,9 +69,9 @@ def test_a_row_without_pictures_is_refused_by_name_where_it_cannot_be_told_apart
     processor = SimpleNamespace(image_processor=SimpleNamespace(model_input_names=inputs))
     raises = pytest.raises(ValueError, match=f"prompt 1 of 3 has no picture, and others .*{reason}")
     with raises if reason else nullcontext():
-        check_rows([PICTURE, TEXT, TEXT], processor, num_processes)
-    check_rows([TEXT, TEXT], processor, num_processes)
-    check_rows([PICTURE, PICTURE], processor, num_processes)
+        check_rows(count_pictures([PICTURE, TEXT, TEXT]), processor, num_processes)
+    check_rows(count_pictures([TEXT, "Hello"]), processor, num_processes)
+    check_rows(count_pictures([PICTURE, PICTURE]), processor, num_processes)
 
 
 class Engine:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from testing_utils import is_running
 from trl_qarl.rollout import server_process as serve
 from trl_qarl.rollout.server_process import ServerProcess, free_port
 from trl_qarl.wire import transfer_dir
@@ -120,13 +121,6 @@ def start_and_signal(directory, signals, before="", cleaning=""):
         time.sleep(0.3)
     output, _ = process.communicate(timeout=60)
     return output, process.returncode, pid
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

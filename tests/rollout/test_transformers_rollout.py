@@ -52,13 +52,6 @@ def test_rollout_runs_the_output_head_in_float32_as_the_learner_does_if_asked_to
     assert not torch.equal(logits, logits.bfloat16().float())
 
 
-def test_generate_is_shadowed_while_log_probs_are_recorded(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path)
-    with record_sampling_logps(trainer.model, 1.0):
-        assert "generate" in vars(trainer.model)
-    assert "generate" not in vars(trainer.model)
-
-
 def test_a_generate_of_the_instance_comes_back(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     own = model.generate

@@ -1,6 +1,6 @@
 """
 A vLLM server that the trainer starts itself, killed while rewards are computed. One that dies between two updates is
-in test_adapters_vllm.py; tests/faults/ has every other moment with a stand-in.
+in test_adapters_vllm.py; benchmarks/faults/ has every other moment with a stand-in.
 """
 
 from pathlib import Path

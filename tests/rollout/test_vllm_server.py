@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from test_http_transport import write_certificate
 
-from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer, push_export
+from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.http_transport import HTTPTransport
@@ -214,12 +214,6 @@ def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, clien
         assert requests.post(f"{server.url}{path}", json={}).status_code == 409
 
 
-def test_no_server_says_how_to_start_one(tmp_path):
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ConnectionError, match="vllm_server_autostart=True"):
-        make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=1)
-
-
 @pytest.mark.parametrize(
     "name", ["../weights.safetensors", "/etc/passwd", "link.safetensors", "weights.pt", "", ".safetensors", 7]
 )
@@ -280,35 +274,6 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     train_and_check(server, make_trainer)
-
-
-def test_an_adapter_inside_the_low_bit_weights_is_trained_resumed_and_pushed_with_a_server(make_trainer, hub):
-    """One that was not started for LoRA."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    options = {"peft_config": config, "lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
-    trainer = make_trainer(**options, save_strategy="steps", save_steps=2)
-    trainer.train()
-    # Completions that all got the same reward teach nothing; those of both batches hardly ever do.
-    assert logged(trainer, "rollout/weight_version") == [0, 2] and max(logged(trainer, "quant/code_flip_rate")) > 0
-    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-    folder = Path(trainer.args.output_dir) / "checkpoint-2"
-
-    resumed = make_trainer(**options)
-    resumed.train(resume_from_checkpoint=str(folder))
-    assert resumed.state.global_step == 4 and logged(resumed, "rollout/weight_version") == [0, 2]
-    assert max(logged(resumed, "mismatch/abs_logp_max")) < 1e-5
-    batch = resumed._generate_and_score_completions([{"prompt": "1 +"}] * 8)
-    mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
-    with torch.no_grad(), resumed.model.disable_adapter():
-        base, _, _ = resumed._score(resumed.model, batch)
-    # The server samples base and adapter.
-    assert (base - sampling)[mask].abs().mean() > 1e-3
-    files = push_export(resumed, hub)
-    assert "model.safetensors" in files and not any(name.startswith("adapter") for name in files)
-
-    with pytest.raises(ValueError, match="the engine was started without LoRA. Start it with `--max_lora_rank 8`"):
-        make_trainer(peft_config=config)
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(server):

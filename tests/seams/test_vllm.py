@@ -149,15 +149,9 @@ def test_a_router_tells_what_it_has_chosen():
 def test_the_weight_transfer_has_the_steps_that_we_check():
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-    for name in (
-        "start_weight_update",
-        "finish_weight_update",
-        "update_weights",
-        "receive_weights",
-        "init_transfer_engine",
-    ):
-        assert hasattr(WeightTransferEngine, name), name
-    for name in ("parse_update_info", "reset_weight_update_target", "shutdown"):
+    names = """start_weight_update finish_weight_update update_weights receive_weights init_transfer_engine
+        parse_update_info reset_weight_update_target shutdown"""
+    for name in names.split():
         assert hasattr(WeightTransferEngine, name), name
     from trl_qarl.vllm_plugin.weight_transfer import FileEngine, NCCLEngine
 
@@ -282,19 +276,9 @@ def test_the_server_has_the_endpoints_and_options_that_we_use():
     from vllm.entrypoints import openai
 
     sources = [path.read_text() for path in Path(openai.__file__).parent.parent.rglob("*.py")]
-    for path in [
-        "/pause",
-        "/resume",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/weight_info",
-        "/collective_rpc",
-        "/reset_prefix_cache",
-        "/health",
-        "/v1/completions",
-        "/inference/v1/generate",
-    ]:
+    paths = """/pause /resume /start_weight_update /update_weights /finish_weight_update /weight_info /collective_rpc
+        /reset_prefix_cache /health /v1/completions /inference/v1/generate"""
+    for path in paths.split():
         assert any(f'"{path}"' in source for source in sources), path
     assert any("middleware" in source and "import_module" in source for source in sources)
     assert any(re.search(r"\bmode\b.*\"abort\"", source) for source in sources)

@@ -50,15 +50,7 @@ def make_tiny_tokenizer():
 
 
 def make_tiny_config(arch: str = "llama", **overrides):
-    """
-    Configuration of a two-layer model whose sizes every scheme accepts (multiples of 128).
-
-    Parameters:
-        arch (`str`, *optional*, defaults to `"llama"`):
-            `transformers` model type with dense decoder layers, e.g. `"llama"`, `"qwen2"`, `"qwen3"` or `"gemma"`.
-        overrides:
-            Configuration fields that replace the defaults below.
-    """
+    """Configuration of a two-layer model whose sizes every scheme accepts (multiples of 128), with `overrides`."""
     from transformers import AutoConfig
 
     fields = {
@@ -80,19 +72,9 @@ def make_tiny_config(arch: str = "llama", **overrides):
 
 def make_tiny_model(directory, arch: str = "llama", dtype: str = "float32", seed: int = 0, **overrides) -> str:
     """
-    Save a random two-layer model with its tokenizer and return the directory.
-
-    Parameters:
-        directory (`str` or `Path`):
-            Existing or new directory; the model goes into `directory/arch`.
-        arch (`str`, *optional*, defaults to `"llama"`):
-            `"llama"`, `"qwen2"` (qkv biases), `"qwen3"` (q and k norms) or `"gemma"` (tied `lm_head`).
-        dtype (`str`, *optional*, defaults to `"float32"`):
-            Dtype of the saved weights.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights; the caller's random state is left alone.
-        overrides:
-            Configuration fields, see [`make_tiny_config`].
+    Save a random model of [`make_tiny_config`] with its tokenizer in `directory/arch`, and return that folder:
+    `"llama"`, `"qwen2"` (qkv biases), `"qwen3"` (q and k norms) or `"gemma"` (tied `lm_head`). The caller's random
+    state is left alone.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -223,6 +205,14 @@ def audit_in_this_process(patch) -> None:
 
     start_engines_quickly(patch)
     patch.setattr(deep_audit, "subprocess", SimpleNamespace(run=run))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended, on Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
@@ -503,15 +493,7 @@ MIXTURES = {
 def make_mixture(arch: str = "qwen3_moe", seed: int = 0, **overrides):
     """
     Make a random two-layer mixture of eight experts, two of them active, that groups of 32 and of 64 input features
-    divide.
-
-    Parameters:
-        arch (`str`, *optional*, defaults to `"qwen3_moe"`):
-            One of [`MIXTURES`].
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights; the caller's random state is left alone. Routers prefer, as trained ones do.
-        overrides:
-            Configuration fields.
+    divide. Routers prefer, as trained ones do. The caller's random state is left alone.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -10,6 +10,8 @@ from testing_utils.engines import differences, engine_logps, engine_model, misma
 from testing_utils.engines import update_masters as update
 from trl_qarl import prepare_model
 from trl_qarl.quantization.swap import freeze_model
+from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")
@@ -65,8 +67,6 @@ def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher)
 
 
 def test_what_changed_of_an_adapter_is_sent(publisher):
-    from trl_qarl.rollout.publisher import Publisher
-
     model = publisher.model
     adapter = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
     sends_changes = Publisher(model, torch.float32, publisher.transport, publisher.tokenizer, delta=True)
@@ -98,8 +98,6 @@ def test_what_changed_of_an_adapter_is_sent(publisher):
     ids=["missing", "rows elsewhere", "unknown"],
 )
 def test_an_adapter_that_is_damaged_on_its_way_is_refused_and_the_next_one_heals(publisher, change, message):
-    from trl_qarl.wire.protocol import PublishError
-
     update(publisher.model, 7, 0.1)
     with tampered(publisher, change), pytest.raises(PublishError) as error:
         publisher.publish("damaged")
@@ -138,8 +136,6 @@ def leave_a_row(layer, set_lora):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_values_that_do_not_reach_the_running_buffers_are_noticed(publisher, monkeypatch, wrong, message):
-    from trl_qarl.wire.protocol import PublishError
-
     layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
     update(publisher.model, 8, 0.1)
     with monkeypatch.context() as patch:
@@ -170,8 +166,6 @@ def test_what_has_changed_in_the_engine_is_named_and_sent_again(publisher, caplo
 
 def test_a_trainer_without_an_adapter_gets_the_base(publisher):
     """The next trainer of a server; its base happens to be the same."""
-    from trl_qarl.rollout.publisher import Publisher
-
     base = AutoModelForCausalLM.from_pretrained(publisher.model.get_base_model().name_or_path, dtype=torch.float32)
     prepare_model(base, "w4a16", scale_dtype=torch.float32)
     other = Publisher(base.eval(), torch.float32, publisher.transport)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 
-pytest.importorskip("vllm")
+addresses_module = pytest.importorskip("trl_qarl.vllm_plugin.addresses", reason="needs vLLM")
+Addresses = addresses_module.Addresses
 pytestmark = pytest.mark.vllm
 
 
@@ -47,9 +48,7 @@ def model():
 
 
 def tensors(model):
-    from trl_qarl.vllm_plugin.addresses import reachable_tensors
-
-    return dict(reachable_tensors(model))
+    return dict(addresses_module.reachable_tensors(model))
 
 
 def test_whatever_a_layer_refers_to_is_found_under_one_name(model):
@@ -67,8 +66,6 @@ def test_whatever_a_layer_refers_to_is_found_under_one_name(model):
 
 
 def test_what_has_moved_lies_where_it_lay_and_holds_what_is_new(model):
-    from trl_qarl.vllm_plugin.addresses import Addresses
-
     captured = {name: (tensor.data_ptr(), tensor.detach()) for name, tensor in tensors(model).items()}
     addresses = Addresses(model)
     for factor in (2, 3):
@@ -101,8 +98,6 @@ def test_what_has_moved_lies_where_it_lay_and_holds_what_is_new(model):
 def test_what_cannot_be_copied_names_layer_tensor_kernel_and_release(model, change, message):
     import vllm
 
-    from trl_qarl.vllm_plugin.addresses import Addresses
-
     addresses = Addresses(model)
     change(model[0])
     problems = addresses.restore()
@@ -112,8 +107,6 @@ def test_what_cannot_be_copied_names_layer_tensor_kernel_and_release(model, chan
 
 
 def test_a_view_that_is_made_anew_when_it_is_needed_is_not_missed(model):
-    from trl_qarl.vllm_plugin.addresses import Addresses
-
     model[0].rows = model[0].weight[1:]
     addresses = Addresses(model)
     del model[0].rows
@@ -121,8 +114,6 @@ def test_a_view_that_is_made_anew_when_it_is_needed_is_not_missed(model):
 
 
 def test_a_tensor_that_took_the_place_of_two_is_copied_to_both(model):
-    from trl_qarl.vllm_plugin.addresses import Addresses
-
     layer = model[0]
     layer.first, layer.second = torch.zeros(2), torch.zeros(2)
     captured = [layer.first.detach(), layer.second.detach()]

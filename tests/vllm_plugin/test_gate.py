@@ -2,7 +2,9 @@
 everything."""
 
 import asyncio
+import functools
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
@@ -79,83 +81,85 @@ def run(scenario):
     asyncio.run(scenario(Server()))
 
 
+def served(test, run=run):
+    """A test whose arguments `server` and `token` are what `run` gives it, and the others fixtures."""
+
+    @functools.wraps(test)
+    def run_test(**fixtures):
+        run(functools.partial(test, **fixtures))
+
+    given = inspect.signature(test)
+    fixtures = [p for name, p in given.parameters.items() if name not in ("server", "token")]
+    run_test.__signature__ = given.replace(parameters=fixtures)
+    return run_test
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations", "/inference/v1/generate"]
 )
-def test_nothing_generates_before_the_first_publication(path):
-    async def scenario(server):
-        status, body, _ = await server.request(path)
-        assert status == 503 and "published" in body["error"]
-        assert (await server.request("/v1/models", method="GET"))[0] == 200
-        _, token, *_ = await server.open_session()
-        assert await server.publish(token) == 200
-        assert (await server.request(path))[0] == 200
-
-    run(scenario)
+@served
+async def test_nothing_generates_before_the_first_publication(server, path):
+    status, body, _ = await server.request(path)
+    assert status == 503 and "published" in body["error"]
+    assert (await server.request("/v1/models", method="GET"))[0] == 200
+    _, token, *_ = await server.open_session()
+    assert await server.publish(token) == 200
+    assert (await server.request(path))[0] == 200
 
 
-def test_an_update_that_fails_leaves_the_gate_closed():
-    async def scenario(server):
-        _, token, *_ = await server.open_session()
-        await server.publish(token)
-        await server.request("/start_weight_update", token=token)
-        assert (await server.request("/v1/completions"))[0] == 503
-        server.status = 500
-        assert (await server.request("/finish_weight_update", token=token))[0] == 500
-        server.status = 200
-        assert (await server.request("/v1/completions"))[0] == 503
-        assert await server.publish(token) == 200
-        assert (await server.request("/v1/completions"))[0] == 200
-
-    run(scenario)
+@served
+async def test_an_update_that_fails_leaves_the_gate_closed(server):
+    _, token, *_ = await server.open_session()
+    await server.publish(token)
+    await server.request("/start_weight_update", token=token)
+    assert (await server.request("/v1/completions"))[0] == 503
+    server.status = 500
+    assert (await server.request("/finish_weight_update", token=token))[0] == 500
+    server.status = 200
+    assert (await server.request("/v1/completions"))[0] == 503
+    assert await server.publish(token) == 200
+    assert (await server.request("/v1/completions"))[0] == 200
 
 
-def test_a_trainer_that_ends_before_it_resumes_the_engine_leaves_the_gate_closed():
+@served
+async def test_a_trainer_that_ends_before_it_resumes_the_engine_leaves_the_gate_closed(server):
     """The engine is paused meanwhile, and would let other clients wait."""
-
-    async def scenario(server):
-        _, token, *_ = await server.open_session()
-        await server.publish(token)
-        assert (await server.request("/v1/completions"))[0] == 200
-        await server.request("/pause", token=token)
+    _, token, *_ = await server.open_session()
+    await server.publish(token)
+    assert (await server.request("/v1/completions"))[0] == 200
+    await server.request("/pause", token=token)
+    assert (await server.request("/v1/completions"))[0] == 503
+    await server.request("/resume", token=token)
+    assert (await server.request("/v1/completions"))[0] == 200
+    for path in ("/pause", "/start_weight_update", "/finish_weight_update"):
+        await server.request(path, token=token)
         assert (await server.request("/v1/completions"))[0] == 503
-        await server.request("/resume", token=token)
-        assert (await server.request("/v1/completions"))[0] == 200
-        for path in ("/pause", "/start_weight_update", "/finish_weight_update"):
-            await server.request(path, token=token)
-            assert (await server.request("/v1/completions"))[0] == 503
-        server.status = 500
-        await server.request("/resume", token=token)
-        server.status = 200
+    server.status = 500
+    await server.request("/resume", token=token)
+    server.status = 200
+    assert (await server.request("/v1/completions"))[0] == 503
+    await server.request("/resume", token=token)
+    assert (await server.request("/v1/completions"))[0] == 200
+
+
+@served
+async def test_resuming_without_a_publication_opens_nothing(server):
+    _, token, *_ = await server.open_session()
+    for path in ("/resume", "/start_weight_update", "/resume"):
+        await server.request(path, token=token)
         assert (await server.request("/v1/completions"))[0] == 503
-        await server.request("/resume", token=token)
-        assert (await server.request("/v1/completions"))[0] == 200
-
-    run(scenario)
 
 
-def test_resuming_without_a_publication_opens_nothing():
-    async def scenario(server):
-        _, token, *_ = await server.open_session()
-        for path in ("/resume", "/start_weight_update", "/resume"):
-            await server.request(path, token=token)
-            assert (await server.request("/v1/completions"))[0] == 503
-
-    run(scenario)
-
-
-def test_one_trainer_at_a_time_and_the_next_when_it_is_gone():
-    async def scenario(server):
-        status, token, hang_up, held = await server.open_session()
-        assert status == 200
-        status, body, _ = await server.request(SESSION_PATH, body=await server.prove())
-        assert status == 409 and "process 7" in body["error"]
-        hang_up.set()
-        await held
-        status, other, *_ = await server.open_session()
-        assert status == 200 and other != token
-
-    run(scenario)
+@served
+async def test_one_trainer_at_a_time_and_the_next_when_it_is_gone(server):
+    status, token, hang_up, held = await server.open_session()
+    assert status == 200
+    status, body, _ = await server.request(SESSION_PATH, body=await server.prove())
+    assert status == 409 and "process 7" in body["error"]
+    hang_up.set()
+    await held
+    status, other, *_ = await server.open_session()
+    assert status == 200 and other != token
 
 
 @pytest.mark.parametrize(
@@ -167,36 +171,33 @@ def test_one_trainer_at_a_time_and_the_next_when_it_is_gone():
         "/a_route_of_the_next_version",
     ],
 )
-@pytest.mark.parametrize("token", [None, "", "wrong", "é"])
-def test_only_the_session_changes_weights(path, token):
-    async def scenario(server):
-        call = {"body": {"method": "qarl_describe"}}
-        assert (await server.request(path, token=token, **call))[0] == 409
-        _, good, *_ = await server.open_session()
-        # Also with the weights complete, when everybody may generate.
-        await server.publish(good)
-        server.reached.clear()
-        assert (await server.request(path, token=token, **call))[0] == 409
-        assert (await server.request(path, method="DELETE", token=token, **call))[0] == 409
-        assert server.reached == []
-        assert (await server.request(path, token=good, **call))[0] == 200
-        assert server.reached == [("POST", path, json.dumps(call["body"]).encode())]
-
-    run(scenario)
+@pytest.mark.parametrize("wrong", [None, "", "wrong", "é"])
+@served
+async def test_only_the_session_changes_weights(server, path, wrong):
+    call = {"body": {"method": "qarl_describe"}}
+    assert (await server.request(path, token=wrong, **call))[0] == 409
+    _, good, *_ = await server.open_session()
+    # Also with the weights complete, when everybody may generate.
+    await server.publish(good)
+    server.reached.clear()
+    assert (await server.request(path, token=wrong, **call))[0] == 409
+    assert (await server.request(path, method="DELETE", token=wrong, **call))[0] == 409
+    assert server.reached == []
+    assert (await server.request(path, token=good, **call))[0] == 200
+    assert server.reached == [("POST", path, json.dumps(call["body"]).encode())]
 
 
 @pytest.mark.parametrize(
     "path", ["/health", "/v1/models", "/metrics", "/version", "/load", "/is_paused", "/weight_info"]
 )
-def test_everybody_may_read(path):
-    async def scenario(server):
-        assert (await server.request(path, method="GET"))[0] == 200
-        assert (await server.request(path, method="GET", headers=[(b"origin", b"http://chat.example")]))[0] == 200
-
-    run(scenario)
+@served
+async def test_everybody_may_read(server, path):
+    assert (await server.request(path, method="GET"))[0] == 200
+    assert (await server.request(path, method="GET", headers=[(b"origin", b"http://chat.example")]))[0] == 200
 
 
-def test_every_route_of_this_vllm_is_known_or_the_sessions():
+@served
+async def test_every_route_of_this_vllm_is_known_or_the_sessions(server):
     """A stranger reaches only the routes of vLLM that the gate leaves open."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None:
@@ -208,14 +209,10 @@ def test_every_route_of_this_vllm_is_known_or_the_sessions():
         for route in re.findall(r"\.(?:post|put|patch|delete)\(\s*[\"'](/[^\"']*)", file.read_text())
     }
     assert {"/v1/completions", "/collective_rpc", "/scale_elastic_ep"} <= routes
-
-    async def scenario(server):
-        _, token, *_ = await server.open_session()
-        await server.publish(token)
-        refused = {route for route in routes if (await server.request(route))[0] == 409}
-        assert refused == {route for route in routes if re.match(CHANGING, route)}
-
-    run(scenario)
+    _, token, *_ = await server.open_session()
+    await server.publish(token)
+    refused = {route for route in routes if (await server.request(route))[0] == 409}
+    assert refused == {route for route in routes if re.match(CHANGING, route)}
 
 
 CHANGING = (
@@ -229,83 +226,73 @@ CHANGING = (
     "method",
     [None, 7, ["qarl_expect"], "", "save_sharded_state", "update_environment_variables", "qarl_expect ", "load_model"],
 )
-def test_workers_do_only_what_a_publication_needs(method):
-    async def scenario(server):
-        _, token, *_ = await server.open_session()
-        server.reached.clear()
-        status, body, _ = await server.request("/collective_rpc", token=token, body={"method": method, "args": []})
-        assert status == 403 and "qarl_describe" in body["error"]
-        assert server.reached == []
-        for allowed in WORKER_METHODS:
-            assert (await server.request("/collective_rpc", token=token, body={"method": allowed}))[0] == 200
-
-    run(scenario)
+@served
+async def test_workers_do_only_what_a_publication_needs(server, method):
+    _, token, *_ = await server.open_session()
+    server.reached.clear()
+    status, body, _ = await server.request("/collective_rpc", token=token, body={"method": method, "args": []})
+    assert status == 403 and "qarl_describe" in body["error"]
+    assert server.reached == []
+    for allowed in WORKER_METHODS:
+        assert (await server.request("/collective_rpc", token=token, body={"method": allowed}))[0] == 200
 
 
 @pytest.mark.parametrize("secret", [None, "", "6" * 64])
-def test_a_session_opens_only_for_who_knows_the_secret(secret):
-    async def scenario(server):
-        body = {"trainer": "process 8"} if secret is None else await server.prove(secret, "process 8")
-        status, answer, _ = await server.request(SESSION_PATH, body=body)
-        assert status == 403 and "secret" in answer["error"] and "session" not in answer
-        assert server.gate.holder is None
-        # A stranger's attempts are no obstacle to the trainer.
-        assert (await server.open_session())[0] == 200
-
-    run(scenario)
+@served
+async def test_a_session_opens_only_for_who_knows_the_secret(server, secret):
+    body = {"trainer": "process 8"} if secret is None else await server.prove(secret, "process 8")
+    status, answer, _ = await server.request(SESSION_PATH, body=body)
+    assert status == 403 and "secret" in answer["error"] and "session" not in answer
+    assert server.gate.holder is None
+    # A stranger's attempts are no obstacle to the trainer.
+    assert (await server.open_session())[0] == 200
 
 
-def test_a_proof_serves_once_and_for_its_trainer_only():
-    async def scenario(server):
-        body = await server.prove()
-        forged = {**body, "trainer": "somebody else"}
-        assert (await server.request(SESSION_PATH, body=forged))[0] == 403
-        hang_up = asyncio.Event()
-        *_, held = await server.request(SESSION_PATH, body=body, disconnect=hang_up)
-        refused = await server.prove()
-        assert (await server.request(SESSION_PATH, body=refused))[0] == 409
-        hang_up.set()
-        await held
-        for seen in (body, refused):
-            assert (await server.request(SESSION_PATH, body=seen))[0] == 403
-
-    run(scenario)
+@served
+async def test_a_proof_serves_once_and_for_its_trainer_only(server):
+    body = await server.prove()
+    forged = {**body, "trainer": "somebody else"}
+    assert (await server.request(SESSION_PATH, body=forged))[0] == 403
+    hang_up = asyncio.Event()
+    *_, held = await server.request(SESSION_PATH, body=body, disconnect=hang_up)
+    refused = await server.prove()
+    assert (await server.request(SESSION_PATH, body=refused))[0] == 409
+    hang_up.set()
+    await held
+    for seen in (body, refused):
+        assert (await server.request(SESSION_PATH, body=seen))[0] == 403
 
 
-def test_the_server_proves_all_that_it_says():
-    async def scenario(server):
-        body = await server.prove()
-        nonces = ["a", server.gate._nonce]
-        _, answer, _ = await server.request(SESSION_PATH, body=body, disconnect=asyncio.Event())
-        given = answer.pop("proof")
-        assert is_proof(given, SECRET, "server", nonces, answer)
-        assert not is_proof(given, SECRET, "server", nonces, {**answer, "transfer_dir": "/tmp/elsewhere"})
-        assert not is_proof(given, SECRET, "server", ["b", nonces[1]], answer)
-        assert SECRET not in json.dumps([body, answer])
-
-    run(scenario)
+@served
+async def test_the_server_proves_all_that_it_says(server):
+    body = await server.prove()
+    nonces = ["a", server.gate._nonce]
+    _, answer, _ = await server.request(SESSION_PATH, body=body, disconnect=asyncio.Event())
+    given = answer.pop("proof")
+    assert is_proof(given, SECRET, "server", nonces, answer)
+    assert not is_proof(given, SECRET, "server", nonces, {**answer, "transfer_dir": "/tmp/elsewhere"})
+    assert not is_proof(given, SECRET, "server", ["b", nonces[1]], answer)
+    assert SECRET not in json.dumps([body, answer])
 
 
-def test_a_long_request_of_a_stranger_is_not_kept():
-    async def scenario(server):
-        num_read = 0
+@served
+async def test_a_long_request_of_a_stranger_is_not_kept(server):
+    num_read = 0
 
-        async def receive():
-            nonlocal num_read
-            num_read += 1
-            assert num_read < 100
-            return {"type": "http.request", "body": bytes(2**14), "more_body": True}
+    async def receive():
+        nonlocal num_read
+        num_read += 1
+        assert num_read < 100
+        return {"type": "http.request", "body": bytes(2**14), "more_body": True}
 
-        answers = []
+    answers = []
 
-        async def send(message):
-            answers.append(message)
+    async def send(message):
+        answers.append(message)
 
-        scope = {"type": "http", "path": SESSION_PATH, "method": "POST", "headers": []}
-        await server.gate(scope, receive, send)
-        assert answers[0]["status"] == 403
-
-    run(scenario)
+    scope = {"type": "http", "path": SESSION_PATH, "method": "POST", "headers": []}
+    await server.gate(scope, receive, send)
+    assert answers[0]["status"] == 403
 
 
 @pytest.mark.parametrize(
@@ -320,112 +307,97 @@ def test_a_long_request_of_a_stranger_is_not_kept():
     ],
 )
 @pytest.mark.parametrize("path", [SESSION_PATH, "/collective_rpc", "/pause", "/update_weights", "/sleep"])
-def test_a_page_in_a_browser_changes_nothing(path, header):
-    async def scenario(server):
-        if path == SESSION_PATH:
-            request = {"body": await server.prove()}
-        else:
-            _, token, *_ = await server.open_session()
-            request = {"body": {"method": "qarl_describe"}, "token": token}
-        server.reached.clear()
-        status, body, _ = await server.request(path, headers=[header], **request)
-        assert status == 403 and "browser" in body["error"] and server.reached == []
-        assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
-
-    run(scenario)
-
-
-def test_the_transfer_directory_is_the_one_at_the_start(monkeypatch):
-    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/the/first")
-
-    async def scenario(server):
-        monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another")
-        assert (await server.request(STATE_PATH, method="GET"))[1]["transfer_dir"] == "/the/first"
-
-    run(scenario)
-
-
-def test_the_state_tells_who_holds_the_server():
-    async def scenario(server):
-        _, before, _ = await server.request(STATE_PATH, method="GET")
-        assert before["is_open"] is False and before["holder"] is None
+@served
+async def test_a_page_in_a_browser_changes_nothing(server, path, header):
+    if path == SESSION_PATH:
+        request = {"body": await server.prove()}
+    else:
         _, token, *_ = await server.open_session()
-        await server.publish(token)
-        _, after, _ = await server.request(STATE_PATH, method="GET")
-        assert (after["is_open"], after["num_publications"], after["holder"]) == (True, 1, "process 7")
-        assert after["instance"] == before["instance"]
-
-    run(scenario)
-
-
-def test_a_trailing_slash_is_no_way_around():
-    async def scenario(server):
-        assert (await server.request("/start_weight_update/"))[0] == 409
-        assert (await server.request("/v1/completions/"))[0] == 503
-
-    run(scenario)
+        request = {"body": {"method": "qarl_describe"}, "token": token}
+    server.reached.clear()
+    status, body, _ = await server.request(path, headers=[header], **request)
+    assert status == 403 and "browser" in body["error"] and server.reached == []
+    assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
 
 
-def test_a_path_prefix_is_no_way_around():
-    async def scenario(server):
-        gate = server.gate
-        server.gate = lambda scope, receive, send: gate({**scope, "root_path": "/x"}, receive, send)
-        assert (await server.request("/x/v1/completions"))[0] == 503
-        assert (await server.request("/x/start_weight_update"))[0] == 409
-
-    run(scenario)
+@served
+async def test_the_transfer_directory_is_the_one_at_the_start(server, monkeypatch):
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/the/first")
+    server = Server()
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another")
+    assert (await server.request(STATE_PATH, method="GET"))[1]["transfer_dir"] == "/the/first"
 
 
-def test_a_late_answer_to_an_update_that_was_given_up_opens_nothing():
-    async def scenario(server):
-        _, token, hang_up, held = await server.open_session()
-        await server.request("/start_weight_update", token=token)
-        arrived, answer = asyncio.Event(), asyncio.Event()
-        application = server.gate.app
-
-        async def slow(scope, receive, send):
-            arrived.set()
-            await answer.wait()
-            await application(scope, receive, send)
-
-        server.gate.app = slow
-        finishing = asyncio.ensure_future(server.request("/finish_weight_update", token=token))
-        await arrived.wait()
-        hang_up.set()
-        await held
-        server.gate.app = application
-        _, other, *_ = await server.open_session()
-        await server.request("/start_weight_update", token=other)
-        answer.set()
-        assert (await finishing)[0] == 200
-        await server.request("/resume", token=other)
-        assert (await server.request("/v1/completions"))[0] == 503
-
-    run(scenario)
+@served
+async def test_the_state_tells_who_holds_the_server(server):
+    _, before, _ = await server.request(STATE_PATH, method="GET")
+    assert before["is_open"] is False and before["holder"] is None
+    _, token, *_ = await server.open_session()
+    await server.publish(token)
+    _, after, _ = await server.request(STATE_PATH, method="GET")
+    assert (after["is_open"], after["num_publications"], after["holder"]) == (True, 1, "process 7")
+    assert after["instance"] == before["instance"]
 
 
-def test_a_host_that_vanished_loses_the_session(monkeypatch):
+@served
+async def test_a_trailing_slash_is_no_way_around(server):
+    assert (await server.request("/start_weight_update/"))[0] == 409
+    assert (await server.request("/v1/completions/"))[0] == 503
+
+
+@served
+async def test_a_path_prefix_is_no_way_around(server):
+    gate = server.gate
+    server.gate = lambda scope, receive, send: gate({**scope, "root_path": "/x"}, receive, send)
+    assert (await server.request("/x/v1/completions"))[0] == 503
+    assert (await server.request("/x/start_weight_update"))[0] == 409
+
+
+@served
+async def test_a_late_answer_to_an_update_that_was_given_up_opens_nothing(server):
+    _, token, hang_up, held = await server.open_session()
+    await server.request("/start_weight_update", token=token)
+    arrived, answer = asyncio.Event(), asyncio.Event()
+    application = server.gate.app
+
+    async def slow(scope, receive, send):
+        arrived.set()
+        await answer.wait()
+        await application(scope, receive, send)
+
+    server.gate.app = slow
+    finishing = asyncio.ensure_future(server.request("/finish_weight_update", token=token))
+    await arrived.wait()
+    hang_up.set()
+    await held
+    server.gate.app = application
+    _, other, *_ = await server.open_session()
+    await server.request("/start_weight_update", token=other)
+    answer.set()
+    assert (await finishing)[0] == 200
+    await server.request("/resume", token=other)
+    assert (await server.request("/v1/completions"))[0] == 503
+
+
+@served
+async def test_a_host_that_vanished_loses_the_session(server, monkeypatch):
     """Nothing says that it has gone; the next line that cannot be delivered does."""
     monkeypatch.setattr("trl_qarl.vllm_plugin.gate._HEARTBEAT_SECONDS", 0.01)
+    lines = []
 
-    async def scenario(server):
-        lines = []
+    body = json.dumps(await server.prove()).encode()
 
-        body = json.dumps(await server.prove()).encode()
+    async def receive():
+        if not lines:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.Event().wait()
 
-        async def receive():
-            if not lines:
-                return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()
+    async def send(message):
+        lines.append(message)
+        if len(lines) > 4:
+            raise OSError("no route to host")
 
-        async def send(message):
-            lines.append(message)
-            if len(lines) > 4:
-                raise OSError("no route to host")
-
-        scope = {"type": "http", "path": SESSION_PATH, "method": "POST", "headers": []}
-        with pytest.raises(OSError, match="no route"):
-            await server.gate(scope, receive, send)
-        assert (await server.open_session())[0] == 200
-
-    run(scenario)
+    scope = {"type": "http", "path": SESSION_PATH, "method": "POST", "headers": []}
+    with pytest.raises(OSError, match="no route"):
+        await server.gate(scope, receive, send)
+    assert (await server.open_session())[0] == 200

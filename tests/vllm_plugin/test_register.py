@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from testing_utils import is_running
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE
 from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
 
@@ -33,14 +34,6 @@ SERVER = """
         print(ours.recv(), flush=True)
         time.sleep(60)
 """
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

@@ -9,9 +9,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing_utils import make_tiny_mixture, make_tiny_model, tampered
 from testing_utils.engines import PROMPTS, engine_logps, engine_model, make_publisher, update_masters
 from trl_qarl import export_checkpoint, load_engine, prepare_model
+from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
 from trl_qarl.quantization.inventory import Inventory
+from trl_qarl.rollout.engines import make_engine
+from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.rollout.transports import DirectTransport
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -53,8 +57,6 @@ def routed_experts(publisher, layer=1):
 @pytest.mark.slow
 def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_path):
     """First of this file: vLLM's groups of a dense model, whose engine is still there, lack the one of experts."""
-    from trl_qarl.rollout.engines import make_engine
-
     engines = []
     for path in (make_tiny_model(tmp_path, "qwen3"), make_tiny_mixture(tmp_path, "qwen3_moe")):
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -176,10 +178,6 @@ def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(quick_engines,
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last(tmp_path, scheme):
     """vLLM's own kernels (Marlin, CUTLASS, Triton), of which some repack. It has never run."""
-    from trl_qarl.rollout.engines import make_engine
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
-
     path = make_tiny_mixture(tmp_path, "qwen3_moe", moe_intermediate_size=128)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().cuda()
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
@@ -202,7 +200,6 @@ def test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last(t
 @pytest.fixture
 def config(monkeypatch):
     """vLLM's configuration of a checkpoint with INT4 weights, as an engine of a trainer finds it."""
-    from trl_qarl.checkpoint.layout import quantization_config
     from trl_qarl.vllm_plugin import experts
 
     model = torch.nn.Sequential(torch.nn.Linear(128, 128))

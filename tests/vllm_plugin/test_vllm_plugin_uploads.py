@@ -1,6 +1,7 @@
 """Weights over HTTP, piece by piece, through the gate; driven without a web framework."""
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import test_gate
 from test_gate import Server
 
 from trl_qarl.vllm_plugin.uploads import Uploads
@@ -59,29 +61,28 @@ def run(scenario):
     asyncio.run(with_session())
 
 
-def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(directory):
-    async def scenario(server, token):
-        assert await upload(server, token, 0, CONTENT[:3000], CONTENT[3000:5000]) == (200, {"received": 5000})
-        # Once more, and one that begins further on: said where to go on.
-        assert await upload(server, token, 0, CONTENT[:4000]) == (200, {"received": 5000})
-        assert await upload(server, token, 6000, CONTENT[6000:]) == (200, {"received": 5000})
-        status, answer = await upload(server, token, 5000, CONTENT[5000:])
-        assert status == 200 and answer["received"] == len(CONTENT)
-        (path,) = files(directory)
-        assert path.name == answer["file"] and path.read_bytes() == CONTENT and path.stat().st_mode & 0o777 == 0o600
-        await server.request("/update_weights", token=token)
-        assert files(directory) == []
-
-    run(scenario)
+served = functools.partial(test_gate.served, run=run)
 
 
-def test_a_dropped_connection_costs_what_has_not_arrived(directory):
-    async def scenario(server, token):
-        assert await upload(server, token, 0, CONTENT[:700], ends=False) is None
-        assert await upload(server, token, 0) == (200, {"received": 700})
-        assert (await upload(server, token, 700, CONTENT[700:]))[1]["received"] == len(CONTENT)
+@served
+async def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(server, token, directory):
+    assert await upload(server, token, 0, CONTENT[:3000], CONTENT[3000:5000]) == (200, {"received": 5000})
+    # Once more, and one that begins further on: said where to go on.
+    assert await upload(server, token, 0, CONTENT[:4000]) == (200, {"received": 5000})
+    assert await upload(server, token, 6000, CONTENT[6000:]) == (200, {"received": 5000})
+    status, answer = await upload(server, token, 5000, CONTENT[5000:])
+    assert status == 200 and answer["received"] == len(CONTENT)
+    (path,) = files(directory)
+    assert path.name == answer["file"] and path.read_bytes() == CONTENT and path.stat().st_mode & 0o777 == 0o600
+    await server.request("/update_weights", token=token)
+    assert files(directory) == []
 
-    run(scenario)
+
+@served
+async def test_a_dropped_connection_costs_what_has_not_arrived(server, token, directory):
+    assert await upload(server, token, 0, CONTENT[:700], ends=False) is None
+    assert await upload(server, token, 0) == (200, {"received": 700})
+    assert (await upload(server, token, 700, CONTENT[700:]))[1]["received"] == len(CONTENT)
 
 
 def test_the_next_session_goes_on_where_the_last_one_was(directory):
@@ -99,16 +100,14 @@ def test_the_next_session_goes_on_where_the_last_one_was(directory):
     asyncio.run(scenario())
 
 
-def test_what_does_not_have_its_hash_is_thrown_away(directory):
-    async def scenario(server, token):
-        header = f"{DIGEST} {len(CONTENT)} 0"
-        changed = CONTENT[:-1] + b"x"
-        status, answer = await upload(server, token, 0, changed, header=header)
-        assert status == 400 and "another hash" in answer["error"]
-        assert files(directory) == []
-        assert "file" in (await upload(server, token, 0, CONTENT))[1]
-
-    run(scenario)
+@served
+async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directory):
+    header = f"{DIGEST} {len(CONTENT)} 0"
+    changed = CONTENT[:-1] + b"x"
+    status, answer = await upload(server, token, 0, changed, header=header)
+    assert status == 400 and "another hash" in answer["error"]
+    assert files(directory) == []
+    assert "file" in (await upload(server, token, 0, CONTENT))[1]
 
 
 @pytest.mark.parametrize(
@@ -124,22 +123,18 @@ def test_what_does_not_have_its_hash_is_thrown_away(directory):
         (f"{DIGEST} {len(CONTENT)} 9000", "the end of the file"),
     ],
 )
-def test_what_is_no_piece_is_refused(directory, header, message):
-    async def scenario(server, token):
-        status, answer = await upload(server, token, 0, CONTENT, header=header or " ")
-        assert status == 400 and message in answer["error"]
-
-    run(scenario)
+@served
+async def test_what_is_no_piece_is_refused(server, token, directory, header, message):
+    status, answer = await upload(server, token, 0, CONTENT, header=header or " ")
+    assert status == 400 and message in answer["error"]
 
 
-def test_only_the_session_uploads_and_no_page(directory):
-    async def scenario(server, token):
-        assert (await upload(server, None, 0, CONTENT))[0] == 409
-        assert (await upload(server, "0" * 32, 0, CONTENT))[0] == 409
-        assert (await upload(server, token, 0, CONTENT, headers=[(b"origin", b"http://a")]))[0] == 403
-        assert files(directory) == []
-
-    run(scenario)
+@served
+async def test_only_the_session_uploads_and_no_page(server, token, directory):
+    assert (await upload(server, None, 0, CONTENT))[0] == 409
+    assert (await upload(server, "0" * 32, 0, CONTENT))[0] == 409
+    assert (await upload(server, token, 0, CONTENT, headers=[(b"origin", b"http://a")]))[0] == 403
+    assert files(directory) == []
 
 
 def test_a_server_without_room_or_directory_says_so(directory, monkeypatch):
@@ -160,16 +155,14 @@ async def no_directory(server, token):
     assert status == 400 and "takes no weights over HTTP" in answer["error"]
 
 
-def test_a_directory_that_something_has_removed_is_made_again(directory):
-    async def scenario(server, token):
-        await upload(server, token, 0, CONTENT[:700], ends=False)
-        shutil.rmtree(directory)
-        # What was there is gone, which costs one more attempt.
-        assert (await upload(server, token, 700, CONTENT[700:]))[0] == 507
-        assert "file" in (await upload(server, token, 0, CONTENT))[1]
-        assert directory.stat().st_mode & 0o777 == 0o700
-
-    run(scenario)
+@served
+async def test_a_directory_that_something_has_removed_is_made_again(server, token, directory):
+    await upload(server, token, 0, CONTENT[:700], ends=False)
+    shutil.rmtree(directory)
+    # What was there is gone, which costs one more attempt.
+    assert (await upload(server, token, 700, CONTENT[700:]))[0] == 507
+    assert "file" in (await upload(server, token, 0, CONTENT))[1]
+    assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_half_files_do_not_pile_up(directory):
@@ -189,11 +182,9 @@ def test_half_files_do_not_pile_up(directory):
     asyncio.run(scenario())
 
 
-def test_the_mark_tells_a_trainer_that_it_has_the_same_directory(directory):
-    async def scenario(server, token):
-        _, state, _ = await server.request("/qarl/state", method="GET")
-        assert (Path(state["transfer_dir"]) / state["transfer_mark"]).exists()
-        # It goes with its server: its name says which process made it.
-        assert str(os.getpid()) in state["transfer_mark"]
-
-    run(scenario)
+@served
+async def test_the_mark_tells_a_trainer_that_it_has_the_same_directory(server, token, directory):
+    _, state, _ = await server.request("/qarl/state", method="GET")
+    assert (Path(state["transfer_dir"]) / state["transfer_mark"]).exists()
+    # It goes with its server: its name says which process made it.
+    assert str(os.getpid()) in state["transfer_mark"]

@@ -16,7 +16,13 @@ from testing_utils.engines import (
     update_masters,
 )
 from trl_qarl import export_checkpoint, load_engine, prepare_model
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.wire.delta import is_delta
+from trl_qarl.wire.patches import PatchBook
+from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")
@@ -102,8 +108,6 @@ NAME = "model.layers.1.mlp.up_proj.weight_packed"
     ids=["missing", "one bit", "norm", "bias"],
 )
 def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(publisher, change, message):
-    from trl_qarl.wire.protocol import PublishError
-
     transport = publisher.transport
     update_masters(publisher.model, 7)
     transport._worker.weight_transfer_engine.published = {}
@@ -119,8 +123,6 @@ def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(
 @pytest.fixture
 def deltas(publisher):
     """A publisher to the same engine that sends changes, after its first publication."""
-    from trl_qarl.rollout.publisher import Publisher
-
     deltas = Publisher(publisher.model, publisher.dtype, publisher.transport, publisher.tokenizer, delta=True)
     whole = deltas.publish("whole")
     # What the engine keeps of an earlier trainer is not what this one knows to be confirmed.
@@ -173,9 +175,6 @@ OLD_BLOCK = {}
     ids=["twice", "of an earlier update", "cut off", "lost", "other bits"],
 )
 def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, deltas, change, message):
-    from trl_qarl.wire.delta import is_delta
-    from trl_qarl.wire.protocol import PublishError
-
     transport = publisher.transport
     flip_codes(publisher.model, 1)
     with tampered(deltas, lambda n, t: [OLD_BLOCK.update({n: t.clone()}), (n, t)][1:]):
@@ -191,9 +190,6 @@ def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, del
 
 
 def test_an_engine_that_was_started_again_between_two_updates_gets_everything(publisher, deltas):
-    from trl_qarl.wire.delta import is_delta
-    from trl_qarl.wire.patches import PatchBook
-
     engine = publisher.transport._worker.weight_transfer_engine
     flip_codes(publisher.model, 3)
     engine.copy = PatchBook(is_kept=False)
@@ -205,8 +201,6 @@ def test_an_engine_that_was_started_again_between_two_updates_gets_everything(pu
 
 def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
     """The received tensor is right and the loaded parameter is wrong, which only the parameter itself shows."""
-    from trl_qarl.wire.protocol import PublishError
-
     worker = publisher.transport._worker
     layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.gate_up_proj")
     update_masters(publisher.model, 8)
@@ -227,9 +221,6 @@ def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
 
 def test_half_a_module_is_refused_although_no_value_changed(publisher):
     """vLLM fills the other half with whatever is in memory."""
-    from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
-    from trl_qarl.wire.protocol import PublishError
-
     publisher.publish("whole")
     transport, fingerprints = publisher.transport, dict(publisher._published)
     tensors = iter_checkpoint_tensors(publisher.model, publisher.dtype)
@@ -290,8 +281,6 @@ def test_nothing_stays_of_a_tensor_that_has_given_nan(publisher):
 
 def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
     """Such as by a copy that a kernel keeps, and that is right again once everything has been sent."""
-    from trl_qarl.wire.protocol import PublishError
-
     publisher.publish("before")
     layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
     with monkeypatch.context() as patch:
@@ -305,8 +294,6 @@ def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
 
 
 def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
-    from trl_qarl.wire.protocol import PublishError
-
     publisher.publish("before")
     cache = dict(engine_model(publisher).named_buffers())["model.layers.0.self_attn.rotary_emb.cos_sin_cache"]
     kept = cache.clone()
@@ -324,8 +311,6 @@ def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, mon
     """vLLM loads the right values into temporary tensors and does not copy them."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from trl_qarl.wire.protocol import PublishError
-
     copy = layerwise._copy_and_restore_kernel_tensors
 
     def copy_but_one_kind(layer, info):
@@ -341,8 +326,6 @@ def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, mon
 
 
 def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
-    from trl_qarl.wire.protocol import PublishError
-
     publisher.publish("before")
     norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
     with torch.no_grad():
@@ -358,8 +341,6 @@ def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
 
 
 def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
-    from trl_qarl.wire.protocol import PublishError
-
     model = engine_model(publisher)
     compute = model.compute_logits
     assert publisher.publish("right")["publish/canary_abs_logp"] < 1e-5
@@ -374,8 +355,6 @@ def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
 
 def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     from vllm import SamplingParams
-
-    from trl_qarl.wire.protocol import PublishError
 
     llm = publisher.transport.llm
     prompt = list(range(10, 74))
@@ -406,9 +385,6 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     ],
 )
 def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, dtype, message):
-    from trl_qarl.quantization.schemes import get_scheme
-    from trl_qarl.rollout.publisher import Publisher
-
     scheme = get_scheme(scheme, swap.pop("group_size", None))
     other = AutoModelForCausalLM.from_pretrained(publisher.path, dtype=torch.float32)
     prepare_model(other, scheme, scale_dtype=dtype, **swap)
@@ -428,8 +404,6 @@ def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
 
 def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path):
     """All tensors have the same names and shapes."""
-    from trl_qarl.rollout.publisher import Publisher
-
     copy = make_tiny_model(
         tmp_path,
         "qwen2",

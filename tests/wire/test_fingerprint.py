@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from trl_qarl.wire.fingerprint import differing_entries, fingerprint, fingerprint_differences, fingerprints
+from trl_qarl.wire.fingerprint import (
+    _sums,
+    _sums_in_steps,
+    differing_entries,
+    fingerprint,
+    fingerprint_differences,
+    fingerprints,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int8, torch.float8_e4m3fn])
@@ -111,12 +118,13 @@ def test_the_top_bit_of_every_word_does_not_cancel(num_words):
         assert fingerprint(every_fourth) != fingerprint(values)
 
 
-def test_what_a_gpu_would_do_in_one_step_gives_the_same_sum(monkeypatch):
-    """The number of blocks taken at a time depends on the device, the sum must not."""
-    words = torch.randint(-(2**63), 2**63 - 1, (5 * 2**15 + 77,), generator=torch.Generator().manual_seed(0))
-    one_by_one = fingerprint(words)
-    monkeypatch.setattr("trl_qarl.wire.fingerprint._blocks_at_a_time", lambda device: 3)
-    assert fingerprint(words) == one_by_one
+@pytest.mark.parametrize("num_words", [0, 1, 2**14, 2**15 + 1, 3 * 2**15 + 77, 7 * 2**15 + 2**14 + 3])
+def test_cpu_and_gpu_take_their_own_steps_to_the_same_sums(monkeypatch, num_words):
+    """A CPU takes parts of blocks, a GPU several blocks at a time."""
+    monkeypatch.setattr("trl_qarl.wire.fingerprint._BLOCKS_AT_A_TIME", 3)
+    generator = torch.Generator().manual_seed(0)
+    entries = torch.randint(-(2**63), 2**63 - 1, (2, num_words), generator=generator)
+    assert _sums(entries).tolist() == _sums_in_steps(entries).tolist()
 
 
 def test_differences_name_each_kind():

@@ -62,12 +62,8 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
 
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
-    """
-    Return the adapter in `folder` as a `PeftModel` on its base, which is loaded too.
-
-    Raises:
-        ValueError: if its base is another model than the one that it was trained on.
-    """
+    """Return the adapter in `folder` as a `PeftModel` on its base, which is loaded too. `ValueError` is raised if its
+    base is another model than the one that it was trained on."""
     from peft import PeftModel
 
     config = json.loads((Path(folder) / CONFIG_FILE).read_text())
@@ -127,13 +123,8 @@ def prepare_base(
 def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
     """
     Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to
-    nothing.
-
-    Args:
-        model (`nn.Module`):
-            The model with its adapter.
-        loaded (`Mapping[str, torch.Tensor]`):
-            The values, by the names of parameters, of an adapter that was loaded. Others keep what the rounding left.
+    nothing. `loaded` has the values, by the names of parameters, of an adapter that was loaded; others keep what the
+    rounding left.
     """
     if getattr(base_model(model), "is_loaded_in_4bit", False):
         for name, parameter in model.named_parameters():

@@ -22,14 +22,9 @@ __all__ = [
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    A and B of the adapter next to the layers of `model`, if it has one, as the engine holds them: B multiplied by the
-    scaling and then rounded. Where FSDP2 has sharded them, every process has to go through all.
-
-    Args:
-        model (`nn.Module`):
-            The learner.
-        dtype (`torch.dtype`):
-            Dtype in which the engine runs the model.
+    Yield A and B of the adapter next to the layers of `model`, if it has one, as the engine holds them, in the dtype
+    in which it runs the model: B multiplied by the scaling and then rounded. Where FSDP2 has sharded them, every
+    process has to go through all.
     """
     if not _runs_beside(model):
         return

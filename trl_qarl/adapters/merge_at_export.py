@@ -15,14 +15,10 @@ __all__ = ["MergeLoss", "merge_adapter"]
 @dataclass(frozen=True)
 class MergeLoss:
     """
-    The effect of quantizing the merged weight on an adapter `D` next to the low-bit base `Q(W)`.
-
-    Args:
-        relative_error (`float`):
-            `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized layers: 0 if the merged policy is the one that was
-            trained, 1 if what is left of the adapter is nothing, or as far from it as nothing is.
-        flipped_share (`float`):
-            Share of the codes in which `Q(W + D)` and `Q(W)` differ.
+    The effect of quantizing the merged weight on an adapter `D` next to the low-bit base `Q(W)`: `|Q(W + D) - (Q(W) +
+    D)| / |D|` over all quantized layers, 0 if the merged policy is the one that was trained, 1 if what is left of the
+    adapter is nothing, or as far from it as nothing is; and the share of the codes in which `Q(W + D)` and `Q(W)`
+    differ.
     """
 
     relative_error: float
@@ -40,13 +36,8 @@ class MergeLoss:
 def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
     """
     Add the adapter of `model`, a `PeftModel` whose base is prepared and has its masters, to these; layers in high
-    precision take it as it is.
-
-    Returns:
-        The base model without adapters, prepared as before, and what was lost.
-
-    Raises:
-        ValueError: if the masters are gone.
+    precision take it as it is. Return the base model without adapters, prepared as before, and what was lost.
+    `ValueError` is raised if the masters are gone.
     """
     inventory = Inventory.of(model)
     frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]

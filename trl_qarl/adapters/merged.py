@@ -24,13 +24,9 @@ __all__ = ["LoraSource", "merge_adapters"]
 
 def merge_adapters(model: PeftModel) -> int:
     """
-    Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together, in place.
-
-    Returns:
-        The number of layers.
-
-    Raises:
-        ValueError: if a layer that is adapted is not quantized, or if adapters drop some of their inputs.
+    Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together, in place;
+    return the number of layers. `ValueError` is raised if a layer that is adapted is not quantized, or if adapters
+    drop some of their inputs.
     """
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     plain = [name for name, module in adapters.items() if not isinstance(module.base_layer, QuantizedLinear)]
@@ -53,14 +49,9 @@ def merge_adapters(model: PeftModel) -> int:
 
 class LoraSource(MasterSource):
     """
-    `W + s B A` of the active adapter of a LoRA layer around the quantized one, whose own weight stays `W`.
-
-    While adapters are disabled, which is how TRL gets its reference policy, it is `W`. The LoRA layer leaves
-    everything to the one inside it until [`~LoraSource.release`].
-
-    Args:
-        adapter (`peft.tuners.lora.Linear`):
-            The LoRA layer.
+    `W + s B A` of the active adapter of a LoRA layer around the quantized one, whose own weight stays `W`. While
+    adapters are disabled, which is how TRL gets its reference policy, it is `W`. The LoRA layer leaves everything to
+    the one inside it until [`~LoraSource.release`].
     """
 
     holds_adapter = True

@@ -44,14 +44,9 @@ def saved_adapter_config(folder: str | Path) -> "PeftConfig":
 
 def adapter_tensors(model: "PeftModel", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """
-    Return the trained adapter under the names of `adapter_model.safetensors`, such as
-    `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached, on the model's device.
-
-    Args:
-        model ([`~peft.PeftModel`]):
-            The learner, not wrapped by accelerate.
-        dtype (`torch.dtype`, *optional*):
-            Dtype in which an engine holds the adapter. Defaults to that of the learner, float32.
+    Return the trained adapter of a model that is not wrapped by accelerate under the names of
+    `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached, on
+    the model's device, in the dtype in which an engine holds it, by default that of the learner, float32.
     """
     from peft import get_peft_model_state_dict
 

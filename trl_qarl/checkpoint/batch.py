@@ -74,17 +74,9 @@ def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, in
 
 class SavedBatch(NamedTuple):
     """
-    The rollouts of one process.
-
-    Args:
-        step (`int`):
-            How many micro-batches have been trained, which says how much of the batch in progress has been used.
-        buffered_inputs (`list` or `None`):
-            The generation batch in progress.
-        has_differed (`bool`, *optional*, defaults to `False`):
-            Whether learner and sampler have differed.
-        ahead (`list[tuple]`, *optional*, defaults to `()`):
-            Generation batches that were drawn ahead ([`~trl_qarl.rollout.ahead.Ahead.state`]).
+    The rollouts of one process: `step`, how many micro-batches have been trained, which says how much of the batch in
+    progress, `buffered_inputs`, has been used; whether learner and sampler have differed; and the generation batches
+    that were drawn ahead ([`~trl_qarl.rollout.ahead.Ahead.state`]).
     """
 
     step: int

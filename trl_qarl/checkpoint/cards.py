@@ -38,21 +38,8 @@ _EVALUATION = re.compile(r"\n(## Evaluation\n.*?)\s*(?=\n## |\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """
-    Facts about a training for its card.
-
-    Attributes:
-        settings (`dict`):
-            Options of the run worth showing.
-        history (`list[dict]`):
-            Logged rows in order, each with `"step"`.
-        report (`str`, *optional*):
-            Which layers were quantized.
-        dataset (`str`, *optional*):
-            Hub id of the training set.
-        tags (`frozenset[str]`):
-            Tags on the Hub.
-    """
+    """Facts about a training for its card: options of the run worth showing, logged rows in order, each with `"step"`,
+    which layers were quantized, and on the Hub the training set's id and the tags."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -71,22 +58,17 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
     """
     Return the card of what a training has made.
 
+    Of `"weights"`, masters or an adapter, the settings name the `scheme` and, of an adapter, the `lora_mode`; an
+    `"export"` says how to serve and load it, and what is known of its training. `name_or_path` is what it was made of,
+    an adapter's base or an export's masters: hub id or folder.
+
     Args:
-        kind (`str`):
-            `"weights"`, masters or an adapter, whose settings name the `scheme` and, of an adapter, the `lora_mode`;
-            or `"export"`, how to serve and load it, and what is known of its training.
-        title (`str`):
-            The model's name.
-        name_or_path (`str` or `None`):
-            What it was made of, an adapter's base or an export's masters: hub id or folder.
-        facts ([`TrainingFacts`]):
-            Of the training.
         about:
             `hub_model_id`, the repository to which it is pushed. Of weights: `policy`, the repository of the low-bit
-            policy. Of an export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository; `plot`,
-            the file of a picture of the rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`, by
-            default `True`, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class of
-            transformers that loads it, by default `"AutoModelForCausalLM"`.
+            policy. Of an export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository;
+            `plot`, the file of a picture of the rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`,
+            by default `True`, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class
+            of transformers that loads it, by default `"AutoModelForCausalLM"`.
     """
     settings, hub_model_id = facts.settings, about.get("hub_model_id")
     tags, library = {"generated_from_trainer"}, "transformers"

@@ -30,17 +30,9 @@ _held: WeakSet[TextIO] = WeakSet()
 
 def hold(lock: Path, option: str) -> TextIO:
     """
-    Hold the folder of a lock, which both are made if missing, until the file that is returned is closed. A file system
-    without locks gets a warning.
-
-    Args:
-        lock (`Path`):
-            The lock, which says who holds it.
-        option (`str`):
-            The option that names the folder, for messages.
-
-    Raises:
-        ValueError: if another trainer holds it.
+    Hold the folder of a lock, which both are made if missing, until the file that is returned is closed. The lock says
+    who holds it; another trainer's raises `ValueError`, naming the option that names the folder. A file system without
+    locks gets a warning.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     file = lock.open("a+", encoding="utf-8")

@@ -99,12 +99,8 @@ def gguf_type(scheme: QuantScheme) -> str | None:
 
 
 def read_base(path: str | Path) -> "GGUFReader":
-    """
-    Open the GGUF file of a base model.
-
-    Raises:
-        ValueError: without the package `gguf`, for a file that is not GGUF, and for an unknown architecture.
-    """
+    """Open the GGUF file of a base model. `ValueError` is raised without the package `gguf`, for a file that is not
+    GGUF, and for an unknown architecture."""
     try:
         import gguf
     except ImportError as error:
@@ -135,27 +131,12 @@ def export_gguf(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
 ) -> Path:
     """
-    Write the low-bit policy as a GGUF file.
+    Write the low-bit policy as a GGUF file, which is complete once it has its name; return `path`.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model prepared by [`prepare_model`] or converted by [`convert_model`], in one process.
-        base (`gguf.GGUFReader`):
-            File of the same base model, from [`read_base`]: metadata, tokenizer and factors of rotary embeddings are
-            taken from it. Its weights are not read.
-        path (`str` or `Path`):
-            File to write. It is complete once it has this name.
-        dtype (`torch.dtype`):
-            Dtype of matrices that are not quantized.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            Compared with the tokenizer of the file.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: if `base` is of another model, if a scheme has no type of GGUF, or if fp16 does not hold a scale;
-            nothing is written.
+    Metadata, tokenizer and factors of rotary embeddings are those of `base`, a file of the same base model from
+    [`read_base`], whose weights are not read. Matrices that are not quantized are in `dtype`. The tokenizer of the
+    file is compared with `processing_class`. `ValueError` is raised, and nothing written, if `base` is of another
+    model, if a scheme has no type of GGUF, or if fp16 does not hold a scale.
     """
     inventory = Inventory.of(model)
     if is_adapted(model) and not inventory.holds_adapter:

@@ -89,19 +89,11 @@ def load_frozen_model(
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint as [`~trl_qarl.quantization.swap.prepare_model`] and
-    [`~trl_qarl.quantization.swap.freeze_model`] leave the model that it was exported from.
+    Load a low-bit checkpoint, a folder or a name on the Hub, as [`~trl_qarl.quantization.swap.prepare_model`] and
+    [`~trl_qarl.quantization.swap.freeze_model`] leave the model that it was exported from. Everything that is not
+    quantized is in `dtype`, `"auto"` for that of the checkpoint; the other options are those of `from_pretrained`.
 
-    Args:
-        name_or_path (`str`):
-            Folder or name on the Hub.
-        dtype (`torch.dtype` or `str`, *optional*, defaults to `"float32"`):
-            Dtype of everything that is not quantized; `"auto"` for that of the checkpoint.
-        revision, trust_remote_code, attn_implementation:
-            As `from_pretrained` takes them.
-
-    Raises:
-        ValueError: if the checkpoint was quantized with other schemes than this package's, or lacks tensors.
+    `ValueError` is raised if the checkpoint was quantized with other schemes than this package's, or lacks tensors.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
@@ -135,16 +127,8 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     """
     Load a low-bit checkpoint, such as one that AWQ, GPTQ or AutoRound made, as a model in float32 to train: quantized
     with the scheme and group size of the checkpoint, which the log says, it has its codes and scales
-    ([`trl_qarl.quantization.own_grid`]). A warning says of how many groups it has not.
-
-    Args:
-        name_or_path (`str`):
-            Folder or name on the Hub.
-        options:
-            `revision`, `trust_remote_code` and `attn_implementation`, as `from_pretrained` takes them.
-
-    Raises:
-        ValueError: as [`load_frozen_model`] does, and for weights in floating-point codes.
+    ([`trl_qarl.quantization.own_grid`]). A warning says of how many groups it has not. `options` are those of
+    [`load_frozen_model`], whose errors it has, and one for weights in floating-point codes.
     """
     model = load_frozen_model(name_or_path, **options)
     num_groups = num_moved = num_lost = 0
@@ -209,10 +193,8 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     """
     Load from masters on disk, in place, what has another name there: the experts of a mixture, what lies around them,
     and models of pictures that transformers saves under names of an earlier release. transformers' Trainer looks for
-    the names in the model and leaves such tensors as they are, with a warning (5.17).
-
-    Raises:
-        ValueError: if experts are stored such that they cannot be found.
+    the names in the model and leaves such tensors as they are, with a warning (5.17). `ValueError` is raised if
+    experts are stored such that they cannot be found.
     """
     files = {name: path for path in Path(folder).glob("*.safetensors") for name in _names_in(path)}
     if is_adapted(model) or not files:

@@ -46,12 +46,8 @@ def complete(folder: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """
-    Wait until what is in `folder` is on disk.
-
-    Raises:
-        OSError: if the disk cannot keep it, which some file systems find out only now.
-    """
+    """Wait until what is in `folder` is on disk. `OSError` says that the disk cannot keep it, which some file systems
+    find out only now."""
     for path in [*folder.rglob("*"), folder]:
         try:
             _fsync(path)

@@ -23,16 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class PushesPolicy(_BaseTrainer):
-    """
-    Pushes of a trainer that upload what `hub_export` names of its `policy`, and cards that say so. To be inherited
-    from before TRL's trainer.
-
-    Attributes:
-        policy ([`~trl_qarl.policy.Policy`]):
-            What is trained.
-        export_dir (`Path`):
-            Where it is exported to before it is pushed.
-    """
+    """Pushes of a trainer that upload what `hub_export` names of its `policy`, exported to `export_dir` before that,
+    and cards that say so. To be inherited from before TRL's trainer."""
 
     args: Any
     policy: Any
@@ -131,9 +123,8 @@ class PushesPolicy(_BaseTrainer):
     ):
         """
         Uploads what `hub_export` names. Masters and low-bit policy are on disk before the Hub is asked for anything,
-        and [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `private` is for
-        repositories that have to be made, `args.hub_private_repo` by default. `kwargs` are those of
-        `create_model_card`.
+        and [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `private`, by default
+        `args.hub_private_repo`, is for repositories that have to be made; `kwargs` are those of `create_model_card`.
         """
         args, token, private = self.args, token or self.args.hub_token, self._is_private(private)
         self.callback_handler.on_push_begin(args, self.state, self.control)

@@ -53,19 +53,9 @@ def write_scheme(folder: str | Path, record: dict[str, Any]) -> None:
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any]) -> str | None:
     """
-    Checkpoint folder to resume from, `None` for a new run.
-
-    Args:
-        resume_from_checkpoint (`str`, `bool` or `None`):
-            The folder, or `True` for the last complete one of `output_dir`.
-        output_dir (`str`):
-            Where checkpoints are.
-        record (`dict`):
-            This run's [`scheme_record`].
-
-    Raises:
-        ValueError: if there is no such checkpoint, if it is incomplete or damaged, or if it was trained with another
-            `record`.
+    Return the checkpoint folder to resume from, `True` standing for the last complete one of `output_dir`; `None` for
+    a new run. `ValueError` is raised if there is no such checkpoint, if it is incomplete or damaged, or if it was
+    trained with another [`scheme_record`] than this run's.
     """
     if not resume_from_checkpoint:
         return None
@@ -135,12 +125,8 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """
-    Read the `qarl.json` that a trainer wrote next to its master weights.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it: not JSON, an entry missing or of another kind.
-    """
+    """Read the `qarl.json` that a trainer wrote next to its master weights. `ValueError` names the file and what is
+    wrong with it: not JSON, an entry missing or of another kind."""
     advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
     try:
         record = json.loads(Path(path).read_text())

@@ -1,12 +1,8 @@
 """
 Writes the policies of a training to files for object storage: the first one whole, then the changes of each version.
 
-| in the folder | |
-|---|---|
-| `base-N/` | the export of update N |
-| `patch-N.safetensors` | what changed until update N since the version before: blocks of [`trl_qarl.wire.delta`], and tensors that are shorter whole |
-| `manifest.json` | which run it is, and for each version its files with their SHA-256, a digest of its weights, and the SHA-256 of the entry before |
-| `lock` | held by the trainer that writes |
+docs/publish_and_serve.md has the table of files. Patches hold blocks of [`trl_qarl.wire.delta`], and tensors that are
+shorter whole; `lock` is held by the trainer that writes.
 
 A file gets its name when it is complete, and the manifest names it after that: whatever ends a trainer, or fills the
 disk, all versions of the manifest can be read. The entries are a chain, so that a reader who has seen its end notices
@@ -52,17 +48,9 @@ class Relay:
     The folder of a run, while it trains. It keeps a copy of the last version, which is as large as an export, in host
     memory.
 
-    Args:
-        folder (`str` or `Path`):
-            The folder, made if missing.
-        output_dir (`str` or `Path`):
-            The run's output directory, by which it is told from others.
-        resumed_at (`int`, *optional*):
-            The update from which the run goes on. Versions after it are dropped. A run that begins, and has left no
-            complete checkpoint when it began before, drops all.
-
-    Raises:
-        ValueError: if another trainer writes there, or if the folder holds another run or something else.
+    A run is told from others by its `output_dir`. Versions after the update from which it is `resumed_at` are dropped;
+    a run that begins, and has left no complete checkpoint when it began before, drops all. `ValueError` is raised if
+    another trainer writes there, or if the folder holds another run or something else.
     """
 
     def __init__(self, folder: str | Path, output_dir: str | Path, resumed_at: int | None = None):
@@ -119,19 +107,11 @@ class Relay:
 
     def write(self, version: int, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], Any]) -> None:
         """
-        Add a version, unless it is the last one already. Where the disk cannot keep it, that is logged, and the next
-        version has its changes too.
+        Add a version, the number of updates done, unless it is the last one already. Where the disk cannot keep it,
+        that is logged, and the next version has its changes too.
 
-        Args:
-            version (`int`):
-                Updates done, which only grow.
-            tensors (`Mapping[str, torch.Tensor]`):
-                The low-bit policy under its names in a checkpoint, on the CPU.
-            export (`Callable[[Path], Any]`):
-                Writes an export with these tensors to a folder.
-
-        Raises:
-            ValueError: if the version is there with other weights.
+        `tensors` is the low-bit policy under its names in a checkpoint, on the CPU; `export` writes an export with
+        these tensors to a folder. `ValueError` is raised if the version is there with other weights.
         """
         fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
         weights = base_digest(fingerprints)
@@ -219,20 +199,12 @@ class Relay:
 
 def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = None) -> int:
     """
-    Write the export of a version, byte for byte but for the page about it, which is that of the base, and return its
-    number.
+    Write the export of a version, by default the last, byte for byte but for the page about it, which is that of the
+    base, and return its number: the updates done. `folder` is what a [`Relay`] has written, or a copy of it;
+    `output_dir` is as for [`export_checkpoint`].
 
-    Args:
-        folder (`str` or `Path`):
-            What a [`Relay`] has written, or a copy of it.
-        output_dir (`str` or `Path`):
-            Folder to write, as that of [`export_checkpoint`].
-        version (`int`, *optional*):
-            Updates done; by default the last version.
-
-    Raises:
-        ValueError: if there is no such version, or a file of it is missing, damaged or belongs to another version; the
-            message names it.
+    `ValueError` is raised if there is no such version, or a file of it is missing, damaged or belongs to another
+    version; the message names it.
     """
     folder = Path(folder)
     entries = _entries_until(folder, version)

@@ -24,13 +24,8 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_rank(rank: int) -> int:
-    """
-    Return the smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded
-    with 0.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is
+    padded with 0. `ValueError` is raised if there is none."""
     for largest in ENGINE_RANKS:
         if rank <= largest:
             return largest
@@ -46,17 +41,8 @@ def adapter_rank(folder: str | Path) -> int | None:
 
 
 def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int | None = None) -> str:
-    """
-    Command that serves an export with vLLM.
-
-    Args:
-        folder (`str` or `Path`):
-            The export.
-        dtype (`str`, *optional*):
-            Dtype of what is not quantized. Defaults to the one in the export's configuration.
-        lora_rank (`int`, *optional*):
-            Rank of the adapter in the export. Defaults to the one in the folder, if there is one.
-    """
+    """Return the command that serves an export with vLLM. By default the dtype of what is not quantized is the one in
+    the export's configuration, and the rank that of the adapter in the folder, if there is one."""
     if lora_rank is None:
         lora_rank = adapter_rank(folder)
     if dtype is None:

@@ -28,7 +28,6 @@ from .marker import COMPLETE_FILE
 
 
 __all__ = [
-    "HUB_EXPORTS",
     "PushFailed",
     "Upload",
     "cache_card",
@@ -47,19 +46,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-HUB_EXPORTS = ("low-bit", "master", "both", "adapter")
-
 _CHECKPOINT_STATE = (
-    *(
-        "optimizer*",
-        "scheduler.pt",
-        "scaler.pt",
-        "rng_state*",
-        "rollout_*.pt",
-        "objective_state.pt",
-        "trainer_state.json",
-    ),
-    COMPLETE_FILE,
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt", "objective_state.pt"),
+    *("trainer_state.json", COMPLETE_FILE),
 )
 # `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the
 # training.
@@ -75,21 +64,8 @@ class PushFailed(OSError):
 
 @dataclass(frozen=True)
 class Upload:
-    """
-    One folder that goes into one repository.
-
-    Attributes:
-        repo_id (`str`):
-            The repository.
-        folder (`Path`):
-            What is uploaded.
-        path_in_repo (`str`, *optional*):
-            Folder of the repository it goes to. Defaults to the top.
-        exclude (`tuple[str, ...]`, *optional*):
-            Patterns of files that are not uploaded.
-        delete (`tuple[str, ...]`, *optional*):
-            Patterns of files of the repository that are deleted unless they are uploaded.
-    """
+    """One folder that goes into one repository, to its top or to `path_in_repo`, but for files of the patterns
+    `exclude`. Files of the repository of the patterns `delete` are deleted unless they are uploaded."""
 
     repo_id: str
     folder: Path
@@ -118,12 +94,8 @@ def repositories(hub_export: str, name: str) -> tuple[str, str]:
 
 
 def repository_name(config) -> str:
-    """
-    Return the repository that a configuration names, by default after its output directory.
-
-    Raises:
-        ValueError: if it is not a name of a repository.
-    """
+    """Return the repository that a configuration names, by default after its output directory. `ValueError` is raised
+    if it is not a name of a repository."""
     name = config.hub_model_id or Path(config.output_dir).absolute().name
     problem = problem_of_name(name, config.hub_export)
     if problem:
@@ -144,19 +116,9 @@ def names(hub_export: str, name: str | None) -> tuple[str | None, str | None]:
 
 def plan(hub_export: str, name: str, policy: Path, masters: Path, checkpoint: str | None = None) -> list[Upload]:
     """
-    Return what is uploaded.
-
-    Args:
-        hub_export (`str`):
-            One of [`HUB_EXPORTS`].
-        name (`str`):
-            The repository, with its namespace.
-        policy (`Path`):
-            Folder of the low-bit policy.
-        masters (`Path`):
-            Folder of masters or adapter: output directory or checkpoint.
-        checkpoint (`str`, *optional*):
-            Folder of the repository for all of `masters`, a checkpoint from which training can go on.
+    Return what is uploaded to the repository `name`, with its namespace, for one of [`HUB_EXPORTS`]: `policy` is the
+    folder of the low-bit policy, `masters` that of masters or adapter, output directory or checkpoint. `checkpoint` is
+    a folder of the repository for all of `masters`, a checkpoint from which training can go on.
     """
     repo_id, masters_id = repositories(hub_export, name)
     uploads = []
@@ -180,15 +142,8 @@ def push(
     private: bool | None = None,
     revision: str | None = None,
 ) -> CommitInfo:
-    """
-    Upload folders, each into its repository, which is made if it is missing.
-
-    Returns:
-        The first folder's commit.
-
-    Raises:
-        PushFailed: naming what is left to upload and the commands that do it.
-    """
+    """Upload folders, each into its repository, which is made if it is missing, and return the first folder's commit.
+    [`PushFailed`] names what is left to upload and the commands that do it."""
     api, commits = _api(), []
     for index, upload in enumerate(uploads):
         try:
@@ -231,15 +186,8 @@ def push_in_background(*args, **kwargs) -> Future:
 
 
 def create_repositories(hub_export: str, name: str, token: str | None, private: bool | None) -> str:
-    """
-    Make the repositories of a push if they are missing.
-
-    Returns:
-        The first one's name with its namespace.
-
-    Raises:
-        PushFailed: if one cannot be made.
-    """
+    """Make the repositories of a push if they are missing, and return the first one's name with its namespace.
+    [`PushFailed`] is raised if one cannot be made."""
     found = []
     for repo_id in dict.fromkeys(repositories(hub_export, name)[: 1 if hub_export == "low-bit" else 2]):
         try:

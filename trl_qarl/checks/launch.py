@@ -51,7 +51,7 @@ LAUNCHES_BY_FILES = {
 """Launches by a file that only they write into a checkpoint; the first that is found counts."""
 
 
-def check_launch(accelerator: Accelerator, args: Any, model: nn.Module, has_pictures: bool = False) -> None:
+def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
     Check what `accelerate launch` was told, have FSDP2 add up gradients in float32, and DeepSpeed leave masters in it.
 
@@ -89,11 +89,6 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module, has_pict
             problems += _problem_of_pushes(args, "zero_stage=3")
         raise_problems(problems)
         keep_float32_masters(config)
-    if has_pictures and (plugin is not None or deepspeed is not None):
-        raise NotImplementedError(
-            f"A dataset with pictures and {'FSDP2' if plugin is not None else 'DeepSpeed'} are not supported together in this release: the "
-            "first gradient of Qwen2.5-VL differs from DDP's by 0.4 %. Launch with DDP (`accelerate launch --multi_gpu`)."
-        )
     if args.rollout_ahead and deepspeed is not None:
         raise NotImplementedError(
             f"rollout_ahead={args.rollout_ahead} with DeepSpeed is not supported in this release: the weights that draw a batch are kept "

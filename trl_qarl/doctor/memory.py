@@ -54,15 +54,10 @@ OPTIMIZERS = ("muon", "adamw_torch", "adamw_torch_8bit")
 @dataclass(frozen=True)
 class Run:
     """
-    Settings of a run that memory depends on, in addition to the model.
-
-    Args:
-        num_gpus (`int`): GPUs of the learner.
-        optim (`str`): one of [`OPTIMIZERS`].
-        num_tokens (`int`): tokens of a micro-batch, prompts and completions.
-        engine_bytes (`int`): what a colocated engine is given of each GPU.
-        lora_rank (`int`): rank of the adapters on all linear layers, over a frozen base; 0 without.
-        accumulates (`bool`): whether gradients of several micro-batches are added up, without `sync_each_batch`.
+    Settings of a run that memory depends on, in addition to the model. `optim` is one of [`OPTIMIZERS`]; `num_tokens`
+    are those of a micro-batch, prompts and completions; `engine_bytes` is the share of each GPU that a colocated
+    engine is given; `lora_rank` is that of adapters on all linear layers over a frozen base, 0 without; `accumulates`
+    says that gradients of several micro-batches are added up without `sync_each_batch`.
     """
 
     num_gpus: int
@@ -74,12 +69,8 @@ class Run:
 
 
 def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
-    """
-    Return a model without its weights, by its configuration.
-
-    Raises:
-        ValueError: naming `argument`, if there is no such model.
-    """
+    """Return a model without its weights, by its configuration. Where there is no such model, `ValueError` names
+    `argument`."""
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         return skeleton(config, trust_remote_code)
@@ -89,20 +80,9 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
     """
-    Return the bytes of each part on each GPU, by launch.
-
-    Args:
-        model (`nn.Module`):
-            A language model of transformers, on the meta device; its layers are quantized in place.
-        plan ([`~trl_qarl.quantization.plan.QuantPlan`]):
-            Schemes of its layers.
-        run ([`Run`]):
-            The run.
-        exclude_modules (`str` or `Sequence[str]`, *optional*):
-            Layers to leave alone.
-
-    Raises:
-        ValueError: for a model or plan that [`prepare_model`] refuses, or an unknown optimizer.
+    Return the bytes of each part on each GPU, by launch, of training a language model of transformers on the meta
+    device, whose layers are quantized in place. `ValueError` is raised for a model or plan that [`prepare_model`]
+    refuses, and for an unknown optimizer.
     """
     if run.optim not in OPTIMIZERS:
         raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")

@@ -31,15 +31,9 @@ set."""
 
 def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
     """
-    Return the harness' tasks of presets, of its own names, and of task files that end in `.yaml`, with their problems.
-
-    Returns:
-        `{name: task}`; a name of a group has several.
-
-    Raises:
-        ValueError: for an unknown name, a task that asks for log-probs instead of completions, or if lm-eval is
-            missing.
-        OSError: if the Hub is needed and does not answer.
+    Return the harness' tasks, `{name: task}`, of presets, of its own names, and of task files that end in `.yaml`,
+    with their problems; a name of a group has several. `ValueError` is raised for an unknown name, a task that asks
+    for log-probs instead of completions, and without lm-eval; `OSError` if the Hub is needed and does not answer.
     """
     try:
         from lm_eval import tasks as harness
@@ -133,23 +127,11 @@ def evaluate_benchmarks(
     limit: int | None = None,
 ) -> dict[str, list[float]]:
     """
-    Return the share of `num_samples` completions of each problem of [`load_benchmarks`] that is right.
+    Return the share of `num_samples` completions of each problem that is right, for each task of [`load_benchmarks`].
 
-    Args:
-        sampler (`Sampler`), tokenizer:
-            Of [`~trl_qarl.evaluation.scores.make_vllm_sampler`] or its sibling.
-        tasks (`dict`):
-            By name.
-        num_samples (`int`), seed (`int`):
-            The harness runs once for each sample, with seeds that follow one another. Its own repetitions would be
-            reduced to the first.
-        chat (`bool`):
-            Whether prompts, and examples in them, go through the chat template.
-        limit (`int`, *optional*):
-            Only the first problems of each task.
-
-    Returns:
-        `{name: scores}`, a score for each problem.
+    The harness runs once for each sample, with seeds that follow one another: its own repetitions would be reduced to
+    the first. With `chat` prompts, and examples in them, go through the chat template; `limit` takes only the first
+    problems of each task.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

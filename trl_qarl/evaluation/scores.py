@@ -35,21 +35,12 @@ Sampler = Callable[[list[list[int]], int, Sequence[str]], list[str]]
 
 def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any]]:
     """
-    Read problems from a JSON Lines file.
+    Read problems, `{"prompt", "answer"}`, from a JSON Lines file with an object on each line: `prompt`, a text or a
+    list of messages, and `answer` or `solution`, a text.
 
-    Args:
-        path (`str` or `Path`):
-            File with an object on each line: `prompt`, a text or a list of messages, and `answer` or `solution`, a
-            text.
-        scoring (`str`, *optional*, defaults to `"math"`):
-            `"math"`: [`trl.rewards.accuracy_reward`], `"exact"`: the completion is the answer, but for space around
-            it.
-
-    Returns:
-        `{"prompt", "answer"}` of each.
-
-    Raises:
-        ValueError: naming the line that is wrong: no JSON, an entry missing, or an answer that is not mathematics.
+    With `scoring="math"` an answer is for [`trl.rewards.accuracy_reward`]; with `"exact"` a completion is the answer,
+    but for space around it. `ValueError` names the line that is wrong: no JSON, an entry missing, or an answer that is
+    not mathematics.
     """
     problems = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -209,18 +200,9 @@ def compare_scores(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
 
 def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> bool:
     """
-    Write scores into the card of a model, as metadata of the Hub and as a table; those of other tasks in it stay.
-
-    Args:
-        folder (`str` or `Path`):
-            The model's, with `README.md`. Without one nothing is done.
-        rows (`list[dict]`):
-            `"task"`, `"pass@1"`, a share, and `"standard_error"` of each.
-        settings (`dict`):
-            Of the sampling.
-
-    Returns:
-        Whether the folder has a card.
+    Write scores into the card of a model, `README.md` in its folder, as metadata of the Hub and as a table, where
+    those of other tasks stay; return whether there is a card. `rows` have `"task"`, `"pass@1"`, a share, and
+    `"standard_error"`; `settings` are those of the sampling.
     """
     from huggingface_hub import EvalResult, ModelCard
 

@@ -151,13 +151,10 @@ class _LogProbsOutput(ModelOutput):
 
 def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
     """
-    Return the inputs of a padded batch with all its tokens in one row, told apart by their positions: their bits do
-    not depend on what they are computed with, and nothing is computed for padding. `None` if there is none, or the
-    inputs are of another form.
-
-    Args:
-        kwargs (`dict`): keyword arguments of the model.
-        scored (`torch.Tensor`): `(B, T - 1)`, whether the next token is scored at a position.
+    Return the inputs of a padded batch, the model's keyword arguments, with all its tokens in one row, told apart by
+    their positions: their bits do not depend on what they are computed with, and nothing is computed for padding.
+    `None` if there is none, or the inputs are of another form. `scored`, `(B, T - 1)`, says whether the next token is
+    scored at a position.
     """
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if ids is None or mask is None or mask.shape != ids.shape or mask.all():

@@ -53,12 +53,8 @@ ROPE_TYPES = ("default", "llama3")
 
 
 def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
-    """
-    `config.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
-
-    Raises:
-        ValueError: if engine numerics were asked for and the kernels they need turn out not to be there.
-    """
+    """Return `config.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why. `ValueError`
+    is raised if engine numerics were asked for and the kernels they need turn out not to be there."""
     if config.numerics == "engine":
         # The configuration has checked everything that needs no vLLM.
         for problem in contradicting_options(config, loads_vllm=True):
@@ -90,14 +86,8 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
 
 def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
     """
-    Yield options with which a learner cannot compute as the engine does, as `name=value`, and why.
-
-    Args:
-        config ([`QaRLConfig`]):
-            Configuration of the run.
-        loads_vllm (`bool`, *optional*, defaults to `False`):
-            Whether vLLM may be loaded to see whether its kernels can be called, which a configuration does not do
-            while it is made.
+    Yield options with which a learner cannot compute as the engine does, as `name=value`, and why. With `loads_vllm`
+    vLLM may be loaded to see whether its kernels can be called, which a configuration does not do while it is made.
     """
     # A run on a CPU must not wake a GPU.
     against_gpu = None
@@ -157,12 +147,8 @@ def _schemes(config: Any) -> tuple[QuantScheme, ...]:
 
 
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-    """
-    Raise unless `model` can compute with the engine's arithmetic in `dtype` here.
-
-    Raises:
-        ValueError: naming what is not covered, and what is.
-    """
+    """Raise `ValueError`, naming what is not covered, and what is, unless `model` can compute with the engine's
+    arithmetic in `dtype` here."""
     reason = _obstacle_of_model(model, dtype)
     if reason is not None:
         raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")

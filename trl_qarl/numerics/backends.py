@@ -36,13 +36,9 @@ class Backend(Protocol):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """
-        `x / sqrt(mean(x**2) + epsilon) * weight` in float32; on a CPU rounded before the product with `weight` and
-        after it.
-
-        Args:
-            x (`torch.Tensor`): `(..., H)`, float32 if it is the residual stream, else in the engine's dtype.
-            weight (`torch.Tensor`): `(H,)` in the engine's dtype, which is that of the result.
-            epsilon (`float`): added to the mean.
+        Return `x / sqrt(mean(x**2) + epsilon) * weight`, in float32; on a CPU rounded before the product with `weight`
+        and after it. `x`, `(..., H)`, is float32 if it is the residual stream, else in the engine's dtype, which is
+        that of `weight`, `(H,)`, and of the result.
         """
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -52,14 +48,8 @@ class Backend(Protocol):
         """Log-probs `(M, V)` float32 of `logits` `(M, V)` as the engine's sampler takes them."""
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """
-        Rotary position embedding.
-
-        Args:
-            x (`torch.Tensor`): `(tokens, heads, head_dim)`.
-            positions (`torch.Tensor`): `(tokens,)` int64.
-            cache (`torch.Tensor`): `(max_positions, head_dim)` in the dtype of `x`, cosines before sines.
-        """
+        """Return the rotary position embedding of `x`, `(tokens, heads, head_dim)`, at `positions`, `(tokens,)` int64,
+        from `cache`, `(max_positions, head_dim)` in the dtype of `x`, cosines before sines."""
 
     def attention(
         self,
@@ -72,23 +62,12 @@ class Backend(Protocol):
         window: int | None = None,
     ) -> torch.Tensor:
         """
-        Causal attention of packed sequences; the queries of a sequence are its last positions.
+        Return the causal attention, `(sum(query_lengths), heads, head_dim)`, of packed sequences, with the same bits
+        for any other number of queries; those of a sequence are its last positions.
 
-        Args:
-            query (`torch.Tensor`): `(sum(query_lengths), heads, head_dim)`.
-            key (`torch.Tensor`): `(sum(key_lengths), key_heads, head_dim)`.
-            value (`torch.Tensor`): as `key`.
-            query_lengths (`tuple[int, ...]`): number of queries of each sequence.
-            key_lengths (`tuple[int, ...]`): number of keys of each sequence.
-            scale (`float`): factor of the scores.
-            window (`int`, *optional*): number of last keys that a query sees, its own among them; only with vLLM's
-                kernels for CPUs.
-
-        Returns:
-            `(sum(query_lengths), heads, head_dim)`, with the same bits for any other number of queries.
-
-        Raises:
-            NotImplementedError: for a window, by the other two.
+        `query` has the shape of the result, `key` and `value` are `(sum(key_lengths), key_heads, head_dim)`; lengths
+        are those of each sequence, `scale` is a factor of the scores. `window` is the number of last keys that a query
+        sees, its own among them; the backends other than vLLM's kernels for CPUs raise `NotImplementedError` for it.
         """
 
 

@@ -36,19 +36,10 @@ def first_difference(
     block_size: int,
 ) -> str | None:
     """
-    Return what vLLM computes otherwise than the learner, in words, or `None`.
-
-    Args:
-        linear (`Callable`):
-            Makes the learner's product of an unquantized weight.
-        dispatch (`Callable`):
-            Gives a layer of vLLM its unquantized product, as an engine that is told to use the learner's does.
-        attention (`Callable`):
-            The learner's attention.
-        num_keys (`int`):
-            Length of the sequence that attends.
-        block_size (`int`):
-            Keys per block of the engine's cache.
+    Return what vLLM computes otherwise than the learner, in words, or `None`. `linear` makes the learner's product of
+    an unquantized weight, and `dispatch` gives a layer of vLLM its own, as an engine that is told to use the learner's
+    does. `attention` is the learner's, of a sequence of `num_keys`, of which the engine's cache has `block_size` in a
+    block.
     """
     generator = torch.Generator().manual_seed(0)
     return _first_difference(
@@ -61,15 +52,8 @@ def first_difference(
 
 @torch.no_grad()
 def first_difference_on_gpu(kernels: Any, device: torch.device) -> str | None:
-    """
-    Return what a batch-invariant engine computes otherwise than the learner on a GPU, in words, or `None`.
-
-    Args:
-        kernels (`ModuleType`):
-            The learner's functions: [`trl_qarl.numerics.cuda`], whose environment is set.
-        device (`torch.device`):
-            Where to compute.
-    """
+    """Return what a batch-invariant engine computes otherwise than the learner on a GPU, in words, or `None`.
+    `kernels` are the learner's functions, [`trl_qarl.numerics.cuda`], whose environment is set."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shapes):

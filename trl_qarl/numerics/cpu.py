@@ -117,13 +117,8 @@ def vllm_version() -> str:
 
 
 class PackedLinear:
-    """
-    `y = x @ weight.T + bias` in the dtype of `weight`, with the same bits for any number of rows.
-
-    Args:
-        weight (`torch.Tensor`):
-            `(N, K)` bfloat16, or float32 without AMX. It is copied: later changes have no effect.
-    """
+    """`y = x @ weight.T + bias` in the dtype of `weight`, with the same bits for any number of rows. `weight`, `(N,
+    K)` bfloat16, or float32 without AMX, is copied: later changes have no effect."""
 
     def __init__(self, weight: torch.Tensor):
         self.num_outputs, num_inputs = weight.shape
@@ -167,16 +162,9 @@ class PackedLinear:
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return what an adapter adds to `rows` `(M, K)`, as vLLM's `torch_ops.bgmv_shrink` and `bgmv_expand` compute it,
-    where each row has an adapter of its own: one product for each row.
-
-    Args:
-        rows (`torch.Tensor`): `(M, K)` bfloat16.
-        a (`torch.Tensor`): `(R, K)` bfloat16.
-        b (`torch.Tensor`): `(N, R)` bfloat16.
-
-    Returns:
-        `rows @ a.T`, summed in float32 and rounded, and its product with `b.T`, `(M, R)` and `(M, N)` bfloat16.
+    Return what an adapter, `(R, K)` and `(N, R)`, adds to `rows`, `(M, K)`, all bfloat16, as vLLM's
+    `torch_ops.bgmv_shrink` and `bgmv_expand` compute it, where each row has an adapter of its own: one product for
+    each row, `rows @ a.T`, summed in float32 and rounded, and its product with `b.T`, `(M, R)` and `(M, N)`.
     """
     inner = torch.bmm(rows.float()[:, None], a.float().t().expand(len(rows), -1, -1))[:, 0].to(rows.dtype)
     return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]

@@ -70,15 +70,10 @@ def one_pass_requests(
     query_starts: torch.Tensor, key_lengths: torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Requests of at most `size` queries that together are those of a batch; each sees the keys up to its last query.
-
-    Args:
-        query_starts (`torch.Tensor`): `(R + 1,)` int32, where the queries of each request begin.
-        key_lengths (`torch.Tensor`): `(R,)` int32; the queries of a request are its last positions.
-        size (`int`): from [`queries_in_one_pass`].
-
-    Returns:
-        The same two for the new requests, and the index of the request that each is part of.
+    Return requests of at most `size` queries, from [`queries_in_one_pass`], that together are those of a batch; each
+    sees the keys up to its last query. `query_starts`, `(R + 1,)` int32, is where the queries of each request begin;
+    they are its last positions of `key_lengths`, `(R,)` int32. The result is the same two for the new requests, and
+    the index of the request that each is part of.
     """
     counts = query_starts.diff()
     parts = (counts + size - 1) // size

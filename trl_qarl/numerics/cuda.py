@@ -103,13 +103,8 @@ def reason_against() -> str | None:
 
 
 def describe_arithmetic(config=None) -> dict[str, Any]:
-    """
-    Return what decides which bits an engine on this GPU computes, apart from its inputs.
-
-    Args:
-        config (`vllm.config.VllmConfig`, *optional*):
-            Of the engine in this process. Without it: what an engine has to say for the learner to repeat it.
-    """
+    """Return what decides which bits an engine on this GPU computes, apart from its inputs. `config` is vLLM's of the
+    engine in this process; without it: what an engine has to say for the learner to repeat it."""
     description = {
         "vllm": _vllm_version(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

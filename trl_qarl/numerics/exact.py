@@ -33,17 +33,8 @@ logger = logging.getLogger(__name__)
 class Exactness:
     """
     The reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics.
-
-    Args:
-        exact (`str` or `None`):
-            As configured: `"require"` raises, `"warn"` logs each batch. `None` requires it of engine numerics that
-            were asked for; of others, the first such batch is logged.
-        is_asked_for (`bool`):
-            Whether engine numerics were.
-
-    Attributes:
-        has_differed (`bool`):
-            Whether it has happened: log-probs of the sampler no longer stand for the learner's.
+    `"require"` raises, `"warn"` logs each batch; `None` requires it of engine numerics that were asked for, and logs
+    the first such batch of others. Once it `has_differed`, log-probs of the sampler no longer stand for the learner's.
     """
 
     def __init__(self, exact: str | None, is_asked_for: bool):
@@ -65,22 +56,9 @@ class Exactness:
         score: Callable | None = None,
     ) -> None:
         """
-        Compare the log-probs of a generation batch, on every process, bit for bit.
-
-        Args:
-            output (`dict[str, Any]`):
-                The batch as TRL makes it.
-            batch ([`~trl_qarl.forward.Batch`]):
-                What it says of its tokens.
-            model (`nn.Module`):
-                The learner.
-            accelerator ([`~accelerate.Accelerator`]):
-                Gathers over the processes.
-            llm, score:
-                As [`describe_difference`] takes them.
-
-        Raises:
-            RuntimeError: where exactness is required, with the token that differs.
+        Compare the log-probs of a generation batch, as TRL makes it and as [`~trl_qarl.forward.Batch`], on every
+        process, bit for bit; `llm` and `score` are those of [`describe_difference`]. Where exactness is required
+        `RuntimeError` names the token that differs.
         """
         largest, *_ = largest_difference(*batch.rollout)
         overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
@@ -98,19 +76,10 @@ class Exactness:
 
 def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:
     """
-    Raise unless the engine of that description computes with the kernels that this process has.
-
-    Args:
-        engine (`Mapping[str, Any]`):
-            What the engine says of itself, with [`~trl_qarl.numerics.low_bit.describe_arithmetic`] or that of
-            [`trl_qarl.numerics.cuda`] under `"arithmetic"`.
-        on_gpu (`bool`, *optional*, defaults to `False`):
-            Whether the learner is on a GPU.
-        adapter_rank (`int`, *optional*):
-            Rank to which the learner fills up adapters next to its layers.
-
-    Raises:
-        ValueError: naming both values of everything that differs.
+    Raise `ValueError`, naming both values of everything that differs, unless the engine computes with the kernels that
+    this process has. Under `"arithmetic"` it says of itself what [`~trl_qarl.numerics.low_bit.describe_arithmetic`] or
+    that of [`trl_qarl.numerics.cuda`] does. `adapter_rank` is the one to which the learner fills up adapters next to
+    its layers.
     """
     # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
     ours = cuda.describe_arithmetic() if on_gpu else low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
@@ -146,20 +115,12 @@ def choose_versions(
     by_version: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Find which weights have drawn each token of completions in which weights changed.
+    Find which weights have drawn each token of completions in which weights changed: the first, not before those of
+    the token before, whose log-prob is the sampler's. Where there are none it is the closest, which is not equal.
 
-    Args:
-        by_version (`torch.Tensor`):
-            `(V, B, T)`, log-probs of the tokens by each of the weights, in the order in which they were published.
-        sampling_per_token_logps (`torch.Tensor`):
-            `(B, T)`, the sampler's.
-        mask (`torch.Tensor`):
-            `(B, T)`, bool, the tokens that count.
-
-    Returns:
-        The log-probs `(B, T)` by the weights of each token, and their place `(B, T)` in `by_version`. These are the
-        first weights, not before those of the token before, whose log-prob is the sampler's. Where there are none it
-        is the closest, which is not equal.
+    `by_version`, `(V, B, T)`, has the log-probs of the tokens by each of the weights, in the order in which they were
+    published; `mask`, `(B, T)`, is true for the tokens that count. The result is the log-probs `(B, T)` by the weights
+    of each token, and their place `(B, T)` in `by_version`.
     """
     difference = (by_version - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
     all_places = torch.arange(len(by_version), device=mask.device)[:, None]
@@ -182,20 +143,9 @@ def describe_difference(
 ) -> str:
     """
     Return which token of a generation batch differs most, and the first layer, or else the first token, that differs
-    when the engine is given the whole sequence.
-
-    Args:
-        output (`dict[str, Any]`):
-            Generation batch of [`~trl_qarl.QaRLTrainer`].
-        mask (`torch.Tensor`):
-            `(B, T)`, the completion tokens that count.
-        model (`nn.Module`):
-            The learner.
-        llm (`vllm.LLM`, *optional*):
-            The engine, if it runs in this process.
-        score (`Callable`, *optional*):
-            Asks another engine for the log-probs of sequences at temperature 1, as
-            [`~trl_qarl.rollout.scoring.prompt_log_probs`] does.
+    when the engine is given the whole sequence. `mask`, `(B, T)`, has the completion tokens that count; `llm` is the
+    engine, if it runs in this process; `score` asks another engine for the log-probs of sequences at temperature 1, as
+    [`~trl_qarl.rollout.scoring.prompt_log_probs`] does.
     """
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
@@ -241,16 +191,8 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
 def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     """
     Return which of the learner's modules, of embedding, decoder layers and final norm, is the first whose output for
-    `ids` is not the engine's, and of a mixture which token its router sends to other experts, if there is one. `None`
-    if all agree.
-
-    Args:
-        model (`nn.Module`):
-            The learner, with engine numerics.
-        llm (`vllm.LLM`):
-            The engine, in this process.
-        ids (`list[int]`):
-            Tokens of one sequence.
+    `ids`, tokens of one sequence, is not that of the engine in this process, and of a mixture which token its router
+    sends to other experts, if there is one. `None` if all agree.
     """
     from vllm import SamplingParams
 

@@ -27,15 +27,9 @@ EXPERT_FEATURES = 32
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return which experts each token goes to, and with which weights, as vLLM's `CPURouter` does (`_softmax_topk`).
-
-    Args:
-        logits (`torch.Tensor`): `(T, E)` in the engine's dtype, in which weights are computed.
-        top_k (`int`): experts per token.
-        renormalize (`bool`): whether the weights of a token sum to 1; else they are shares of all experts.
-
-    Returns:
-        Weights `(T, k)` float32, with gradients to `logits`, and experts `(T, k)` int64.
+    Return which of the experts each token goes to, `(T, k)` int64, after its weights, `(T, k)` float32 with gradients
+    to `logits`, as vLLM's `CPURouter` does (`_softmax_topk`). `logits` are `(T, E)` in the engine's dtype, in which
+    weights are computed. The weights of a token sum to 1 with `renormalize`; else they are shares of all experts.
     """
     values, ids = torch.topk(logits, k=top_k, dim=-1, sorted=False)
     if renormalize:
@@ -46,13 +40,8 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
 
 
 class PackedExperts:
-    """
-    The product of unquantized experts, with the same bits for a token whatever comes with it.
-
-    Args:
-        gate_up (`torch.Tensor`): `(E, 2 I, H)` bfloat16, rows of the gate before those of `up`. It is copied.
-        down (`torch.Tensor`): `(E, H, I)` bfloat16.
-    """
+    """The product of unquantized experts, with the same bits for a token whatever comes with it. `gate_up`, `(E, 2 I,
+    H)` bfloat16, has rows of the gate before those of `up`; `down` is `(E, H, I)`. Both are copied."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor):
         self._is_engine = kernels.has_engine_kernels()
@@ -84,16 +73,9 @@ def _linear_in_blocks(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def experts(x, ids, weights, gate_up, down, product) -> torch.Tensor:
     """
-    The output `(T, H)` of unquantized experts through `product`, made of the rounded matrices, with gradients to `x`,
-    `weights` and both masters. Experts without a token get a gradient of 0.
-
-    Args:
-        x (`torch.Tensor`): `(T, H)` in the engine's dtype.
-        ids (`torch.Tensor`): `(T, k)` int64.
-        weights (`torch.Tensor`): `(T, k)` float32.
-        gate_up (`torch.Tensor`): `(E, 2 I, H)`, a master.
-        down (`torch.Tensor`): `(E, H, I)`, a master.
-        product ([`PackedExperts`]): made of both.
+    Return the output `(T, H)` of unquantized experts through `product`, made of the rounded matrices, with gradients
+    to `x`, `(T, H)` in the engine's dtype, `weights`, `(T, k)` float32, and the masters `(E, 2 I, H)` and `(E, H, I)`.
+    Experts without a token get a gradient of 0.
     """
     return _Experts.apply(x, ids, weights, gate_up, down, product)
 

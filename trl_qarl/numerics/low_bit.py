@@ -40,15 +40,9 @@ def low_bit_linear(
     rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
-    [`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch, in learner and engine.
-
-    Args:
-        rows (`torch.Tensor`): `(M, K)` in the engine's dtype.
-        low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]): `(N, K)`.
-        bias (`torch.Tensor` or `None`): `(N,)` in any dtype; rounded to that of `rows`.
-
-    Raises:
-        MemoryError: if the operand does not fit into the memory that is free.
+    Return [`~trl_qarl.quantization.gemm.low_bit_linear`] of `rows`, `(M, K)` in the engine's dtype, and a weight `(N,
+    K)`, with the same bits for a row in any batch, in learner and engine; a bias `(N,)` is rounded to that dtype.
+    `MemoryError` is raised if the operand does not fit into the memory that is free.
     """
     if backends.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)

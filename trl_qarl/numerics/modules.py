@@ -63,16 +63,9 @@ def window_of(module: nn.Module) -> int | None:
 
 class EngineOperation:
     """
-    The forward of a module in the engine's arithmetic. As the attribute `forward` of the instance it takes the place
-    of that of the class, for torch, transformers and PEFT alike; it is copied and pickled with the module.
-
-    Args:
-        module (`nn.Module`): the module.
-        dtype (`torch.dtype`): dtype in which the engine runs the model.
-        device (`str`): type of the model's device.
-
-    Attributes:
-        keeps_products (`bool`): whether what is made of weights is kept for as long as their values stay.
+    The forward of a module in the engine's arithmetic, in `dtype` on a type of device. As the attribute `forward` of
+    the instance it takes the place of that of the class, for torch, transformers and PEFT alike; it is copied and
+    pickled with the module. With `keeps_products` what is made of weights is kept for as long as their values stay.
     """
 
     keeps_products = True
@@ -323,22 +316,12 @@ TRANSPARENT = (nn.ModuleList, SiLUActivation)
 
 def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, **kwargs):
     """
-    transformers' attention interface for the engine's kernel.
+    transformers' attention interface for the engine's kernel: `(B, T, heads, head_dim)`, 0 where there is no token,
+    and `None` for the weights.
 
-    Args:
-        module (`nn.Module`): the attention layer.
-        query (`torch.Tensor`): `(B, heads, T, head_dim)`.
-        key (`torch.Tensor`): `(B, key_heads, S, head_dim)`, with a cache `S > T`.
-        value (`torch.Tensor`): as `key`.
-        attention_mask (`torch.Tensor` or `None`): `(B, S)`, true where there is a token; `None` if there is one
-            everywhere.
-        scaling (`float`): factor of the scores.
-        position_ids (`torch.Tensor`, *optional*): `(B, T)`; where they start again, without a mask, so does a
-            sequence.
-        sliding_window (`int`, *optional*): number of last keys that a query sees.
-
-    Returns:
-        `(B, T, heads, head_dim)`, 0 where there is no token, and `None` for the weights.
+    `query` is `(B, heads, T, head_dim)`, `key` and `value` are `(B, key_heads, S, head_dim)`, with a cache `S > T`.
+    `attention_mask`, `(B, S)`, is true where there is a token; `None` if there is one everywhere. Where
+    `position_ids`, `(B, T)`, start again, without a mask, so does a sequence.
     """
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))

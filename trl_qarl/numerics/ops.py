@@ -79,15 +79,9 @@ def add_lora(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, rank: int
 ) -> torch.Tensor:
     """
-    `y + scaling * B A x` through [`~trl_qarl.numerics.cpu.lora`], with gradients to `y`, `x`, `a` and `b`.
-
-    Args:
-        y (`torch.Tensor`): `(..., N)`, the layer's output in the engine's dtype.
-        x (`torch.Tensor`): `(..., K)`, its input.
-        a (`torch.Tensor`): `(R, K)`, a master, rounded here.
-        b (`torch.Tensor`): `(N, R)`, a master, multiplied by `scaling` and then rounded.
-        scaling (`float`): factor of the adapter.
-        rank (`int`): at least `R`; the engine's.
+    Return `y + scaling * B A x` through [`~trl_qarl.numerics.cpu.lora`], with gradients to `y`, `(..., N)`, and `x`,
+    `(..., K)`, in the engine's dtype, and to the masters `a`, `(R, K)`, rounded here, and `b`, `(N, R)`, multiplied by
+    `scaling` and then rounded. `rank` is the engine's, at least `R`.
     """
     return _AddLora.apply(y, x, a, b, scaling, rank)
 
@@ -101,35 +95,19 @@ def head_log_probs(
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    [`token_log_probs`] of the output head's logits, and the entropies, without holding the logits of more than
-    [`LOGIT_ROWS`] rows: backward has those of the last rows, and computes the others again.
+    Return [`token_log_probs`] of the output head's logits, and the entropies, `(N,)` float32, with gradients to
+    `hidden`, `weight` and `bias`, without holding the logits of more than [`LOGIT_ROWS`] rows: backward has those of
+    the last rows, and computes the others again.
 
-    Args:
-        hidden (`torch.Tensor`): `(N, K)` in the engine's dtype.
-        weight (`torch.Tensor`): `(V, K)`, the head's master.
-        bias (`torch.Tensor` or `None`): `(V,)`.
-        product ([`~trl_qarl.numerics.backends.Product`]): made of the rounded `weight`.
-        tokens (`torch.Tensor`): `(N,)` int64.
-        temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
-
-    Returns:
-        Log-probs and entropies, `(N,)` float32, both with gradients to `hidden`, `weight` and `bias`.
+    `hidden` is `(N, K)` in the engine's dtype, `weight`, `(V, K)`, the head's master, `product`
+    ([`~trl_qarl.numerics.backends.Product`]) made of it, rounded, and `tokens` is `(N,)` int64.
     """
     return _HeadLogProbs.apply(hidden, weight, bias, product, tokens, temperature)
 
 
 def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """
-    Log-prob of each token as the engine's sampler reports it: `log_softmax(float32(logits) / temperature)`.
-
-    Args:
-        logits (`torch.Tensor`): `(..., V)` in the engine's dtype.
-        tokens (`torch.Tensor`): `(...)` int64.
-        temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
-
-    Returns:
-        `(...)` float32.
-    """
+    """Return the log-prob, `(...)` float32, of each of `tokens`, `(...)` int64, as the engine's sampler reports it:
+    `log_softmax(float32(logits) / temperature)`, of `logits`, `(..., V)` in the engine's dtype."""
     rows = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), temperature)
     return rows.view(tokens.shape)
 

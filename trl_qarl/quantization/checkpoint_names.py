@@ -26,15 +26,8 @@ _ROW_BLOCKS = {GATE_UP: 2, DOWN: 1}
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """
-    Names in a checkpoint.
-
-    Args:
-        tensors (`dict[str, str]`):
-            The name of each tensor that is kept as it is, by that in the model.
-        experts (`dict[str, list[str]]`):
-            The names of the matrices, without `".weight"`, whose rows a parameter of experts stacks, in their order.
-    """
+    """Names in a checkpoint: in `tensors`, of each tensor that is kept as it is, by its name in the model; in
+    `experts`, of the matrices, without `".weight"`, whose rows a parameter of experts stacks, in their order."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     experts: dict[str, list[str]] = field(default_factory=dict)

@@ -54,16 +54,9 @@ class QuantizedExperts(QuantizedLayer):
         cls, experts: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedExperts":
         """
-        Make a `QuantizedExperts` to be put into the place of `experts`. The two share parameters and hooks, now and
-        later.
-
-        Args:
-            experts (`nn.Module`):
-                One of transformers' modules of experts.
-            scheme ([`QuantScheme`]):
-                Scheme with quantized weights.
-            scale_dtype (`torch.dtype`, *optional*):
-                Dtype in which the engine runs the model. Defaults to the weights' dtype.
+        Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, with
+        which it shares parameters and hooks, now and later. `scale_dtype` is the dtype in which the engine runs the
+        model, by default that of the weights.
 
         Raises:
             TypeError: if the experts are laid out in another way.
@@ -88,12 +81,8 @@ class QuantizedExperts(QuantizedLayer):
 
     @override
     def restored(self) -> nn.Module:
-        """
-        Make the module to be put into this one's place, as [`~QuantizedExperts.from_experts`] does the other way.
-
-        Raises:
-            ValueError: if the experts are frozen, as that module has no product of low-bit weights.
-        """
+        """Make the module to be put into this one's place, as [`~QuantizedExperts.from_experts`] does the other way.
+        Frozen experts raise `ValueError`, as that module has no product of low-bit weights."""
         if self.is_frozen:
             raise ValueError(
                 "The experts are frozen: their masters are gone, and nothing else computes with low-bit weights."
@@ -211,10 +200,8 @@ def problem_of_experts(module: nn.Module) -> str | None:
 def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
     """
     Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a
-    layer.
-
-    Raises:
-        ValueError: if no group size divides both, naming the sizes, and for formats that no reader of experts knows.
+    layer. `ValueError` is raised if no group size divides both, naming the sizes, and for formats that no reader of
+    experts knows.
     """
     if refusal := format_of(scheme.container).refusal_of_experts:
         raise ValueError(

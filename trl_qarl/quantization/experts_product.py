@@ -35,24 +35,12 @@ def experts_product(
     Multiply each token by the experts it is routed to, and add up what they give; with gradients where `linear` has
     them.
 
-    Args:
-        x (`torch.Tensor`):
-            Tokens `(T, H)` in the compute dtype.
-        ids (`torch.Tensor`):
-            Experts `(T, k)` of each token, integers; the number of experts stands for a slot to skip.
-        weights (`torch.Tensor`):
-            Their weights `(T, k)`, float32; with other dtypes they are converted.
-        gate_up (`Sequence`):
-            What `linear` takes for each expert: its gate's rows, then its up projection's, `(2 I, H)`.
-        down (`Sequence`):
-            The same for the down projection, `(H, I)`.
-        linear (`Callable`):
-            Takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of the rows.
-        activation (`Callable`, *optional*, defaults to `silu`):
-            Applied to the gate.
-
-    Returns:
-        `(T, H)` in the dtype of `x`; zeros for a token without experts.
+    `x` has tokens `(T, H)` in the compute dtype; `ids` the experts `(T, k)` of each, integers, of which the number of
+    experts stands for a slot to skip; `weights` their weights `(T, k)`, converted to float32. `gate_up` has for each
+    expert what `linear` takes for the rows of its gate, then of its up projection, `(2 I, H)`; `down` the same for the
+    down projection, `(H, I)`. `linear` takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of
+    the rows; `activation` is applied to the gate. The result is `(T, H)` in the dtype of `x`; zeros for a token
+    without experts.
     """
 
     def one_by_one(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -19,13 +19,8 @@ __all__ = ["check_global_scales", "share_global_scales"]
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
-    """
-    Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its
-    largest weight.
-
-    Raises:
-        ValueError: if `known` lacks a layer.
-    """
+    """Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its
+    largest weight. `known` must not lack a layer."""
     for name, weights in _groups(layers).items():
         if known is not None:
             missing = [layer for layer in layers if layer not in known and _group_of(layer) == name]

@@ -34,14 +34,9 @@ def reason_against_grouping(
     x: torch.Tensor, num_rows: int, num_experts: int, sizes: tuple[int, int], scheme: QuantScheme
 ) -> str | None:
     """
-    Return why experts are multiplied one by one, or `None` where a grouped product can be had and pays.
-
-    Args:
-        x (`torch.Tensor`): tokens in the compute dtype.
-        num_rows (`int`): rows of all experts together.
-        num_experts (`int`): experts of the layer.
-        sizes (`tuple[int, int]`): hidden and intermediate size.
-        scheme ([`QuantScheme`]): that of the experts.
+    Return why experts are multiplied one by one, or `None` where a grouped product can be had and pays: of tokens `x`
+    in the compute dtype, with `num_rows` rows of all experts together, and experts of a hidden and an intermediate
+    size.
     """
     if scheme.activation is not None:
         return "activations are quantized"
@@ -68,14 +63,10 @@ def grouped_experts(
     """
     Return what [`~trl_qarl.quantization.experts_product.experts_product`] does, with gradients to masters.
 
-    Args:
-        x (`torch.Tensor`): tokens `(T, H)` in the compute dtype.
-        ids (`torch.Tensor`): experts `(T, k)` of each token, integers; `num_experts` stands for a slot to skip.
-        weights (`torch.Tensor`): their weights `(T, k)`.
-        num_experts (`int`): `E`.
-        gate_up (`tuple`): low-bit weight `(E * 2 I, H)`, and the master `(E, 2 I, H)` if it takes a gradient.
-        down (`tuple`): low-bit weight `(E * H, I)`, and the master `(E, H, I)` if it takes a gradient.
-        activation (`Callable`): applied to the gate.
+    `x` has tokens `(T, H)` in the compute dtype; `ids` the experts `(T, k)` of each, integers, of which `num_experts`
+    stands for a slot to skip; `weights` their weights `(T, k)`. `gate_up` is a low-bit weight `(E * 2 I, H)` and the
+    master `(E, 2 I, H)` if it takes a gradient; `down` the same of `(E * H, I)` and `(E, H, I)`; `activation` is
+    applied to the gate.
     """
 
     def product(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -32,15 +32,9 @@ class LayerWeights(NamedTuple):
     """
     The weights of one layer, under the names they have in the base model; valid until the walk goes on.
 
-    Args:
-        name (`str`):
-            From [`layer_of`], such as `"model.layers.3"`.
-        tensors (`dict[str, torch.Tensor]`):
-            Its part of the `state_dict`: masters, low-bit weights of frozen layers, and all that is in high precision.
-        linears (`dict[str, nn.Linear]`):
-            Its linear layers, quantized or not.
-        experts (`dict[str, QuantizedExperts]`):
-            Its quantized experts.
+    `name` is that of [`layer_of`], such as `"model.layers.3"`; `tensors` are its part of the `state_dict`: masters,
+    low-bit weights of frozen layers, and all that is in high precision. `linears` are its linear layers, quantized or
+    not, and `experts` its quantized experts.
     """
 
     name: str
@@ -74,24 +68,14 @@ class LayerWeights(NamedTuple):
 class Inventory:
     """
     The layers of one model, by their names in the base model: an adapted layer has its own name, its wrapper has none.
+    [`Inventory.of`] makes an inventory only where there is none.
 
     It holds modules and names. Tensors are read from the modules when they are asked for, as sharding and loading
     replace them, and so are schemes, which `precisions` changes during training.
 
-    Args:
-        model (`nn.Module`):
-            The model, also a [`~peft.PeftModel`]. Call [`Inventory.of`], which makes an inventory only where there is
-            none.
-
-    Attributes:
-        model (`nn.Module`):
-            The base model.
-        modules (`dict[str, nn.Module]`):
-            Every module without the adapters.
-        layers (`dict[str, QuantizedLayer]`):
-            The quantized layers.
-        quantizable (`dict[str, nn.Module]`):
-            Linear layers, and modules in which a mixture stacks its experts, that are not quantized.
+    Attributes: model (`nn.Module`): the base model. modules (`dict[str, nn.Module]`): every module without the
+    adapters. layers (`dict[str, QuantizedLayer]`): the quantized layers. quantizable (`dict[str, nn.Module]`): linear
+    layers, and modules in which a mixture stacks its experts, that are not quantized.
     """
 
     def __init__(self, model: nn.Module):

@@ -35,15 +35,8 @@ _SMALLER = 2.0**-13
 @torch.no_grad()
 def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
     """
-    Return masters of an integer weight, in float32, that [`LowBitTensor.from_hp`] quantizes to `low_bit` wherever
-    there are such.
-
-    Args:
-        low_bit ([`LowBitTensor`]):
-            Weight `(N, K)` with scales in bfloat16 or float16.
-
-    Raises:
-        ValueError: for floating-point codes.
+    Return masters of an integer weight `(N, K)` with scales in bfloat16 or float16, in float32, that
+    [`LowBitTensor.from_hp`] quantizes to `low_bit` wherever there are such. Floating-point codes raise `ValueError`.
     """
     grid = low_bit.scheme.grid
     if grid is None or grid.type != "int":

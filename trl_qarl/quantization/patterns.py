@@ -17,12 +17,7 @@ _EXPRESSION = "re:"
 
 
 def check_pattern(pattern: Any, option: str) -> None:
-    """
-    Raise unless `pattern` is one.
-
-    Raises:
-        ValueError: naming the option that has it.
-    """
+    """Raise `ValueError`, naming the option that has it, unless `pattern` is one."""
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
             f"{option}: {pattern!r} is no pattern. Give names of layers, 're:' and an expression, or '_default'."
@@ -41,18 +36,8 @@ def fits(pattern: str) -> Callable[[str], Any]:
 
 
 def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
-    """
-    Return which of `patterns` counts for a layer: its name, then the first expression, then `"_default"`; `None` if
-    none does.
-
-    Args:
-        patterns (`Iterable[str]`):
-            Patterns in their order.
-        name (`str`):
-            Name of the layer.
-        parts (`Sequence[Sequence[str]]`, *optional*):
-            Names of its parts, in one or more ways.
-    """
+    """Return which of `patterns`, in their order, counts for a layer: its name, then the first expression, then
+    `"_default"`; `None` if none does. `parts` are names of its parts, in one or more ways."""
     patterns = list(patterns)
     ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
     matching = (p for p in ordered if p != DEFAULT and covers(fits(p), name, parts, f"scheme: pattern {p!r}"))
@@ -67,22 +52,9 @@ def covered_names(
     parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> list[str]:
     """
-    Return which of `names` a pattern of `option` covers, in their order; all for `"_default"`.
-
-    Args:
-        pattern (`str`):
-            The pattern.
-        option (`str`):
-            The option that has it.
-        names (`Sequence[str]`):
-            Names of layers.
-        of (`str`):
-            What these are, as an error calls them.
-        parts (`Mapping[str, Sequence[Sequence[str]]]`, *optional*):
-            Names of their parts, where they have any.
-
-    Raises:
-        ValueError: if it covers none of them, or some of the parts of one.
+    Return which of `names` a pattern of `option` covers, in their order; all for `"_default"`. An error calls them
+    `of`; `parts` has the names of their parts, where they have any. `ValueError` is raised if it covers none of them,
+    or some of the parts of one.
     """
     if pattern == DEFAULT:
         return list(names)
@@ -98,22 +70,8 @@ def covered_names(
 
 
 def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:
-    """
-    Return whether a pattern names a layer: by its name, or by those of all its parts.
-
-    Args:
-        fits (`Callable`):
-            Whether the pattern fits a name.
-        name (`str`):
-            Name of the layer.
-        parts (`Sequence[Sequence[str]]`):
-            Names of its parts, in one or more ways.
-        said (`str`):
-            The pattern, as an error calls it.
-
-    Raises:
-        ValueError: if it fits some of the parts.
-    """
+    """Return whether a pattern, which an error calls `said`, names a layer: by its name, or by those of all its parts,
+    in one or more ways. `ValueError` is raised if it fits some of the parts."""
     if fits(name):
         return True
     fitting = [[part for part in way if fits(part)] for way in parts]

@@ -41,17 +41,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """
-    A scheme for every layer; made by [`get_plan`].
-
-    Args:
-        rules (`tuple[tuple[str, QuantScheme], ...]`):
-            Patterns and their schemes, in order.
-        high_precision_first (`int`, *optional*, defaults to `0`):
-            How many of the first decoder layers stay in high precision, whatever the rules say.
-        high_precision_last (`int`, *optional*, defaults to `0`):
-            How many of the last ones do.
-    """
+    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order; as many
+    decoder layers as the edges say stay in high precision, whatever the rules say."""
 
     rules: tuple[tuple[str, QuantScheme], ...]
     high_precision_first: int = 0
@@ -133,18 +124,11 @@ class QuantPlan:
         outside: Mapping[str, str] | None = None,
     ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
         """
-        Scheme of each layer that is quantized, and the reason for each other one.
+        Return the scheme of each of the linear layers `names` that is quantized, and the reason for each other one.
 
-        Args:
-            names (`Iterable[str]`):
-                Names of all linear layers.
-            skipped (`Mapping[str, str]`):
-                Those that are not quantized whatever the plan says, and why.
-            parts (`Mapping[str, Sequence[Sequence[str]]]`, *optional*):
-                For layers of several matrices that share a scheme, what these are called, in one or more ways.
-            outside (`Mapping[str, str]`, *optional*):
-                Layers that stay in high precision unless a pattern fits only such layers, and why: those around a
-                language model.
+        `skipped` are those that are not quantized whatever the plan says, and why; `outside` those around a language
+        model, which stay in high precision unless a pattern fits only such layers, and why. For layers of several
+        matrices that share a scheme `parts` says what these are called, in one or more ways.
 
         Raises:
             ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only
@@ -216,16 +200,8 @@ def get_plan(
     high_precision_last: int = 0,
 ) -> QuantPlan:
     """
-    Make a plan of what a user writes.
-
-    Args:
-        scheme (`str`, [`QuantScheme`], [`QuantPlan`] or `Mapping`):
-            One scheme for every layer, or schemes by patterns as above; a plan is returned as it is, with other edges
-            if given.
-        group_size (`int`, *optional*):
-            Group size of each scheme with groups that does not say its own.
-        high_precision_first, high_precision_last (`int`, *optional*, defaults to `0`):
-            How many decoder layers at either end stay in high precision.
+    Make a plan of what a user writes: one scheme for every layer, or schemes by patterns as above; a plan is returned
+    as it is, with other edges if given. `group_size` is that of each scheme with groups that does not say its own.
 
     Raises:
         ValueError: for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression that
@@ -257,12 +233,8 @@ def get_plan(
 
 
 def parse_scheme(text: Any) -> Any:
-    """
-    Return what a command line says about schemes: JSON becomes a mapping, everything else stays.
-
-    Raises:
-        ValueError: for text that begins like a mapping and is none.
-    """
+    """Return what a command line says about schemes: JSON becomes a mapping, everything else stays. Text that begins
+    like a mapping and is none raises `ValueError`."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return text
     try:
@@ -276,16 +248,8 @@ def parse_scheme(text: Any) -> Any:
 def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> None:
     """
     Refuse layers that vLLM holds as one matrix and that do not share a scheme: it would take that of the first for
-    all.
-
-    Args:
-        schemes (`Mapping[str, QuantScheme]`):
-            Scheme of each quantized layer, by its name.
-        names (`Iterable[str]`):
-            Names of all linear layers.
-
-    Raises:
-        ValueError: naming the layers and their schemes.
+    all. `schemes` has the scheme of each quantized layer, `names` are those of all linear layers. `ValueError` names
+    the layers and their schemes.
     """
     names = set(names)
     for name in sorted(names):
@@ -340,12 +304,8 @@ def _described(scheme: QuantScheme) -> str:
 
 
 def _decoder_layers(names: list[str]) -> dict[str, int]:
-    """
-    Number of the decoder layer that each linear layer is part of, for those that are.
-
-    Raises:
-        ValueError: if the names do not tell which layers are the decoder's.
-    """
+    """Return the number of the decoder layer that each linear layer is part of, for those that are. `ValueError` is
+    raised if the names do not tell which layers are the decoder's."""
     stacks: dict[str, dict[str, int]] = {}
     for name in names:
         if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):

@@ -52,10 +52,8 @@ class _Layer(Protocol):
 def parse_precisions(value: Any) -> Precisions | None:
     """
     Return the precisions that an option says: a list, or a mapping whose keys are numbers; JSON of either, as on a
-    command line.
-
-    Raises:
-        ValueError: for anything else, also within, and for a mapping that does not begin at update 0.
+    command line. Anything else, also within, raises `ValueError`, and so does a mapping that does not begin at update
+    0.
     """
     if value is None:
         return None
@@ -177,15 +175,9 @@ def set_precision(
     layers: Mapping[str, _Layer], schemes: Mapping[str, QuantScheme], precision: Precision | None
 ) -> bool:
     """
-    Have layers quantize their masters at other bits from now on, and return whether that changes any.
-
-    Args:
-        layers (`Mapping[str, QuantizedLayer]`):
-            Quantized layers by name.
-        schemes (`Mapping[str, QuantScheme]`):
-            The scheme that each was prepared with.
-        precision (`int`, `dict[str, int]` or `None`):
-            Bits of the layers whose grid nests, or bits by patterns; `None` for what they were prepared with.
+    Have layers quantize their masters at other bits from now on, and return whether that changes any. `schemes` has
+    the scheme that each was prepared with; `precision` is bits of the layers whose grid nests, or bits by patterns,
+    `None` for what they were prepared with.
     """
     has_changed = False
     for name, layer in layers.items():

@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 
-BLOCK_OF_WEIGHTS = 2**24
-"""Weights that are quantized at once."""
+BLOCK_OF_WEIGHTS = {"cpu": 2**18}
+"""Weights that are quantized at once, by type of device: on a CPU as many as stay in its cache, elsewhere 2**24."""
 
 
 @torch.no_grad()
@@ -71,7 +71,8 @@ def quantize_weight(
         global_scale = form.choose_global_scale(weight)
     # Every row is quantized by itself. What is computed on the way is several times as large as the weight, such as
     # that of all experts.
-    blocks = weight.split(max(1, BLOCK_OF_WEIGHTS // max(1, weight.shape[1])))
+    size = BLOCK_OF_WEIGHTS.get(weight.device.type, 2**24)
+    blocks = weight.split(max(1, size // max(1, weight.shape[1])))
     # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
     quantized = [form.quantize(block.contiguous(), scheme, scale_dtype, global_scale) for block in blocks]
     if len(quantized) == 1:
@@ -115,17 +116,10 @@ def coarser(
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Quantize activations per token, as vLLM does.
+    Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit activations.
 
-    Args:
-        x (`torch.Tensor`):
-            Activations `(M, K)`, any floating dtype.
-        scheme ([`QuantScheme`]):
-            A scheme with low-bit activations.
-
-    Returns:
-        Codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales
-        `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
+    Return codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales
+    `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
     """
     assert scheme.activation is not None
     if scheme.activation.type == "float":

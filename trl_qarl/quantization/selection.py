@@ -45,13 +45,8 @@ def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str
 
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
-    """
-    Return how a quantizable layer, or what was made of it, is quantized under `scheme`: with which one, and which
-    group size.
-
-    Raises:
-        ValueError: if no group size fits.
-    """
+    """Return how a quantizable layer, or what was made of it, is quantized under `scheme`: with which one, and which
+    group size. `ValueError` is raised if no group size fits."""
     if isinstance(module, nn.Linear):
         return scheme, scheme.group_size_for(module.in_features)
     return experts_format(module, scheme)
@@ -72,12 +67,8 @@ def layers_around(inventory: Inventory) -> dict[str, str]:
 
 
 def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] | None) -> dict[str, str]:
-    """
-    Return why each layer that could be quantized and stays in high precision does so.
-
-    Raises:
-        ValueError: if an exclude pattern matches none of them, or some of the experts of a layer.
-    """
+    """Return why each layer that could be quantized and stays in high precision does so. `ValueError` is raised if an
+    exclude pattern matches none of them, or some of the experts of a layer."""
     model, layers = inventory.model, inventory.quantizable
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -22,15 +22,8 @@ __all__ = ["KeptVersion", "at_version", "kept_version"]
 
 
 class KeptVersion(NamedTuple):
-    """
-    The trained weights of a model as an engine is sent them, of a sharded one the parts that this process holds.
-
-    Args:
-        low_bit (`dict[str, LowBitTensor]`):
-            Each quantized weight that is trained, by its name.
-        others (`dict[str, torch.Tensor]`):
-            Every other parameter that is trained, in its own dtype.
-    """
+    """The trained weights of a model as an engine is sent them, of a sharded one the parts that this process holds:
+    each quantized weight that is trained, by its name, and every other trained parameter in its own dtype."""
 
     low_bit: dict[str, LowBitTensor]
     others: dict[str, torch.Tensor]

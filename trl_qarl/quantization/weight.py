@@ -142,10 +142,8 @@ class QuantizedWeight:
     def low_bit_weight(self) -> LowBitTensor:
         """
         Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master. The same object is returned until its
-        value changes.
-
-        Raises:
-            ValueError: if the master was made in inference mode, where PyTorch does not count updates.
+        value changes. A master that was made in inference mode, where PyTorch does not count updates, raises
+        `ValueError`.
         """
         weight = self.parameter
         if isinstance(weight, LowBitTensor):

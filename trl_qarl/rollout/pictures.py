@@ -31,6 +31,7 @@ __all__ = [
     "canary_prompt",
     "check_rows",
     "complete_prompts",
+    "count_pictures",
     "draw_again",
     "engine_arguments",
     "expanded_prompts",
@@ -108,15 +109,26 @@ def sent_ids(prompt: list[int]) -> list[int]:
     return getattr(prompt, "sent", prompt)
 
 
-def check_rows(prompts: Sequence[Any], processing_class: Any, num_processes: int) -> None:
+def count_pictures(prompts: Sequence[Any]) -> list[int]:
+    """Return the number of pictures of each prompt."""
+    messages = [prompt if isinstance(prompt, list) else [] for prompt in prompts]
+    parts = [[part for message in prompt for part in message["content"] or ()] for prompt in messages]
+    return [sum(isinstance(part, dict) and part.get("type") == "image" for part in row) for row in parts]
+
+
+def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:
     """
-    Raise a `ValueError` for conversations of which some have pictures and others none, where these cannot be told
-    apart afterwards: one process has to keep grids of patches, as it does for Qwen's models.
+    Raise a `ValueError` for rows of which some have pictures and others none, where these cannot be told apart
+    afterwards: one process has to keep grids of patches, as it does for Qwen's models.
+
+    Args:
+        counts (`list[int]`):
+            Pictures of each prompt of a generation batch, of all processes.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            The learner's.
+        num_processes (`int`):
+            Processes that train.
     """
-    if not isinstance(prompts[0], list):
-        return
-    parts = [[part for message in prompt for part in message["content"] or ()] for prompt in prompts]
-    counts = [sum(isinstance(part, dict) and part.get("type") == "image" for part in row) for row in parts]
     if 0 not in counts or not any(counts):
         return
     image_processor = getattr(processing_class, "image_processor", None)

@@ -249,13 +249,8 @@ def _plan_at(bits: int, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
 
 
 def _check_push(args: Namespace) -> str | None:
-    """
-    Return the repository to push to, with its namespace, or `None`. It is made before anything is exported.
-
-    Raises:
-        ValueError: for options that contradict each other or name no repository, and without a token.
-        PushFailed: if the repository cannot be made.
-    """
+    """Return the repository to push to, with its namespace, or `None`. It is made before anything is exported.
+    `ValueError` is raised for options that contradict each other or name no repository, and without a token."""
     from ..checkpoint import uploads as hub
 
     if not args.push_to_hub:
@@ -288,15 +283,9 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
     """
-    Return the settings to export with: those the master weights were trained with, else those of the command line.
-
-    Args:
-        args (`Namespace`):
-            Options of [`make_parser`]; `None` where not given.
-        record (`dict` or `None`):
-            Content of the `qarl.json` next to the master weights.
-        source (`str`):
-            Where the master weights come from, for messages.
+    Return the settings to export with: those the master weights were trained with, the `record` in the `qarl.json`
+    next to them, else those of the command line, `None` where not given. `source` is where the weights come from, for
+    messages.
 
     Returns:
         `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`, and `high_precision_first` or

@@ -25,12 +25,9 @@ def spell(argv: list[str], known: Iterable[str]) -> list[str]:
 
 def check_names(argv: list[str], known: Iterable[str]) -> None:
     """
-    Raise for the first option in `argv` that is neither in `known` nor begins one that is, as argparse completes it.
-
-    argparse would first complain of what is missing, and knows no "did you mean".
-
-    Raises:
-        ValueError: with what was probably meant.
+    Raise `ValueError`, with what was probably meant, for the first option in `argv` that is neither in `known` nor
+    begins one that is, as argparse completes it. argparse would first complain of what is missing, and knows no "did
+    you mean".
     """
     for word in argv:
         name = word.partition("=")[0]

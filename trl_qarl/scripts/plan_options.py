@@ -11,18 +11,8 @@ __all__ = ["add_plan_options"]
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bool = True) -> None:
-    """
-    Add `--scheme` and `--group_size`, and with `has_layers` the options that name layers: `--exclude_modules` and the
-    edges.
-
-    Args:
-        parser (`ArgumentParser`):
-            Parser of a command.
-        default (`str` or `None`):
-            Scheme without the option.
-        has_layers (`bool`, *optional*, defaults to `True`):
-            Whether the command has a model.
-    """
+    """Add `--scheme`, with its default, and `--group_size`, and with `has_layers`, for a command that has a model, the
+    options that name layers: `--exclude_modules` and the edges."""
     parser.add_argument(
         "--scheme",
         type=_scheme,

@@ -11,6 +11,8 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
+from ..study.runs import read_runs
+from . import report
 from .errors import configuration_errors
 
 
@@ -46,12 +48,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def make_problems(num_eval: int, seed: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """
-    Return training and held-out problems, `{"prompt", "answer"}`: all sums of 10..49 and 1..9, shuffled by `seed`.
-
-    Raises:
-        ValueError: if `num_eval` leaves fewer than half of the 360 problems for training.
-    """
+    """Return training and held-out problems, `{"prompt", "answer"}`: all sums of 10..49 and 1..9, shuffled by `seed`.
+    `ValueError` is raised if `num_eval` leaves fewer than half of the 360 problems for training."""
     sums = [(a, b) for a in range(10, 50) for b in range(1, 10)]
     if not 1 <= num_eval <= len(sums) // 2:
         raise ValueError(f"num_eval={num_eval} must be between 1 and {len(sums) // 2}, half of the problems.")
@@ -96,7 +94,7 @@ def main(args: Namespace) -> None:
     exported = load_deployed(str(low_bit_dir), torch.float32).to(trainer.model.device)
     reloaded = _answer(trainer, exported, held_out)
     same = sum(a == b for a, b in zip(after, reloaded, strict=True))
-    _plot(trainer.state.log_history, output_dir / "training.png")
+    report.write_page(*read_runs([output_dir]), output_dir / "report.html")
 
     print("\nHeld-out problems, greedy decoding of the low-bit policy")
     print(f"  before training                  {_score(before, held_out)}")
@@ -104,7 +102,7 @@ def main(args: Namespace) -> None:
     print(f"  exported, reloaded from disk     {_score(reloaded, held_out)}; {same} of {len(after)} answers the same")
     print(f"\n{output_dir / 'masters'}: master weights in high precision, to train on")
     print(f"{low_bit_dir}: {args.scheme} checkpoint, for transformers and vLLM")
-    print(f"{output_dir / 'training.png'}: reward, mismatch and dropped sequences over training")
+    print(f"{output_dir / 'report.html'}: reward, mismatch and dropped sequences over training")
 
 
 def _build(args: Namespace):
@@ -187,30 +185,3 @@ def _answer(trainer, model, problems: list[dict[str, str]]) -> list[str]:
 def _score(answers: list[str], problems: list[dict[str, str]]) -> str:
     correct = int(sum(exact_sum(answers, [problem["answer"] for problem in problems])))
     return f"{correct} of {len(problems)} ({correct / len(problems):.0%})"
-
-
-def _plot(history: list[dict[str, float]], path: Path) -> None:
-    """Plot reward, mismatch and dropped shares over updates, from `trainer.state.log_history`."""
-    import pandas as pd
-    from matplotlib.figure import Figure
-
-    frame = pd.DataFrame(history).groupby("step").first()
-    panels = {
-        "mean reward": {"reward": "reward"},
-        "|log-prob of learner - of sampler| (nats)": {
-            "mismatch/abs_logp_mean": "mean over tokens",
-            "mismatch/abs_logp_max": "maximum over tokens",
-        },
-        "share of sequences dropped": {
-            "tbpo/dropped/positive_high": "A > 0, ratio above its band",
-            "tbpo/dropped/negative_low": "A < 0, ratio below its band",
-            "tbpo/dropped/negative_high": "A < 0, ratio above its band",
-        },
-    }
-    figure = Figure(figsize=(8.5, 9), layout="constrained")
-    for axes, (label, names) in zip(figure.subplots(len(panels), sharex=True), panels.items(), strict=True):
-        frame.reindex(columns=list(names)).rename(columns=names).plot(
-            ax=axes, ylabel=label, xlabel="update", marker="."
-        )
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)

@@ -15,7 +15,7 @@ from ..telemetry.run_files import METRICS_FILE
 from .errors import configuration_errors
 
 
-__all__ = ["main", "make_parser"]
+__all__ = ["main", "make_parser", "write_page"]
 
 _POLL_SECONDS, _REFRESH_SECONDS = 1.0, 10
 
@@ -71,7 +71,7 @@ def main(args: Namespace) -> None:
             raise ValueError(f"--timeout={args.timeout:g} must be positive and needs --follow.")
         output.parent.mkdir(parents=True, exist_ok=True)
         if not args.follow:
-            groups = _write(*read_runs(args.run_dirs), output, with_png=args.png)
+            groups = write_page(*read_runs(args.run_dirs), output, with_png=args.png)
     if args.follow:
         try:
             _follow(args.run_dirs, output, args.timeout, args.png)
@@ -92,15 +92,19 @@ def main(args: Namespace) -> None:
     print(f"{count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}: {output.resolve().as_uri()}")
 
 
-def _write(
+def write_page(
     runs: list[Run], notes: list[str], output: Path, refresh: int | None = None, with_png: bool = False
 ) -> list[Group]:
+    """Write the page about runs and notes of [`read_runs`]; needs matplotlib, jinja2 and pandas."""
     from ..study.page import make_page
-    from ..study.plots import draw_figures
+    from ..study.plots import draw_figures, save_pngs
 
     groups = make_groups(runs)
+    figures = draw_figures(groups)
+    if with_png:
+        save_pngs([*figures[0], *figures[1]], groups, output)
     missing = [f"No run has a value of {name}." for name in EVERY_BATCH if not any(run.values(name) for run in runs)]
-    page = make_page(groups, draw_figures(groups, output, with_png), notes + missing, refresh)
+    page = make_page(groups, figures, notes + missing, refresh)
     # A browser must not read half a page.
     draft = output.with_name(f".{output.name}.part")
     draft.write_text(page, encoding="utf-8")
@@ -130,7 +134,7 @@ def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: 
             print(f"Waiting: {error}", flush=True)
             continue
         is_finished = not notes and all(run.is_finished for run in runs)
-        groups = _write(
+        groups = write_page(
             runs, notes, output, None if is_finished else _REFRESH_SECONDS, with_png=with_png and is_finished
         )
         for group in groups:

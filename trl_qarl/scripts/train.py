@@ -117,16 +117,9 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
 
 def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | None = None) -> list[str | Callable]:
     """
-    Return reward functions by name, as `trl grpo` looks them up.
-
-    Args:
-        names (`list[str]` or `str`):
-            Names of TRL's reward functions, or dotted import paths, for which the working directory comes first.
-        reward_model_name_or_path (`str`, *optional*):
-            Reward model, which the trainer loads; it comes first.
-
-    Raises:
-        ValueError: for a name that is neither, for a path that cannot be imported, and when there is no reward at all.
+    Return reward functions by name, as `trl grpo` looks them up: names of TRL's, or dotted import paths, for which the
+    working directory comes first. A reward model, which the trainer loads, is the first. `ValueError` is raised for a
+    name that is neither, for a path that cannot be imported, and when there is no reward at all.
     """
     check_rewards(names, reward_model_name_or_path)
     sys.path.insert(0, os.getcwd())
@@ -145,13 +138,8 @@ def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | No
 
 
 def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path | None:
-    """
-    Return the folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for
-    `"none"`.
-
-    Raises:
-        ValueError: for a folder that holds other weights or will, so that no training ends in that error.
-    """
+    """Return the folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for
+    `"none"`. One that holds other weights, or will, raises `ValueError`, so that no training ends in that error."""
     from ..checkpoint.export import check_export_dir
 
     if export_dir is not None and export_dir.lower() == "none":

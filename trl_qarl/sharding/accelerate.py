@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..quantization.inventory import Inventory
-from ..quantization.names import layer_of
+from ..quantization.names import base_model, layer_of
 from .fsdp2 import as_bytes, shard_low_bit
 
 
@@ -31,12 +31,8 @@ def sharded_by(accelerator: Accelerator) -> str | None:
 
 
 def check_units(model: nn.Module) -> None:
-    """
-    Check that each unit that FSDP2 gathers at once has whole decoder layers.
-
-    Raises:
-        ValueError: naming a unit that is a part of one.
-    """
+    """Check that each unit that FSDP2 gathers at once has whole decoder layers; `ValueError` names a unit that is a
+    part of one."""
     inventory = Inventory.of(model)
     layers = {layer_of(name) for name in inventory.layers}
     for name, module in inventory.modules.items():
@@ -56,6 +52,20 @@ def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], No
     accelerator.prepare = _Sharding(accelerator.prepare, then)  # pyrefly: ignore[bad-assignment]
 
 
+def _gather_head(model: nn.Module) -> None:
+    """
+    Have FSDP2 gather the head of `model` as soon as the rest has computed what goes into it.
+
+    The loss reads the head's weight without a call of the head. accelerate shards it together with the final norm,
+    whose call gathers both, but finds that norm only in models of text. By itself the head stays sharded, and the loss
+    would give each process the gradient of its own tokens (accelerate 1.15, TRL 1.16).
+    """
+    model = base_model(model)
+    head = model.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        model.base_model.register_forward_hook(lambda *_: head.unshard())
+
+
 class _Sharding:
     def __init__(self, prepare: Callable[..., Any], then: Callable[[nn.Module], None]):
         self.prepare, self.then = prepare, then
@@ -69,6 +79,7 @@ class _Sharding:
             if isinstance(each, FSDPModule):
                 check_units(each)
                 count = shard_low_bit(each)
+                _gather_head(each)
                 self.then(each)
                 logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
             elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..checks.refused import LORA_MODES
 from ..objectives.registry import OBJECTIVES
+from ..options import CHOICES
 from ..quantization.schemes import SCHEMES
 from .groups import label_parts
 
@@ -20,16 +20,12 @@ __all__ = ["AXES", "KEYS", "build_command", "cell_name", "expand_grid", "load_gr
 AXES = ("quantize_learner", "objective", "scheme", "lora_mode", "seed")
 KEYS = ("command", "train", "grid", "cells", "evaluate")
 
-_CHOICES = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES), "lora_mode": LORA_MODES}
+_CHOICES = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES), "lora_mode": CHOICES["lora_mode"]}
 
 
 def load_grid(path: str | Path) -> dict[str, Any]:
-    """
-    Read and check a grid, without its cells.
-
-    Raises:
-        ValueError: if the file is not YAML, has unknown or missing keys, or names a program that is not installed.
-    """
+    """Read and check a grid, without its cells. `ValueError` is raised if the file is not YAML, has unknown or missing
+    keys, or names a program that is not installed."""
     import yaml
 
     try:
@@ -77,16 +73,8 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     under `cells`. In a product the scheme `bf16` has one cell for all values of `quantize_learner`, which then has
     nothing to act on.
 
-    Example:
-
-    ```python
-    >>> expand_grid({"train": {}, "grid": {"scheme": ["w4a16"], "seed": [0, 1]}})
-    [{'scheme': 'w4a16', 'seed': 0}, {'scheme': 'w4a16', 'seed': 1}]
-    ```
-
-    Raises:
-        ValueError: for an unknown axis, an axis without values, a value that cannot name a directory, two equal cells,
-            a cell with scheme `bf16` and `quantize_learner=False`, or one that the command cannot be built for.
+    `ValueError` is raised for an unknown axis, an axis without values, a value that cannot name a directory, two equal
+    cells, a cell with scheme `bf16` and `quantize_learner=False`, or one that the command cannot be built for.
     """
     if "cells" in config:
         cells = config["cells"]
@@ -143,21 +131,8 @@ def build_command(
     resume: bool = False,
     key: str | None = None,
 ) -> list[str]:
-    """
-    Return the arguments that train, or with `key="evaluate"` evaluate, one cell.
-
-    Args:
-        config (`dict`):
-            Grid of [`load_grid`].
-        cell (`dict`):
-            One of [`expand_grid`].
-        output_dir (`Path`):
-            The cell's own directory.
-        resume (`bool`, *optional*, defaults to `False`):
-            Continue from the last checkpoint in `output_dir`.
-        key (`str`, *optional*):
-            `"command"` or `"evaluate"`; by default what trains.
-    """
+    """Return the arguments that train, or with `key="evaluate"` evaluate, one cell of [`expand_grid`] in its own
+    directory; with `resume` from the last checkpoint there."""
     if key is None and "train" in config:
         options = {**config["train"], **cell, "output_dir": str(output_dir)}
         if resume:

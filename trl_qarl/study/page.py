@@ -5,26 +5,19 @@ wrote. The template escapes it. At its top: is the run healthy, and is one setti
 
 import json
 import re
-import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
 from ..quantization.schemes import E4M3, INT8, SCHEMES
 from ..telemetry.advisor import LEVELS, Finding, assess
-from .groups import (
-    COLORS,
-    Group,
-    count_of,
-    describe_differences,
-    find_gaps,
-    flatten,
-    format_number,
-)
-from .plots import LEVEL_COLORS, PAGE_COLORS, Figure, draw_finals, printable
+from .groups import Group, count_of, describe_differences, differing_settings, find_gaps, format_number
+from .plots import Figure, draw_finals, printable
 from .runs import EVAL_COLUMNS, Run, eval_rows
 
 
@@ -40,14 +33,6 @@ _TIMES = {
     "step/forward_backward_seconds": "forward and backward, s",
     "step/optimizer_seconds": "optimizer and quantizing, s",
     "rollout/tokens_per_second": "tokens per second of rollouts",
-}
-# Text of a link to a section, short enough for one line.
-_SHORT = {"Reward and entropy": "Reward", "Mismatch between learner and rollout": "Mismatch", "Sound text": "Text"}
-_SHORT |= {
-    "Reward at each precision": "Bits",
-    "Share of dropped sequences": "Dropped",
-    "Codes changed": "Codes",
-    "Reward spread": "Spread",
 }
 _FIELDS = ("model", "quantize_learner", "objective", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
 
@@ -88,22 +73,21 @@ def make_page(
     findings = [assess_group(group) for group in groups]
     cards = list(dict.fromkeys(finding.card for found in findings for finding, _ in found))
     cards.sort(key=lambda card: MAIN_CARDS.index(card) if card in MAIN_CARDS else len(MAIN_CARDS))
-    by_card = [{card: [pair for pair in found if pair[0].card == card] for card in cards} for found in findings]
+    by_card = [{card: _on_card(card, found) for card in cards} for found in findings]
     scores = sorted(
         {name for run in runs for name in run.evaluation},
         key=lambda name: ({"before": 0, "greedy": 1, "sampled": 2}.get(name, 3), name),
     )
     is_compared = len(groups) > 1
     page = environment.get_template("page.html").render(
-        style=Markup(_style()),
         refresh=refresh,
         title=_title(groups),
         subtitle=_subtitle(runs),
         groups=groups,
         warnings=_warnings(groups),
-        sentence=_sentence(groups) if is_compared else "",
+        sentence=_sentence(describe_differences(groups)) if is_compared else "",
         finals=Markup(draw_finals(groups)) if is_compared and any(group.results() for group in groups) else "",
-        by_card=[{card: (_worst(pairs), pairs) for card, pairs in of.items()} for of in by_card],
+        by_card=by_card,
         main_cards=MAIN_CARDS,
         words=_WORDS,
         advice=[f"{group.label}: {f}" for group, of in zip(groups, findings, strict=True) for f, _ in of if f.advice],
@@ -114,7 +98,6 @@ def make_page(
         ],
         evaluation=_evaluation(runs),
         figures=figures,
-        short_names=_SHORT,
         runs=runs,
         times=_times(groups),
         worst=_worst_completions(groups),
@@ -128,25 +111,19 @@ def make_page(
     return printable(page)
 
 
-def _style() -> str:
-    """Return the stylesheet, and colours: as variables, and in panels what replaces those that were drawn with on a
-    dark page."""
-    light, dark = ("".join(f"--{name}: {pair[i]}; " for name, pair in COLORS.items()) for i in (0, 1))
-    drawn = {pair[0]: name for name, pair in COLORS.items()}
-    drawn |= {color: name for name, color in (LEVEL_COLORS | PAGE_COLORS).items()}
-    rules = [
-        f'svg [style*="{kind}: {color}"] {{ {kind}: var(--{name}) !important; }}'
-        for color, name in drawn.items()
-        for kind in ("fill", "stroke")
-    ]
-    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-    css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    return "\n".join([f":root {{ {light} }}", dark, css, *rules])
+def _on_card(card: str, findings: list[tuple[Finding, str]]) -> tuple[str, list[tuple[Finding, str]]]:
+    """Return the worst level of the findings on a card, and the findings."""
+    found = [pair for pair in findings if pair[0].card == card]
+    return max((finding.level for finding, _ in found), key=LEVELS.index, default=""), found
+
+
+def _unique(values: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(map(str, values)))
 
 
 def _title(groups: list[Group]) -> str:
-    models = list(dict.fromkeys(str(group.config.get("model", "model not recorded")) for group in groups))
-    schemes = list(dict.fromkeys(str(group.config["scheme"]) for group in groups if "scheme" in group.config))
+    models = _unique(group.config.get("model", "model not recorded") for group in groups)
+    schemes = _unique(group.config["scheme"] for group in groups if "scheme" in group.config)
     schemes = [scheme for scheme in schemes if scheme != "bf16"] or schemes
     # Of a local model the folder says enough.
     parts = [model.rstrip("/").split("/")[-1] if model.startswith("/") else model for model in models]
@@ -160,12 +137,12 @@ def _title(groups: list[Group]) -> str:
 
 
 def _subtitle(runs: list[Run]) -> str:
-    times = [time for run in runs if run.times for time in run.times]
+    times = [datetime.fromtimestamp(time, UTC) for run in runs for time in run.times or ()]
     parts = []
     if times:
-        start, end = (datetime.fromtimestamp(time, UTC) for time in (min(times), max(times)))
+        start, end = min(times), max(times)
         parts.append(f"{start:%Y-%m-%d %H:%M} to {end:{'' if start.date() == end.date() else '%Y-%m-%d '}%H:%M} UTC")
-    parts += dict.fromkeys(str(run.path.parent if len(runs) > 1 else run.path) for run in runs)
+    parts += _unique(run.path.parent if len(runs) > 1 else run.path for run in runs)
     short = [run for run in runs if run.last_step < (run.config.get("max_steps") or 0)]
     if short and len(runs) > 1:
         parts.append(f"{count_of(len(short), 'run')} without all updates")
@@ -174,21 +151,18 @@ def _subtitle(runs: list[Run]) -> str:
     return ", ".join(parts)
 
 
-def _warnings(groups: list[Group]) -> list[str]:
-    shown = "Their groups are shown side by side and not compared with each other."
-    found = []
-    for name, sentence in (
-        ("model", "These runs train {} models: {}. "),
-        ("reward_funcs", "These runs are trained for {} different rewards: {}. "),
+def _warnings(groups: list[Group]) -> Iterator[str]:
+    for name, between, sentence in (
+        ("model", ", ", "These runs train {} models: {}."),
+        ("reward_funcs", "; ", "These runs are trained for {} different rewards: {}."),
     ):
-        values = list(dict.fromkeys(flatten(group.config).get(name, "not recorded") for group in groups))
+        values = _unique(group.settings.get(name, "not recorded") for group in groups)
         if len(values) > 1:
-            found.append(sentence.format(len(values), ("; " if name == "reward_funcs" else ", ").join(values)) + shown)
-    return found
+            about = sentence.format(len(values), between.join(values))
+            yield f"{about} Their groups are shown side by side and not compared with each other."
 
 
-def _sentence(groups: list[Group]) -> str:
-    found = describe_differences(groups)
+def _sentence(found: dict[str, list[str]]) -> str:
     if found["exceeds"]:
         first, more = found["exceeds"][0], len(found["exceeds"]) - 1
         return first + (f" {more} more {'do' if more > 1 else 'does'} as well." if more else "")
@@ -197,10 +171,6 @@ def _sentence(groups: list[Group]) -> str:
     if found["unknown"]:
         return "No difference of final reward can be judged: that takes two seeds with a final reward in either group."
     return "There are no two groups of the same model and reward to compare."
-
-
-def _worst(findings: list[tuple[Finding, str]]) -> str:
-    return max((finding.level for finding, _ in findings), key=LEVELS.index, default="")
 
 
 def _evaluation(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
@@ -216,67 +186,60 @@ def _evaluation(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
 
 def _times(groups: list[Group]) -> tuple[list[str], list[list[str]]]:
     """Return mean seconds over the logged steps of each run, with the range over the runs of a group."""
-
-    def means(group: Group, metric: str) -> list[float]:
-        return [statistics.fmean(values.values()) for run in group.runs if (values := run.values(metric))]
-
-    kept = {name: title for name, title in _TIMES.items() if any(means(group, name) for group in groups)}
-    if not kept:
-        return [], []
-    return ["group", *kept.values()], [
-        [group.label, *(_spread(means(group, name)) for name in kept)] for group in groups
-    ]
+    means = {
+        name: [[fmean(of.values()) for run in group.runs if (of := run.values(name))] for group in groups]
+        for name in _TIMES
+    }
+    kept = [name for name in _TIMES if any(means[name])]
+    rows = [[group.label, *(_spread(means[name][i]) for name in kept)] for i, group in enumerate(groups)]
+    return ["group", *(_TIMES[name] for name in kept)], rows if kept else []
 
 
 def _worst_completions(groups: list[Group], number: int = 2) -> list[list[str]]:
     rows = []
     for group in groups:
-        found = [(row, run) for run in group.runs for row in run.worst if row["nats"] > 0]
-        for kind in dict.fromkeys(row["kind"] for row, _ in found):
+        found = [(row, run.name) for run in group.runs for row in run.worst if row["nats"] > 0]
+        for kind in _unique(row["kind"] for row, _ in found):
             worst = sorted((pair for pair in found if pair[0]["kind"] == kind), key=lambda pair: -pair[0]["nats"])
-            for row, run in worst[:number]:
-                texts = [row[name].replace("\n", "⏎") for name in ("prompt", "completion")]
-                rows.append([group.label, run.name, str(row["step"]), kind, format_number(row["nats"]), *texts])
+            for row, name in worst[:number]:
+                texts = [row[part].replace("\n", "⏎") for part in ("prompt", "completion")]
+                rows.append([group.label, name, str(row["step"]), kind, format_number(row["nats"]), *texts])
     return rows
 
 
 def _shared(groups: list[Group]) -> str:
-    configs = [flatten(group.config) for group in groups]
-    same = {name: value for name, value in configs[0].items() if {config.get(name) for config in configs} == {value}}
+    differing, settings = differing_settings(groups), groups[0].settings
+    same = [name for name in _FIELDS if name not in differing and settings.get(name, "-") != "-"]
     sentence = f"{'All groups share' if len(groups) > 1 else 'Settings'}: "
-    sentence += f"{', '.join(f'{name} {same[name]}' for name in _FIELDS if same.get(name, '-') != '-')}."
+    sentence += f"{', '.join(f'{name} {settings[name]}' for name in same)}."
     return sentence + (" Runs of one group share everything but the seed." if len(groups) > 1 else "")
 
 
 def _group_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[list[str]]]:
     """Return what groups differ in, and what came out."""
-    configs = [flatten(group.config) for group in groups]
-    names = dict.fromkeys(name for config in configs for name in config)
-    differing = [name for name in names if len({config.get(name) for config in configs}) > 1][:8]
-    rows = []
-    for group, config in zip(groups, configs, strict=True):
-        seeds = group.results()
-        sd = format_number(statistics.stdev(seeds)) if len(seeds) > 1 else "one seed" if seeds else "-"
-        cells = [config.get(name, "-") for name in differing]
+    differing, rows = differing_settings(groups)[:8], []
+    for group in groups:
+        results = group.results()
+        sd = format_number(stdev(results)) if len(results) > 1 else "one seed" if results else "-"
+        cells = [group.settings.get(name, "-") for name in differing]
         solved = [_pooled([run.evaluation.get(name) for run in group.runs]) for name in scores]
-        rows.append([group.label, *cells, ", ".join(map(str, group.seeds)), _spread(seeds), sd, *solved])
+        rows.append([group.label, *cells, ", ".join(map(str, group.seeds)), _spread(results), sd, *solved])
     return ["group", *differing, "seeds", "final reward, mean (range)", "sd over seeds", *scores], rows
 
 
 def _run_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for group in groups:
-        for run in group.runs:
-            max_steps, final = run.config.get("max_steps"), group.result(run)
+    for of, run in [(group, run) for group in groups for run in group.runs]:
+        max_steps, reward = run.config.get("max_steps"), format_number(final := of.result(run))
+        if final is None:
             ended = not isinstance(max_steps, int) or run.last_step <= 0.75 * max_steps
-            why_none = "ended before the last quarter" if ended else "no finite reward in the last quarter"
-            solved = [
-                f"{score['correct']} of {score['total']} ({score['correct'] / score['total']:.1%})" if score else "-"
-                for score in map(run.evaluation.get, scores)
-            ]
-            steps = f"{run.last_step} of {max_steps}" if max_steps else str(run.last_step)
-            reward = why_none if final is None else format_number(final)
-            rows.append([run.name, group.label, str(run.config.get("seed", "-")), steps, reward, *solved])
+            reward = "ended before the last quarter" if ended else "no finite reward in the last quarter"
+        solved = [
+            f"{score['correct']} of {score['total']} ({score['correct'] / score['total']:.1%})" if score else "-"
+            for score in map(run.evaluation.get, scores)
+        ]
+        steps = f"{run.last_step} of {max_steps}" if max_steps else str(run.last_step)
+        rows.append([run.name, of.label, str(run.config.get("seed", "-")), steps, reward, *solved])
     return ["run", "group", "seed", "last step", "final reward", *scores], rows
 
 
@@ -304,7 +267,7 @@ def _spread(values: list[float]) -> str:
     if not values:
         return "-"
     low, mean, high = (
-        f"{x:,.0f}" if x >= 1000 else format_number(x) for x in (min(values), statistics.fmean(values), max(values))
+        f"{x:,.0f}" if x >= 1000 else format_number(x) for x in (min(values), fmean(values), max(values))
     )
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
@@ -313,5 +276,5 @@ def _pooled(scores: Iterable[dict[str, int] | None]) -> str:
     shares = [score["correct"] / score["total"] for score in scores if score]
     if not shares:
         return "-"
-    mean = f"{statistics.fmean(shares):.1%}"
+    mean = f"{fmean(shares):.1%}"
     return f"{mean} ({min(shares):.1%} to {max(shares):.1%}, {len(shares)} runs)" if len(shares) > 1 else mean

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 import matplotlib
 
@@ -26,24 +25,12 @@ from matplotlib.ticker import LogLocator
 from ..quantization.precisions import NESTING_BITS
 from ..telemetry.advisor import DROPPED_AIM, STALLED_FLIP_RATE, mismatch_bands
 from ..telemetry.run_files import LOG_EDGES
-from .groups import COLORS, EVERY_BATCH, Group, find_holes
+from .groups import EVERY_BATCH, Group, find_holes
 
 
-__all__ = ["LEVEL_COLORS", "PAGE_COLORS", "Figure", "draw_figures", "draw_finals", "printable", "to_png", "to_svg"]
+__all__ = ["Figure", "draw_figures", "draw_finals", "printable", "save_pngs", "to_png", "to_svg"]
 
 LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
-PAGE_COLORS = {"text": "#1f2328", "line": "#d0d7de"}
-_SETTINGS = {
-    **{f"{name}.color": PAGE_COLORS["text"] for name in ("text", "xtick", "ytick")},
-    "axes.labelcolor": PAGE_COLORS["text"],
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), PAGE_COLORS["line"]),
-    **{f"axes.spines.{side}": False for side in ("top", "right")},
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.4,
-    "font.size": 9,
-    "svg.fonttype": "none",
-}
 
 
 class Metric(NamedTuple):
@@ -62,21 +49,25 @@ class Metric(NamedTuple):
 @dataclass
 class Figure:
     """
-    Panels under one heading: pairs of a title and what draws it on axes, and an SVG of each. `name` is that of its PNG
-    file. `exact` says which metrics are 0 at every update, which no logarithmic axis can show.
+    Panels under one heading: pairs of a title and what draws it on axes. `name` is that of its PNG file. `exact` says
+    which metrics are 0 at every update, which no logarithmic axis can show.
     """
 
     heading: str
     name: str
     caption: str
-    panels: list[tuple[str, Callable]]
+    panels: list[tuple[str, Callable]] = field(default_factory=list)
     exact: list[str] = field(default_factory=list)
-    svgs: list[str] = field(default_factory=list)
 
     @property
     def is_wide(self) -> bool:
         """True if panels stand in two columns rather than in three, so that rows are full."""
         return len(self.panels) % 2 == 0 or len(self.panels) == 1
+
+    def svgs(self) -> list[tuple[str, str]]:
+        """Return title and SVG of each panel."""
+        size = (6.2, 2.8) if self.is_wide else (4.4, 2.6)
+        return [(title, to_svg(draw, f"{self.name}{i}", size)) for i, (title, draw) in enumerate(self.panels)]
 
 
 _DROPPED = "tbpo/dropped/"
@@ -142,43 +133,36 @@ _DISTRIBUTIONS = (
 )
 
 
-def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> tuple[list[Figure], list[Figure]]:
-    """Draw the figures of which a run has values, over updates and of distributions; `with_png` also as files next to
-    `output`."""
-    over_updates = [
-        found for (heading, name), of in _METRICS.items() if (found := _over_updates(groups, heading, name, of))
-    ]
-    distributions = [found for spec in _DISTRIBUTIONS if (found := _distribution(groups, *spec))]
-    for figure in (*over_updates, *distributions):
-        size = (6.2, 2.8) if figure.is_wide else (4.4, 2.6)
-        figure.svgs = [
-            to_svg(draw, f"{figure.name}{index}", title, size) for index, (title, draw) in enumerate(figure.panels)
-        ]
-    if with_png:
-        for name in (*(name for _, name in _METRICS), *(spec[1] for spec in _DISTRIBUTIONS)):
-            # A figure of an earlier report at the same place must not pass for one of this.
-            output.with_name(f"{output.stem}-{name}.png").unlink(missing_ok=True)
-        for figure in (*over_updates, *distributions):
-            if figure.panels:
-                to_png(figure.panels, groups, output.with_name(f"{output.stem}-{figure.name}.png"))
-    return over_updates, distributions
+def draw_figures(groups: list[Group]) -> tuple[list[Figure], list[Figure]]:
+    """Return the figures of which a run has values, over updates and of distributions."""
+    over_updates = [_over_updates(groups, heading, name, metrics) for (heading, name), metrics in _METRICS.items()]
+    distributions = [_distribution(groups, *spec) for spec in _DISTRIBUTIONS]
+    return [figure for figure in over_updates if figure], [figure for figure in distributions if figure]
+
+
+def save_pngs(figures: Iterable[Figure], groups: list[Group], output: Path) -> None:
+    """Draw figures as files next to `output`."""
+    for name in (*(name for _, name in _METRICS), *(spec[1] for spec in _DISTRIBUTIONS)):
+        # A figure of an earlier report at the same place must not pass for one of this.
+        output.with_name(f"{output.stem}-{name}.png").unlink(missing_ok=True)
+    for figure in figures:
+        if figure.panels:
+            to_png(figure.panels, groups, output.with_name(f"{output.stem}-{figure.name}.png"))
 
 
 def _over_updates(groups: list[Group], heading: str, name: str, metrics: Iterable[Metric]) -> Figure | None:
-    figure = Figure(heading, name, _CAPTIONS.get(name, ""), [])
-    zeros: dict[str, list[str]] = {}
+    figure = Figure(heading, name, "")
+    notes, zeros = [_CAPTIONS.get(name, "")], {}
     for metric in metrics:
         values = {group.label: [x for run in group.runs for x in run.values(metric.name).values()] for group in groups}
         is_log = metric.scale == "log"
         exact = [label for label, of in values.items() if is_log and of and not any(of)]
         drawn = [group for group in groups if group.label not in exact]
-        if exact:
-            whose = ", ".join(exact) if any(values[group.label] for group in drawn) else "All groups"
-            zeros.setdefault(whose, []).append(metric.title)
         logged = [x for group in drawn for x in values[group.label]]
+        if exact:
+            zeros.setdefault(", ".join(exact) if logged else "All groups", []).append(metric.title)
         if not logged:
             continue
-        notes = []
         if metric.name == "mismatch/abs_logp_mean":
             of_groups = {mismatch_bands({**group.config.get("options", {}), **group.config}) for group in drawn}
             fine, bad = of_groups.pop() if len(of_groups) == 1 else (0.0, 0.0)
@@ -188,10 +172,10 @@ def _over_updates(groups: list[Group], heading: str, name: str, metrics: Iterabl
         if metric.name == "quant/code_flip_rate" and any(0 < x < STALLED_FLIP_RATE for x in logged):
             metric = metric._replace(bands=((0, STALLED_FLIP_RATE, "bad"),))
             notes.append("Red: the low-bit policy is stalled.")
-        if is_log and min(logged) <= 0 and _TRIANGLE not in figure.caption:
+        if is_log and min(logged) <= 0:
             notes.append(_TRIANGLE)
-        figure.caption = " ".join(filter(None, (figure.caption, *notes)))
         figure.panels.append((metric.title, partial(_draw_metric, groups=drawn, metric=metric)))
+    figure.caption = " ".join(filter(None, dict.fromkeys(notes)))
     figure.exact = [
         f"{f'{whose}: exactly' if len(groups) > 1 else 'Exactly'} 0 at every logged update: {', '.join(titles)}."
         for whose, titles in zeros.items()
@@ -243,7 +227,7 @@ def _draw_group(axes, group: Group, metric: Metric, height: float) -> bool:
         of.where(of > 0) if metric.scale == "log" else of
         for of in (frame.mean(axis=1), frame.min(axis=1), frame.max(axis=1))
     )
-    color = COLORS[group.color][0]
+    color = group.color
     # A point between two gaps is no line.
     marker = {"marker": "o", "markersize": 3} if len(steps) <= 30 or gaps or zeros else {}
     axes.plot(steps, mean, color=color, ls=group.line, lw=1.6, **marker)
@@ -261,34 +245,32 @@ def _distribution(groups: list[Group], heading: str, name: str, unit: str, xlabe
     for group in groups:
         rows = [row for run in group.runs for row in run.distributions if row["name"] == name]
         for sign, title in (
-            (("positive", "A > 0"), ("negative", "A < 0")) if any(sum(r["counts"]) for r in rows) else ()
+            (("positive", "A > 0"), ("negative", "A < 0")) if any(any(r["counts"]) for r in rows) else ()
         ):
             of_sign = [row for row in rows if row["sign"] == sign]
             counts = np.sum([row["counts"] for row in of_sign] or [np.zeros(len(edges) - 1)], axis=0)
             last = max(of_sign, key=lambda row: row["step"], default={"bounds": []})
             bounds = [math.log(bound) for bound in last["bounds"] if bound]
-            signed.append((f"{_plain(group.label)}: {title}, {counts.sum():,.0f} {unit}", group, counts, bounds))
+            title = f"{_plain(group.label)}: {title}, {counts.sum():,.0f} {unit}"
+            signed.append((title, {"color": group.color, "counts": counts, "bounds": bounds}))
     if not signed:
         return None
-    total = np.sum([counts for _, _, counts, _ in signed], axis=0)
+    total = np.sum([of["counts"] for _, of in signed], axis=0)
     filled = np.flatnonzero(total)
     distance = np.maximum(np.abs(edges[:-1]), np.abs(edges[1:]))
     if distance[filled].max() <= distance.min():
-        return Figure(heading, name, "", [], [f"All {unit} are within {distance.min():g} of 1."])
+        return Figure(heading, name, "", exact=[f"All {unit} are within {distance.min():g} of 1."])
     # Equal in all panels: linear within the middle fifth of the counts, and wide enough for all bins and bounds.
     order = np.argsort(distance)
     middle = distance[order][np.searchsorted(np.cumsum(total[order]), 0.2 * total.sum())]
-    ends = [edges[filled[0]], edges[filled[-1] + 1], *(bound for *_, bounds in signed for bound in bounds)]
+    ends = [edges[filled[0]], edges[filled[-1] + 1], 0, *(bound for _, of in signed for bound in of["bounds"])]
     shared = {
         "xlabel": xlabel,
-        "floor": 0.5 / max(counts.sum() for _, _, counts, _ in signed),
+        "floor": 0.5 / max(of["counts"].sum() for _, of in signed),
         "linear": float(np.clip(middle, distance.min(), 0.1)),
-        "limits": (1.05 * min(*ends, 0), 1.05 * max(*ends, 0)),
+        "limits": (1.05 * min(ends), 1.05 * max(ends)),
     }
-    panels = [
-        (title, partial(_draw_distribution, color=COLORS[group.color][0], counts=counts, bounds=bounds, **shared))
-        for title, group, counts, bounds in signed
-    ]
+    panels = [(title, partial(_draw_distribution, **of, **shared)) for title, of in signed]
     return Figure(heading, name, f"{caption} {_TOGETHER}", panels)
 
 
@@ -304,7 +286,7 @@ def _draw_distribution(
     if counts.any():
         axes.stairs(counts / counts.sum(), LOG_EDGES, fill=True, color=color, alpha=0.7)
     for bound in bounds:
-        axes.axvline(bound, color=PAGE_COLORS["text"], ls="--", lw=1)
+        axes.axvline(bound, color="#1f2328", ls="--", lw=1)
     ticks = {f"{value:.10g}": math.log(value) for value in _TICKS}
     ticks = {name: x for name, x in ticks.items() if limits[0] <= x <= limits[1] and (x == 0 or abs(x) >= linear / 3)}
     axes.set_xticks(list(ticks.values()), list(ticks), rotation=45, ha="right")
@@ -322,7 +304,7 @@ def draw_finals(groups: list[Group]) -> str:
 
     def draw(axes) -> None:
         for index, group in enumerate(groups):
-            seeds, style = group.results(), {"color": COLORS[group.color][0], "marker": "o"}
+            seeds, style = group.results(), {"color": group.color, "marker": "o"}
             axes.plot(seeds, [index] * len(seeds), markerfacecolor="none", markersize=5, lw=2, **style)
             axes.plot([np.mean(seeds)] if seeds else [], [index] * bool(seeds), markersize=8, **style)
         names = [textwrap.fill(_plain(group.label), 24, break_long_words=False) for group in groups]
@@ -330,30 +312,19 @@ def draw_finals(groups: list[Group]) -> str:
         axes.margins(x=0.08)
         axes.grid(visible=False, axis="y")
 
-    return to_svg(draw, "final", "final reward by group", (5.2, 0.8 + 0.34 * len(groups)))
+    return to_svg(draw, "final", (5.2, 0.8 + 0.34 * len(groups)))
 
 
-def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> str:
-    """
-    Draw one panel of `size` inches with `draw(axes)`, as an `<svg>` element. The page's stylesheet knows its colours,
-    and changes them on a dark page. Its ids are made of `name`, and have to be unique on the page; a screen reader
-    says the `title`.
-    """
+def to_svg(draw: Callable, name: str, size: tuple[float, float]) -> str:
+    """Draw one panel of `size` inches with `draw(axes)`, as an `<svg>` element. Its ids are made of `name`, and have
+    to be unique on the page."""
     # Neither a date nor random names, so that a page of the same runs is the same.
     with _axes(size, hashsalt=name) as (figure, (axes,)):
         draw(axes)
         file = io.StringIO()
-        figure.savefig(
-            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    root = ElementTree.fromstring(file.getvalue())
-    for element in root.iter():
-        # A page in HTML needs no namespaces. Groups are named alike in every panel, and nothing refers to them.
-        element.tag = element.tag.rpartition("}")[2]
-        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
-        element.attrib = {name: value for name, value in attributes.items() if (element.tag, name) != ("g", "id")}
-    root.attrib |= {"role": "img", "aria-label": " ".join(printable(title).replace(r"\$", "$").split())}
-    return ElementTree.tostring(root, encoding="unicode")
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    return file.getvalue()[file.getvalue().index("<svg") :]
 
 
 def to_png(panels: list[tuple[str, Callable]], groups: list[Group], path: Path) -> None:
@@ -366,14 +337,14 @@ def to_png(panels: list[tuple[str, Callable]], groups: list[Group], path: Path) 
         for axes, (title, draw) in zip(grid, panels, strict=False):
             draw(axes)
             axes.set_title(title, fontsize="medium")
-        lines = [plt.Line2D([], [], color=COLORS[of.color][0], ls=of.line, label=_plain(of.title)) for of in groups]
+        lines = [plt.Line2D([], [], color=of.color, ls=of.line, label=_plain(of.title)) for of in groups]
         figure.legend(handles=lines, loc="outside upper left", ncols=2, frameon=False)
         figure.savefig(path, dpi=120)
 
 
 @contextmanager
 def _axes(size: tuple[float, float], rows: int = 1, columns: int = 1, hashsalt: str = ""):
-    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": hashsalt}):
+    with matplotlib.rc_context({"svg.hashsalt": hashsalt}, Path(__file__).with_name("figures.mplstyle")):
         figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
         try:
             yield figure, list(grid.flat)

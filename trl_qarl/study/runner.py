@@ -39,12 +39,8 @@ LOG_FILE = "log.txt"
 
 
 def check_evaluation(text: str) -> dict[str, dict[str, int]]:
-    """
-    Read the last line of what an evaluation printed, `{name: {"correct": int, "total": int}}`.
-
-    Raises:
-        ValueError: if the line is anything else.
-    """
+    """Read the last line of what an evaluation printed, `{name: {"correct": int, "total": int}}`; anything else raises
+    `ValueError`."""
     line = (text.strip().splitlines() or [""])[-1]
     try:
         scores = json.loads(line)
@@ -182,13 +178,8 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
 
 
 def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
-    """
-    Return `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or
-    `"new"`.
-
-    Raises:
-        ValueError: if the directory holds results of other options than the file has now.
-    """
+    """Return `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or
+    `"new"`. A directory with results of other options than the file has now raises `ValueError`."""
     finished = (cell_dir / FINISHED_FILE).is_file()
     trained = finished or (cell_dir / TRAINED_FILE).is_file()
     has_checkpoint = any(map(is_complete, cell_dir.glob("checkpoint-*")))

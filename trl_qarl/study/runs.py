@@ -62,14 +62,9 @@ class Run:
 
 def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
-    Read the runs of the given directories, or of the directories inside one that is itself no run, as
-    `trl-qarl compare` makes. Models of the same content get the name of the first of them.
-
-    Returns:
-        The runs, and notes on directories that were left out.
-
-    Raises:
-        ValueError: for a path that holds no readable run, or that is given twice.
+    Read the runs of the given directories, or of the directories inside one that is itself no run, as `trl-qarl
+    compare` makes; return them, and notes on directories that were left out. Models of the same content get the name
+    of the first of them. `ValueError` is raised for a path that holds no readable run, or that is given twice.
     """
     found: dict[Path, Run] = {}
     notes = []
@@ -105,12 +100,8 @@ def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
 
 
 def read_run(path: str | Path) -> Run:
-    """
-    Read one run.
-
-    Raises:
-        ValueError: if its configuration or every row of its metrics is missing or unreadable.
-    """
+    """Read one run. `ValueError` is raised if its configuration or every row of its metrics is missing or
+    unreadable."""
     path = Path(path).resolve()
     if not (path / METRICS_FILE).is_file():
         raise ValueError(f"{path} has no {METRICS_FILE}: no step of it was logged.")

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..objectives.options import TRUST_BAND_SHARE
@@ -41,27 +41,14 @@ UNSOUND_WATCH, UNSOUND_BAD = 0.05, 0.20
 ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD = 0.50, 0.90
 
 Rows = Iterable[Mapping[str, float | None]]
+Judged = tuple[str, str, str, str]
+"""Level, value, threshold, and an advice that counts unless the level is fine."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """
-    Result of one rule for a run.
-
-    Args:
-        rule (`str`):
-            Name of the rule.
-        card (`str`):
-            Card of the report that it is on.
-        level (`str`):
-            One of [`LEVELS`].
-        value (`str`):
-            What was measured.
-        threshold (`str`):
-            What it is held against.
-        advice (`str`, *optional*, defaults to `""`):
-            The next step. Only findings with one are logged.
-    """
+    """Result of one rule for a run: the rule, the card of the report that it is on, one of [`LEVELS`], what was
+    measured, what it is held against, and the next step. Only findings with a next step are logged."""
 
     rule: str
     card: str
@@ -75,24 +62,17 @@ class Finding:
 
 
 def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
-    """
-    Return what the rules say of a run.
-
-    Args:
-        rows (`Iterable[Mapping[str, float | None]]`):
-            Logged metrics in their order with their `step`, `None` for what is not finite.
-        config (`Mapping[str, Any]`):
-            Content of `run.json`: `scheme`, `quantize_learner`, `objective`, `learning_rate`, and `options` for what
-            differs from the defaults.
-    """
+    """Return what the rules say of a run, from its logged rows in their order with their `step`, `None` for what is
+    not finite, and the content of its `run.json`."""
     settings = {**config.get("options", {}), **config}
     parts = _by_bits(rows, settings)
     findings = []
-    for rule in RULES:
-        found = [(finding, bits) for bits, part in parts.items() if (finding := rule(part, settings)) is not None]
+    for (name, card), judge in RULES.items():
+        found = [(judged, bits) for bits, part in parts.items() if (judged := judge(part, settings)) is not None]
         if found:
-            finding, bits = max(found, key=lambda pair: LEVELS.index(pair[0].level))
-            findings.append(finding if bits is None else replace(finding, value=f"{finding.value} at {bits:g} bits"))
+            (level, value, threshold, advice), bits = max(found, key=lambda pair: LEVELS.index(pair[0][0]))
+            value += "" if bits is None else f" at {bits:g} bits"
+            findings.append(Finding(name, card, level, value, threshold, "" if level == "fine" else advice))
     return findings
 
 
@@ -111,18 +91,8 @@ def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list
 
 
 def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding], frozenset[str]]:
-    """
-    Choose the findings to log, one per episode: a rule speaks again only after it was fine in between.
-
-    Args:
-        findings (`Iterable[Finding]`):
-            Of [`assess`].
-        ongoing (`Set[str]`):
-            Rules that have spoken and were not fine since.
-
-    Returns:
-        What to log now, and the rules that are ongoing from here.
-    """
+    """Return the findings to log, one per episode, and the rules that are ongoing from here: a rule in `ongoing` has
+    spoken, and speaks again only after it was fine in between."""
     findings = list(findings)
     fine = {finding.rule for finding in findings if not finding.advice}
     new = [finding for finding in findings if finding.advice and finding.rule not in ongoing]
@@ -132,9 +102,7 @@ def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding
 def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
     Return the mean differences of log-probs (nats per token) up to which it is rounding, and above which there are two
-    policies.
-
-    `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do not.
+    policies. `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do not.
     """
     if settings.get("numerics") == "engine":
         return 0.0, 0.0
@@ -148,7 +116,7 @@ def _schemes(settings: Mapping[str, Any]) -> tuple[QuantScheme, ...]:
     return ()
 
 
-def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     rewards = _values(rows, "reward")
     if len(rewards) < 8:
         return None
@@ -160,18 +128,15 @@ def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     if evaluated:
         value += f", eval {' → '.join(f'{x:.3g}' for x in dict.fromkeys((evaluated[0], evaluated[-1])))}"
     threshold = f"first and last quarter; to rise by more than its noise, {noise:.2g}"
-    if change > noise:
-        return Finding("learning", "Learning", "fine", value, threshold)
-    if change >= -noise:
-        return Finding("learning", "Learning", "watch", value, threshold)
+    level = "fine" if change > noise else "watch" if change >= -noise else "bad"
     advice = (
         "The reward falls. Lower `learning_rate`, look at the entropy and at the worst completions, and go back to a checkpoint "
         "from before."
     )
-    return Finding("learning", "Learning", "bad", value, threshold, advice)
+    return level, value, threshold, advice if level == "bad" else ""
 
 
-def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     values = _recent(rows, "mismatch/abs_logp_mean")
     if not values:
         return None
@@ -179,9 +144,7 @@ def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     threshold = (
         f"rounding up to {fine:g} nats per token, two policies above {bad:g}" if bad else "0 with these numerics"
     )
-    return _judged(
-        "mismatch", "Aligned", _rising(mean, fine, bad), f"mismatch {_short(mean)}", threshold, _realign(settings)
-    )
+    return _rising(mean, fine, bad), f"mismatch {_short(mean)}", threshold, _realign(settings)
 
 
 def _realign(settings: Mapping[str, Any]) -> str:
@@ -200,7 +163,7 @@ def _realign(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     values = _recent(rows, "tbpo/dropped/total")
     ratios = _recent(rows, "tbpo/ratio/min") + _recent(rows, "tbpo/ratio/max")
     # On-policy updates have a ratio of 1, and nothing to drop.
@@ -209,7 +172,7 @@ def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     share, (low, high) = statistics.fmean(values), DROPPED_AIM
     if settings.get("trust_band") == "auto":
         aim = f"aim {settings.get('trust_band_share', TRUST_BAND_SHARE):.0%} of all but the first updates of a batch, by bands that set themselves"
-        return Finding("dropped", "Updating", "fine", f"dropped {share:.0%}", aim)
+        return "fine", f"dropped {share:.0%}", aim, ""
     # The first batches, under a warm-up, say little of what comes.
     if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:
         return None
@@ -225,10 +188,10 @@ def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
             "The trust band hardly ever binds. Narrow `positive_epsilon_high` and `negative_epsilon_low/high`, or raise "
             "`learning_rate`, if the reward rises too slowly."
         )
-    return Finding("dropped", "Updating", level, f"dropped {share:.0%}", f"aim {low:.0%} to {high:.0%}", advice)
+    return level, f"dropped {share:.0%}", f"aim {low:.0%} to {high:.0%}", advice
 
 
-def _flips(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _flips(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     logged = [row for row in rows if _values([row], "quant/code_flip_rate")]
     if len(logged) < 4:
         return None
@@ -236,19 +199,19 @@ def _flips(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     values = _values([row for row in logged if row["step"] > last - STALLED_UPDATES], "quant/code_flip_rate")
     value, threshold = f"code flips {_short(statistics.fmean(values))}", f"stalled below {STALLED_FLIP_RATE:g}"
     if max(values) >= STALLED_FLIP_RATE:
-        return Finding("flips", "Updating", "fine", value, threshold)
+        return "fine", value, threshold, ""
     if last - first < STALLED_UPDATES - 1:
-        return Finding("flips", "Updating", "watch", value, threshold)
+        return "watch", value, threshold, ""
     moved = _recent(rows, "quant/update_to_step")
     by = f"; an update moves a master by {_short(moved[-1])} quantization steps" if moved else ""
     advice = (
         f"The low-bit policy is stalled: no code changes{by}. Raise `learning_rate` ({settings.get('learning_rate', 'unknown')} "
         "here), and keep the masters in float32."
     )
-    return Finding("flips", "Updating", "bad", value, threshold, advice)
+    return "bad", value, threshold, advice
 
 
-def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     values = _recent(rows, "mismatch/effective_sample_size")
     if not values:
         return None
@@ -256,10 +219,10 @@ def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     level = _rising(-share, -EFFECTIVE_FINE, -EFFECTIVE_BAD)
     value, threshold = f"{share:.0%} of the batch", f"at least {EFFECTIVE_FINE:.0%}"
     advice = "A few completions carry the batch. Lower the mismatch first, then `mismatch_cap`."
-    return _judged("effective", "Effective samples", level, value, threshold, advice)
+    return level, value, threshold, advice
 
 
-def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     values = _values(rows, "entropy")
     if len(values) < 8:
         return None
@@ -272,18 +235,18 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
         advice = (
             "The text falls apart. Look at the worst completions and at the repetition, and lower `learning_rate`."
         )
-        return Finding("entropy", "Entropy", level, value, threshold, advice)
+        return level, value, threshold, advice
     if last < ENTROPY_LEFT * first:
         wider = "lower `trust_band_share`" if settings.get("trust_band") == "auto" else "raise `positive_epsilon_high`"
         advice = (
             "Completions become copies of each other. If the reward has stopped below what is possible, raise `temperature` or "
             f"{wider}."
         )
-        return Finding("entropy", "Entropy", "watch", value, threshold, advice)
-    return Finding("entropy", "Entropy", "fine", value, threshold)
+        return "watch", value, threshold, advice
+    return "fine", value, threshold, ""
 
 
-def _text(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _text(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     shares = {
         name: statistics.fmean(values)
         for name, metric in (("repetitive", "rollout/repetition_share"), ("garbled", "rollout/garbled_share"))
@@ -297,10 +260,10 @@ def _text(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
         "Read the worst completions. Lower `learning_rate` or `max_completion_length`, and check that the reward does not pay "
         "for length."
     )
-    return _judged("text", "Sound text", level, value, f"up to {UNSOUND_WATCH:.0%}", advice)
+    return level, value, f"up to {UNSOUND_WATCH:.0%}", advice
 
 
-def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     values = _recent(rows, "frac_reward_zero_std")
     if len(values) < 4:
         return None
@@ -311,15 +274,20 @@ def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
         "reward, or a larger `num_generations`."
     )
     value, threshold = f"{share:.0%} of the prompts without any", f"up to {ZERO_SPREAD_WATCH:.0%}"
-    return _judged("zero_spread", "Reward spread", level, value, threshold, advice)
+    return level, value, threshold, advice
 
 
-def _judged(rule: str, card: str, level: str, value: str, threshold: str, advice: str) -> Finding:
-    """Return a finding with advice unless it is fine."""
-    return Finding(rule, card, level, value, threshold, "" if level == "fine" else advice)
-
-
-RULES = (_learning, _mismatch, _dropped, _flips, _effective, _entropy, _text, _zero_spread)
+RULES = {
+    ("learning", "Learning"): _learning,
+    ("mismatch", "Aligned"): _mismatch,
+    ("dropped", "Updating"): _dropped,
+    ("flips", "Updating"): _flips,
+    ("effective", "Effective samples"): _effective,
+    ("entropy", "Entropy"): _entropy,
+    ("text", "Sound text"): _text,
+    ("zero_spread", "Reward spread"): _zero_spread,
+}
+"""Name and card of each rule, and what judges by it."""
 
 
 def _values(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:

@@ -108,15 +108,8 @@ def show_rows(handler: CallbackHandler) -> None:
 
 
 class Advisor(TrainerCallback):
-    """
-    Logs one sentence with the next step where a threshold is passed, once per episode.
-
-    Args:
-        config (`Mapping[str, Any]`):
-            Settings of the run, as in [`~trl_qarl.telemetry.advisor.assess`].
-        memory (`int`, *optional*, defaults to `1000`):
-            Number of rows that the rules see.
-    """
+    """Logs one sentence with the next step where a threshold is passed, once per episode. `config` has the settings of
+    the run as in [`~trl_qarl.telemetry.advisor.assess`]; the rules see the last `memory` rows."""
 
     def __init__(self, config: Mapping[str, Any], memory: int = 1000):
         self.config = config

@@ -50,14 +50,8 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: torch.Tensor, maximum: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
-    """
-    Return the `mismatch/*` metrics.
-
-    Args:
-        sums (`torch.Tensor`): `(5,)` sums of [`mismatch_sums`], added over processes.
-        maximum (`torch.Tensor`): 0-d, the largest `|d|` of all processes.
-        weights (`torch.Tensor`): `(B,)` mismatch weights of all sequences.
-    """
+    """Return the `mismatch/*` metrics of `(5,)` sums of [`mismatch_sums`], added over processes, of `maximum`, the
+    largest `|d|` of all processes, and of the `(B,)` mismatch weights of all sequences."""
     tokens, absolute, k1, k3, unknown = sums.tolist()
     if tokens == 0:
         return {"mismatch/unknown_tokens": unknown}
@@ -144,19 +138,10 @@ def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str,
 
 def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
-    Return histograms of ratios by the sign of the advantage, over [`HISTOGRAM_EDGES`].
-
-    Args:
-        log_ratios (`torch.Tensor` of shape `(Q, N)`):
-            Logs of `Q` quantities for each sequence or token, in nats. What lies beyond the edges is counted in the
-            outermost bins, NaN nowhere.
-        advantages (`torch.Tensor` of shape `(N,)`):
-            Where the advantage is 0, nothing is counted.
-        counts (`torch.Tensor` of shape `(N,)`):
-            `bool`, whether the sequence or token counts at all.
-
-    Returns:
-        `(2 Q, 49)` int64: for each quantity the histogram of positive advantages, then that of negative ones.
+    Return histograms of ratios over [`HISTOGRAM_EDGES`], `(2 Q, 49)` int64: of `log_ratios`, `(Q, N)` logs of `Q`
+    quantities of each sequence or token in nats, for each quantity the histogram of positive `advantages`, `(N,)`,
+    then that of negative ones. What lies beyond the edges is counted in the outermost bins; NaN, an advantage of 0,
+    and what is False in `counts`, `(N,)`, nowhere.
     """
     edges = torch.tensor(LOG_EDGES, dtype=torch.float64, device=log_ratios.device)
     rows = []

@@ -45,15 +45,9 @@ def compare_positions(
     engine_ids: torch.Tensor, engine_logps: torch.Tensor, learner_logps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return `KL_k` in nats and whether the likeliest token is the same, both `(N,)` float64, at `N` positions.
-
-    Args:
-        engine_ids (`torch.Tensor` of shape `(N, k)`):
-            Ids of the engine's likeliest tokens at each position, likeliest first.
-        engine_logps (`torch.Tensor` of shape `(N, k)`):
-            Their log-probs, in nats.
-        learner_logps (`torch.Tensor` of shape `(N, V)`):
-            The learner's log-probs over the vocabulary at the same positions.
+    Return `KL_k` in nats and whether the likeliest token is the same, both `(N,)` float64, at `N` positions: of the
+    ids of the engine's `k` likeliest tokens, likeliest first, and their log-probs, both `(N, k)`, and the learner's
+    log-probs over the vocabulary, `(N, V)`, all in nats.
     """
     p, q = engine_logps.double(), learner_logps.gather(-1, engine_ids).double()
     # A sum of float32 probabilities says nothing about a rest below their rounding.

@@ -42,22 +42,9 @@ class Recorder(TrainerCallback):
     """
     Counters, timers and histograms of one run.
 
-    What is measured goes into `metrics`, which TRL averages and logs; what is written as it is waits for
-    [`~Recorder.pop`].
-
-    Args:
-        args ([`QaRLConfig`]):
-            Configuration of the run.
-        accelerator ([`~accelerate.Accelerator`]):
-            Adds up over the processes, all of which have to call.
-        model (`nn.Module`):
-            The learner.
-        metrics (`Mapping[str, dict[str, list[float]]]`):
-            Values by name, for `"train"` and for `"eval"`.
-        decode (`Callable`):
-            From token ids to text.
-        objective ([`~trl_qarl.objectives.objective.Objective`]):
-            That of the run.
+    What is measured goes into `metrics`, values by name for `"train"` and for `"eval"`, which TRL averages and logs;
+    what is written as it is waits for [`~Recorder.pop`]. `accelerator` adds up over the processes, all of which have
+    to call; `decode` makes text of token ids.
     """
 
     def __init__(
@@ -142,14 +129,8 @@ class Recorder(TrainerCallback):
         self.log({f"rollout/{name}_share": share for name, share in shares.items()})
 
     def observe_rewards(self, rewards: Mapping[str, Iterable[float]]) -> None:
-        """
-        Warn, once for each reward function, of rewards from which no advantages can be computed. TRL makes them 0 in
-        silence.
-
-        Args:
-            rewards (`Mapping[str, Iterable[float]]`):
-                Rewards of a batch by the function's name. NaN stands for `None`.
-        """
+        """Warn, once for each reward function, of rewards from which no advantages can be computed, which TRL makes 0
+        in silence. `rewards` are those of a batch by the function's name; NaN stands for `None`."""
         for name, values in rewards.items():
             largest = max(filter(lambda value: abs(value) > _LARGEST_REWARD, values), key=abs, default=None)
             if largest is None or name in self._too_large or not self.accelerator.is_main_process:
@@ -166,13 +147,8 @@ class Recorder(TrainerCallback):
 
     def observe_rollout(self, publication: Mapping[str, float], is_mixed: bool = False) -> None:
         """
-        Measure the quantization error of a generation batch, and begin its row.
-
-        Args:
-            publication (`Mapping[str, float]`):
-                What was measured when its weights were published.
-            is_mixed (`bool`, *optional*, defaults to `False`):
-                Whether layers ran at different bits, so that the batch is of no one precision.
+        Measure the quantization error of a generation batch, and begin its row, with what was measured when its
+        weights were published. With `is_mixed` layers ran at different bits, so that the batch is of no one precision.
         """
         row = {**sqnr(Inventory.of(self.model).weights(), self._add_up), **publication}
         self.log(row)
@@ -183,15 +159,8 @@ class Recorder(TrainerCallback):
             self._add_to_row({"reward": self._metrics["train"]["reward"][-1], **row})
 
     def observe_mismatch(self, output: dict[str, Any], batch: Batch) -> None:
-        """
-        Measure the mismatch of the generation batch whose row was begun last, without looking at the model's weights.
-
-        Args:
-            output (`dict`):
-                The batch as TRL makes it.
-            batch ([`~trl_qarl.forward.Batch`]):
-                What it says of its tokens.
-        """
+        """Measure the mismatch of the generation batch whose row was begun last, without looking at the model's
+        weights: `output` is the batch as TRL makes it, `batch` what it says of its tokens."""
         mismatch = self._mismatch(batch, output.get("importance_sampling_ratio"))
         self.log(mismatch)
         if not self.model.training:
@@ -206,15 +175,8 @@ class Recorder(TrainerCallback):
         )
 
     def observe_staleness(self, now: torch.Tensor, batch: Batch) -> None:
-        """
-        Measure how far the learner has gone from the weights that drew a batch.
-
-        Args:
-            now (`torch.Tensor` of shape `(B, T)`):
-                Log-probs of the learner when it begins with the batch.
-            batch ([`~trl_qarl.forward.Batch`]):
-                The batch, or a micro-batch of it, whose old log-probs are of the weights that drew it.
-        """
+        """Measure how far the learner has gone from the weights that drew a batch: `now`, `(B, T)`, are its log-probs
+        when it begins with the batch or a micro-batch, whose old log-probs are of the weights that drew it."""
         old, mask = batch.old_per_token_logps, batch.mask
         sums, maximum = mismatch_sums(now, old, mask)
         weights = self.accelerator.gather(mismatch_weight(now, old, mask, self.args.mismatch_cap))
@@ -257,15 +219,9 @@ class Recorder(TrainerCallback):
 
     def probe(self, output: dict[str, Any], step: int, engine: Callable[..., Any] | None) -> None:
         """
-        Compare learner and engine over the whole vocabulary on the first few completions, where it is time to.
-
-        Args:
-            output (`dict`):
-                A generation batch.
-            step (`int`):
-                Updates so far.
-            engine (`Callable` or `None`):
-                [`~trl_qarl.rollout.scoring.prompt_log_probs`]; `None` where the learner generates.
+        Compare learner and engine over the whole vocabulary on the first few completions of a generation batch, where
+        it is time to after `step` updates. `engine` is [`~trl_qarl.rollout.scoring.prompt_log_probs`]; `None` where
+        the learner generates.
         """
         every = self.args.mismatch_probe_steps
         is_server = self.args.use_vllm and self.args.vllm_mode == "server"

@@ -1,18 +1,6 @@
 """
 Files of a run that can be read without a tracker: five JSON files in the output directory, written by the main
-process.
-
-- `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
-  infinity as `null`.
-- `batches.jsonl`: one line per generation batch with its reward, mismatch, publication and quantization error,
-  `{"step", "time", **metrics}`, whatever `logging_steps` is: a row of `metrics.jsonl` holds means over the batches
-  since the last one.
-- `run.json`: what was run, written when training begins.
-- `distributions.jsonl`: after each update, one histogram of ratio and mismatch weight per sign of the advantage, of
-  tokens and for sequence-level objectives of sequences, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
-- `worst_completions.jsonl`: of each generation batch of the main process two completions with the offending span
-  marked, `{"step", "kind", "nats", "advantage", "prompt", "completion"}`, see
-  [`~trl_qarl.telemetry.text.worst_examples`].
+process. docs/compare.md says what each holds, in which form.
 
 A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
 """
@@ -60,29 +48,10 @@ def to_row(step: int, seconds: float, metrics: dict[str, Any]) -> dict[str, Any]
 
 # Options that say where a run writes, what it logs and which port it uses, not what it trains.
 _INCIDENTAL = (
-    *(
-        "output_dir",
-        "run_name",
-        "logging",
-        "log_",
-        "report_to",
-        "disable_tqdm",
-        "save_",
-        "eval_",
-        "do_",
-        "hub_",
-        "push_to_hub",
-    ),
-    *("resume_from_checkpoint", "seed", "data_seed", "project", "trackio", "num_completions_to_print", "overwrite"),
-    *(
-        "vllm_server_",
-        "vllm_group_port",
-        "dataloader_",
-        "local_rank",
-        "_n_gpu",
-        "skip_memory_metrics",
-        "accelerator_config",
-    ),
+    *("output_dir", "run_name", "logging", "log_", "report_to", "disable_tqdm", "project", "trackio", "overwrite"),
+    *("save_", "eval_", "do_", "hub_", "push_to_hub", "resume_from_checkpoint", "seed", "data_seed", "dataloader_"),
+    *("num_completions_to_print", "vllm_server_", "vllm_group_port", "local_rank", "_n_gpu", "skip_memory_metrics"),
+    "accelerator_config",
 )
 
 
@@ -119,17 +88,8 @@ def _fingerprint_of_model(folder: Path) -> dict[str, str]:
 
 
 class RunLog(TrainerCallback):
-    """
-    Writes the files described in the module's docstring.
-
-    Args:
-        args ([`QaRLConfig`]):
-            Configuration of the run.
-        recorder ([`~trl_qarl.telemetry.recorder.Recorder`]):
-            Whose rows are written after each update.
-        described (`dict[str, Any]`):
-            Entries of `run.json` next to the configuration: model, reward functions, number of problems.
-    """
+    """Writes the files described in the module's docstring: rows of `recorder` after each update, and `described`,
+    entries of `run.json` next to the configuration (model, reward functions, number of problems)."""
 
     def __init__(self, args: Any, recorder: Recorder, described: dict[str, Any]):
         self.args, self.recorder, self.described = args, recorder, described

@@ -41,15 +41,8 @@ def worst_examples(
     `|d|` (`"mismatch"`), and that of the token least likely under learner and sampler alike (`"improbable"`, by `-log
     p`).
 
-    Args:
-        old_per_token_logps, sampling_per_token_logps, mask (`torch.Tensor` of shape `(B, T)`):
-            As in [`mismatch_sums`].
-        advantages (`torch.Tensor` of shape `(B,)`):
-            Reported with the completion.
-        prompt_ids, completion_ids (`B` sequences of `int`):
-            Tokens without padding.
-        decode (`Callable`):
-            From token ids to text.
+    Log-probs and mask, `(B, T)`, are those of [`mismatch_sums`]; `advantages`, `(B,)`, are reported; ids are `B`
+    sequences of tokens without padding.
 
     Returns:
         `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and

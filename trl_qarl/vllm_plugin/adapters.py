@@ -72,18 +72,8 @@ def describe_lora(model: nn.Module, lora_config: Any) -> dict[str, Any] | None:
 
 
 class PublishedAdapter:
-    """
-    The adapter of the last publication in one worker.
-
-    Args:
-        model (`nn.Module`):
-            The engine's model.
-        engine_name (`Callable[[str], str]`):
-            The engine's name of what has this name in a checkpoint.
-        is_whole (`bool`):
-            Whether this worker holds whole matrices, with `tensor_parallel_size=1`; a shard has no fingerprint of its
-            own.
-    """
+    """The adapter of the last publication in one worker. `engine_name` is the engine's name of what has this name in a
+    checkpoint. A worker `is_whole` with `tensor_parallel_size=1`; a shard has no fingerprint of its own."""
 
     def __init__(self, model: nn.Module, engine_name: Callable[[str], str], is_whole: bool):
         self.model = model
@@ -117,12 +107,8 @@ class PublishedAdapter:
         return sorted(self.tensors) if self._live != self._fingerprints() else []
 
     def activate(self) -> None:
-        """
-        Put the adapter into the buffers that the engine computes with.
-
-        Raises:
-            RuntimeError: unless these hold it, and nothing else, afterwards.
-        """
+        """Put the adapter into the buffers that the engine computes with; `RuntimeError` is raised unless these hold
+        it, and nothing else, afterwards."""
         manager = getattr(self.model, "lora_manager", None)
         if manager is None:
             if self.tensors:
@@ -180,16 +166,9 @@ class PublishedAdapter:
 
 def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: PublishedAdapter) -> None:
     """
-    Have a worker answer every request with `adapter`, and keep it through publications; calling it again changes
-    nothing.
-
-    Args:
-        model_runner:
-            vLLM's, with LoRA or without.
-        activate (`Callable[[], None]`):
-            Called when vLLM has dropped all adapters, as it does at the end of every weight update.
-        adapter ([`PublishedAdapter`]):
-            What is served.
+    Have a worker, of vLLM's model runner with LoRA or without, answer every request with `adapter`, and keep it
+    through publications; calling it again changes nothing. `activate` is called when vLLM has dropped all adapters, as
+    it does at the end of every weight update.
     """
     if model_runner.lora_config is None or hasattr(model_runner, "_qarl_execute_model"):
         return

@@ -87,14 +87,11 @@ def _is_followed(kind: type) -> bool:
 
 class Addresses:
     """
-    Keeps every tensor that the layers of a model refer to where it lay before the first reload.
+    Keeps every tensor that the layers of a model refer to where it lay before the first reload, as a CUDA graph has
+    captured it.
 
     vLLM copies what it has loaded into the memory of a layer's parameters and buffers. What a kernel holds besides,
     such as strides, is made anew by a reload, and so is a parameter whose `data` is assigned.
-
-    Args:
-        model (`nn.Module`):
-            With the tensors that a CUDA graph has captured.
     """
 
     def __init__(self, model: nn.Module):

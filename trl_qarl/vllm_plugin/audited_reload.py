@@ -113,12 +113,8 @@ class AuditedReload:
 
     @on_bare_model
     def changed(self) -> list[str]:
-        """
-        Names in a checkpoint of the tensors that do not run as the last publication left them.
-
-        Raises:
-            RuntimeError: for a tensor that no publication fills.
-        """
+        """Return the names in a checkpoint of the tensors that do not run as the last publication left them. A tensor
+        that no publication fills raises `RuntimeError`."""
         self._before = live_fingerprints(self.model)
         names: set[str] = set()
         for path, value in self._live.items():
@@ -208,12 +204,8 @@ class AuditedReload:
         self._forget()
 
     def activate_adapter(self) -> None:
-        """
-        Have the engine compute with the adapter that was published, if one was.
-
-        Raises:
-            RuntimeError: if it does not hold it afterwards.
-        """
+        """Have the engine compute with the adapter that was published, if one was. `RuntimeError` is raised if it does
+        not hold it afterwards."""
         try:
             self.adapter.activate()
         except RuntimeError:

@@ -156,12 +156,8 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix) if method is None else method
 
     def _method_of_experts(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
-        """
-        Return the method of `layer`, or `None` if vLLM has to say what it is.
-
-        Raises:
-            NotImplementedError: for experts that compute something else than the product here.
-        """
+        """Return the method of `layer`, or `None` if vLLM has to say what it is. Experts that compute something else
+        than the product here raise `NotImplementedError`."""
         self._add_fused_moe_to_target_scheme_map()
         projections = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in projections]

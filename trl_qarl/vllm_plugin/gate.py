@@ -85,16 +85,8 @@ _SESSION_BYTES = 2**16
 
 
 class PublicationGate:
-    """
-    ASGI middleware; see the module's docstring. Its state lives in one process, so the server must run one API
-    process.
-
-    Args:
-        app:
-            The ASGI application behind the gate.
-        token (`str`, *optional*):
-            The secret. Defaults to [`~trl_qarl.wire.handshake.server_token`].
-    """
+    """ASGI middleware around `app`; see the module's docstring. Its state lives in one process, so the server must run
+    one API process. The secret is by default [`~trl_qarl.wire.handshake.server_token`]."""
 
     def __init__(self, app, token: str | None = None):
         self.app = app

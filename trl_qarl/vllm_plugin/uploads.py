@@ -27,15 +27,8 @@ _LIMIT = 2**32
 
 
 class Uploads:
-    """
-    The files that a trainer is sending.
-
-    Args:
-        directory (`str`, *optional*):
-            The transfer directory. Without one nothing is accepted.
-        limit (`int`, *optional*, defaults to 4 GiB):
-            Bytes of all files together.
-    """
+    """The files that a trainer is sending to the transfer directory, of at most `limit` bytes together. Without a
+    directory nothing is accepted."""
 
     def __init__(self, directory: str | None, limit: int = _LIMIT):
         self._directory = directory

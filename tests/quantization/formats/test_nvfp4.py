@@ -60,9 +60,3 @@ def test_a_given_divisor_is_kept_until_weights_outgrow_it():
     assert grown.shared_scale == divisor and grown.scale.float().max() <= 448
     with pytest.raises(ValueError, match="Weights have grown to .*four times the largest weight at the start"):
         LowBitTensor.from_hp(9 * weight, SCHEME, torch.bfloat16, divisor)
-
-
-@pytest.mark.parametrize("in_features", [8, 24, 100])
-def test_rows_that_16_does_not_divide_are_refused(in_features):
-    with pytest.raises(ValueError, match=rf"in_features={in_features} is not divisible by any group size of \[16\]"):
-        LowBitTensor.from_hp(torch.randn(4, in_features), SCHEME, torch.float32)

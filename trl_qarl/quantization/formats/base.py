@@ -43,14 +43,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Operand(NamedTuple):
-    """
-    A tensor of a format besides codes and scales.
-
-    Args:
-        name (`str`): its name in a [`~trl_qarl.quantization.tensors.LowBitTensor`].
-        dtype (`torch.dtype`): its dtype.
-        per_group (`bool`): whether it has the shape of `scale`; else it is `(N, 1)`.
-    """
+    """A tensor of a format besides codes and scales, by its name in a [`~trl_qarl.quantization.tensors.LowBitTensor`].
+    It has the shape of `scale` if it is `per_group`, else `(N, 1)`."""
 
     name: str
     dtype: torch.dtype
@@ -60,22 +54,11 @@ class Operand(NamedTuple):
 @dataclass(frozen=True)
 class KernelChoice:
     """
-    vLLM's kernels for a scheme on a GPU.
-
-    Args:
-        linear (`tuple[str, ...]`, *optional*, defaults to `()`):
-            Class names of the kernels that may run its linear layers, the likeliest first; empty where they are not
-            quantized.
-        experts (`tuple[str, ...]`, *optional*, defaults to `()`):
-            The same of a mixture's experts.
-        backends (`Mapping[str, str]`, *optional*, defaults to `{}`):
-            Entries of vLLM's `linear_backend_per_quant` with which an engine takes them for linear layers.
-        experts_backend (`str`, *optional*):
-            vLLM's `moe_backend` with which it takes them for experts; `None` where its own choice does.
-        refusal (`str`, *optional*, defaults to `""`):
-            The reason why vLLM must not run the scheme there.
-        instead (`str`, *optional*, defaults to `""`):
-            What to choose in its place.
+    vLLM's kernels for a scheme on a GPU: class names of those that may run its linear layers, and a mixture's experts,
+    the likeliest first, none where they are not quantized. `backends` are entries of vLLM's
+    `linear_backend_per_quant`, and `experts_backend` is the `moe_backend`, with which an engine takes them; `None`
+    where its own choice does. `refusal` is the reason why vLLM must not run the scheme there, `instead` what to choose
+    in its place.
     """
 
     linear: tuple[str, ...] = ()
@@ -193,13 +176,10 @@ class Format:
 
     def multiply(self, x: torch.Tensor, weight: Any, row_invariant: bool) -> tuple[torch.Tensor, str] | None:
         """
-        Return `x @ w'.T` by a kernel that takes the codes as they are, and its name; `None` where there is none, or
-        where the product of the expanded weight is faster ([`trl_qarl.quantization.gemm`]).
-
-        Args:
-            x (`torch.Tensor`): `(M, K)`, activations or their codes as numbers.
-            weight ([`~trl_qarl.quantization.tensors.LowBitTensor`]): `(N, K)`.
-            row_invariant (`bool`): whether one kernel has to be used for any number of rows.
+        Return `x @ w'.T` of `(M, K)` activations, or their codes as numbers, and a weight `(N, K)` by a kernel that
+        takes the codes as they are, and its name; `None` where there is none, or where the product of the expanded
+        weight is faster ([`trl_qarl.quantization.gemm`]). With `row_invariant` one kernel has to be used for any
+        number of rows.
         """
         return None
 
@@ -217,13 +197,7 @@ class Format:
         return tensors["weight"], tensors["weight_scale"]
 
     def kernels(self, scheme: QuantScheme, gpu: Any) -> KernelChoice:
-        """
-        Return vLLM's kernels for `scheme` on a GPU of compute capability 8.0 or newer.
-
-        Args:
-            scheme ([`QuantScheme`]): a scheme with this container.
-            gpu ([`~trl_qarl.rollout.gpu_kernels.Gpu`]): compute capability, and release of vLLM.
-        """
+        """Return vLLM's kernels for a scheme with this container on a GPU of compute capability 8.0 or newer."""
         raise NotImplementedError(
             f"Scheme {scheme.name!r}: no kernel of vLLM is known for container {scheme.container.name!r}."
         )

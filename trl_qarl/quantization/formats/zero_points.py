@@ -24,12 +24,8 @@ __all__ = ["ZeroPoints"]
 
 
 class ZeroPoints(Format):
-    """
-    The part of a format that zero points change; the class that stores the codes comes after it.
-
-    Attributes:
-        codes_per_word (`int`): codes, and zero points, in a word of a checkpoint.
-    """
+    """The part of a format that zero points change; the class that stores the codes comes after it. `codes_per_word`
+    is the number of codes, and of zero points, in a word of a checkpoint."""
 
     codes_per_word: int
 

@@ -30,7 +30,7 @@ A scenario is a dictionary:
 
 import random
 
-from stand_in import ANSWERS
+from faults.stand_in import ANSWERS
 
 
 ENDPOINTS = (

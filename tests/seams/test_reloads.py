@@ -7,7 +7,8 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-import reloads
+
+from rehearsal import reloads
 
 
 pytest.importorskip("vllm")

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import requests
 
-from scenarios import num_steps
+from faults.scenarios import num_steps
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.checkpoint.relay import rebuild
 from trl_qarl.rollout.server_process import free_port
@@ -42,7 +42,6 @@ from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
 PATIENCE = 60
 """Seconds after which a trainer counts as hanging. On an idle machine one takes about one second."""
 

@@ -183,7 +183,11 @@ def main() -> None:
                     print(json.dumps(runs[-1]), flush=True)
         finally:
             server.terminate()
-            server.wait()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                # A run that was ended left a connection open, which the server waits for.
+                server.kill()
     print(f"\n{describe_machine()}; seconds of a generation batch, medians.\n\n{summarize(runs)}")
 
 

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 sys.path.insert(0, str(HERE))
 
-from long_tables import BITS, group_cells, half_width, read_at_bits  # noqa: E402
+from long_tables import BITS, group_cells, half_width, read_at_bits, smooth  # noqa: E402
 
 from trl_qarl.study.groups import COLORS  # noqa: E402
 
@@ -32,7 +32,6 @@ RUNS = {
 BASELINE = ("long", "bf16", "bf16", "grpo-tis")
 # Held-out problems solved greedily before training, in per cent of 256 (README.md, "Before training").
 BEFORE = {"bf16": 74, "w4a16-g128": 62, "w3a16-g32": 32}
-SMOOTHED = 5
 # Recipes of benchmarks/study/bits.yaml, on the left as they are, on the right with `-warm`.
 RECIPES = {
     "nested-4": ("4", "ink"),
@@ -48,6 +47,8 @@ RECIPES = {
 # Studies of one recipe with answers of so many tokens.
 LENGTHS = {"length_150": "150 tokens", "length_400": "400 tokens", "length_1000": "1,000 tokens"}
 LENGTH_SCHEME = AGE_SCHEME = "w4a16-g128-signed"
+# The least and the most that docs/async.md has measured.
+OVERLAP = (1.16, 1.81)
 # Of the picture task, benchmarks/study/shapes.yaml.
 SHAPES_RUNS = (("bf16", "grpo-tis"), ("QaRL", "grpo-tis"), ("rollout-only", "grpo-tis"))
 
@@ -95,11 +96,6 @@ def draw_scores(cells: list[dict], scores: dict[str, dict[str, tuple[float, floa
     figure.savefig(PICTURE, facecolor="white", dpi=160, metadata={"Description": repr(scores)})
 
 
-def _smooth(courses: list[list[float]]) -> list[float]:
-    means = [statistics.fmean(batch) for batch in zip(*courses, strict=True)]
-    return [statistics.fmean(means[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(means))]
-
-
 def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: bool = False) -> None:
     """A metric over the updates, means over the seeds."""
     groups = group_cells(cells)
@@ -107,8 +103,8 @@ def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: 
     for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
         runs = {("long", scheme, *run): style for run, style in RUNS.items()} | {BASELINE: ("bf16, GRPO", "ink")}
         for key, (name, color) in runs.items():
-            smooth = _smooth([cell["course"][metric] for cell in groups[key]])
-            axes.plot([8 * i for i in range(1, len(smooth) + 1)], smooth, color=COLORS[color], lw=1.8, label=name)
+            course = smooth([cell["course"][metric] for cell in groups[key]])
+            axes.plot([8 * i for i in range(1, len(course) + 1)], course, color=COLORS[color], lw=1.8, label=name)
         axes.set_title(title, fontsize=12, loc="left")
         axes.set_xlabel("updates")
         if log:
@@ -155,8 +151,8 @@ def draw_lengths(cells: list[dict]) -> None:
     for place, (run, (name, color)) in enumerate(runs.items()):
         color = COLORS[color]
         if cells_of_run := groups.get((found[-1], *run)):
-            smooth = _smooth([cell["course"]["reward"] for cell in cells_of_run])
-            courses.plot([8 * i for i in range(1, len(smooth) + 1)], smooth, color=color, lw=1.8, label=name)
+            course = smooth([cell["course"]["reward"] for cell in cells_of_run])
+            courses.plot([8 * i for i in range(1, len(course) + 1)], course, color=color, lw=1.8, label=name)
         for index, study in enumerate(found):
             solved = [cell["scores"]["greedy"] for cell in groups.get((study, *run), [])]
             x = index + 0.12 * (place - len(runs) / 2)
@@ -183,8 +179,8 @@ def draw_shapes(cells: list[dict]) -> None:
     for place, run in enumerate(SHAPES_RUNS):
         name, color = RUNS.get(run, ("bf16, GRPO", "ink"))
         color = COLORS[color]
-        smooth = _smooth([cell["course"]["reward"] for cell in groups[run]])
-        courses.plot([8 * i for i in range(1, len(smooth) + 1)], smooth, color=color, lw=1.8, label=name)
+        course = smooth([cell["course"]["reward"] for cell in groups[run]])
+        courses.plot([8 * i for i in range(1, len(course) + 1)], course, color=color, lw=1.8, label=name)
         solved = [cell["scores"]["greedy"] for cell in groups[run]]
         scores.plot([place] * len(solved), solved, "o", ms=4, alpha=0.6, color=color)
         scores.plot(place, statistics.fmean(solved), "_", ms=22, mew=2.5, color=color)
@@ -214,28 +210,32 @@ def _panels(**options):
 
 
 def draw_ages(cells: list[dict]) -> None:
-    """Rewards over updates with rollouts of so many generation batches before, a panel for each objective; means over
-    the seeds."""
+    """Rewards over updates with rollouts of so many generation batches before, a column for each objective, and below
+    over the time of synchronous batches, if `rollout_ahead=1` makes one in `1 / OVERLAP`; means over the seeds."""
     import matplotlib.pyplot as plt
 
     groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}
     objectives = list(dict.fromkeys(objective for _, _, objective in groups))
-    figure, axes = plt.subplots(1, len(objectives), figsize=(3.6 * len(objectives), 3.2), sharey=True, squeeze=False)
-    for axis, objective in zip(axes[0], objectives, strict=True):
+    options = {"figsize": (3.6 * len(objectives), 5.8), "sharey": True, "squeeze": False}
+    figure, (above, below) = plt.subplots(2, len(objectives), **options)
+    for top, bottom, objective in zip(above, below, objectives, strict=True):
         for age, color in {0: "ink", 1: "blue", 2: "green", 4: "vermillion"}.items():
             of = groups.get((AGE_SCHEME + (f"-age{age}" if age else ""), "QaRL", objective), [])
             if not of:
                 continue
-            rewards = [
-                statistics.fmean(values) for values in zip(*(cell["course"]["reward"] for cell in of), strict=True)
-            ]
-            smooth = [statistics.fmean(rewards[max(0, i + 1 - SMOOTHED) : i + 1]) for i in range(len(rewards))]
-            updates = range(8, 8 * len(smooth) + 1, 8)
-            axis.plot(updates, smooth, color=COLORS[color], label=f"{age} ({len(of)} seeds)")
-        axis.set_title(f"QaRL, {objective}", fontsize=10)
-        axis.set_xlabel("update")
-        axis.legend(title="age in batches", fontsize=8, title_fontsize=8, frameon=False)
-    axes[0][0].set_ylabel("reward")
+            rewards, color = smooth([cell["course"]["reward"] for cell in of]), COLORS[color]
+            top.plot(range(8, 8 * len(rewards) + 1, 8), rewards, color=color, label=f"{age} ({len(of)} seeds)")
+            for ratio, style in {0: {1.0: "-"}, 1: dict(zip(OVERLAP, ("--", ":"), strict=True))}.get(age, {}).items():
+                label = f"{age}, {ratio} times as fast" if age else "0"
+                times = [number / ratio for number in range(1, len(rewards) + 1)]
+                bottom.plot(times, rewards, color=color, linestyle=style, label=label)
+        top.set_title(f"QaRL, {objective}", fontsize=10)
+        top.set_xlabel("update")
+        bottom.set_xlabel("time, in synchronous batches")
+        for axis, place in ((top, "upper left"), (bottom, "lower right")):
+            axis.legend(title="age in batches", loc=place, fontsize=8, title_fontsize=8, frameon=False)
+    for axis in (above[0], below[0]):
+        axis.set_ylabel("reward")
     figure.tight_layout()
     figure.savefig(HERE / "study-age.png", facecolor="white", dpi=130)
 

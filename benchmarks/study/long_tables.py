@@ -82,8 +82,12 @@ ROUTES = (
     ("routes/effective_experts", "experts in use, of 8", 1, 3),
 )
 UPDATES_PER_BATCH = 8
+# Rewards in percent to which the way is measured, and the batches over which a course is smoothed.
+LEVELS, SMOOTHED = (20, 25, 28), 5
 # What is read of masters of several precisions, and what their warm start, the same for all, takes turns at.
 BITS = (4, 3, 2)
+# What a study takes from another, where it has no cell of its own with such settings.
+BASES = {"age_400": ("length_400", "w4a16-g128-signed", "QaRL", ("tbpo", "grpo-tis"))}
 Cell = dict[str, Any]
 MEASURES: dict[str, Callable[[Cell], float]] = {
     "final reward": lambda cell: 100 * quarter(cell, "reward", 3),
@@ -193,7 +197,7 @@ def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
     """For each study what its groups end at, how they behaved, and how they differ, in Markdown."""
     found = {}
     for study in dict.fromkeys(cell["study"] for cell in cells):
-        groups = {name[1:]: members for name, members in sorted(group_cells(cells).items()) if name[0] == study}
+        groups = {name[1:]: members for name, members in sorted(_with_base(group_cells(cells), study).items())}
         found[study, "ends"] = ends_table(groups)
         found[study, "behaviour"] = quarters_table(groups, BEHAVIOUR)
         found[study, "mismatch"] = quarters_table(groups, MISMATCH)
@@ -202,7 +206,22 @@ def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
         found[study, "places"] = places_table(groups)
         found[study, "differences"] = differences_table(groups)
         found[study, "changes"] = changes_table(groups)
+        found[study, "reach"] = reach_table(groups)
     return {name: "\n".join(lines) for name, lines in found.items()}
+
+
+def _with_base(
+    groups: dict[tuple[str, str, str, str], list[Cell]], study: str
+) -> dict[tuple[str, str, str, str], list[Cell]]:
+    """The groups of a study, filled up with cells of what it is compared with."""
+    own = {name: cells for name, cells in groups.items() if name[0] == study}
+    base, scheme, kind, objectives = BASES.get(study, (study, "", "", ()))
+    for objective in objectives:
+        cells = own.get(name := (study, scheme, kind, objective), [])
+        seeds = [cell["seed"] for cell in cells]
+        others = [cell for cell in groups[base, scheme, kind, objective] if cell["seed"] not in seeds]
+        own[name] = cells + others
+    return own
 
 
 def fill(page: str, cells: Sequence[Cell]) -> str:
@@ -308,6 +327,36 @@ def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
                 texts.append(f"{f'**{gain}**' if found['verdict'] == 'exceeds' else gain} ({noise})")
             lines.append(_row([change, str(len(cells)), *texts]))
     return lines
+
+
+def reach_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """After how many generation batches rollouts of earlier weights reach a reward, `SMOOTHED` batches and all seeds
+    together, against those of age 0; and the shortest time in which a batch must be made for them to be as fast."""
+    lines = [_row(["run", "age", *(f"batches to {share} %: age 0, this one (to break even)" for share in LEVELS)])]
+    lines.append(_row(["---"] * (2 + len(LEVELS))))
+    for (scheme, *run), cells in groups.items():
+        recipe, _, age = scheme.rpartition("-age")
+        if (recipe, *run) not in groups:
+            continue
+        texts = []
+        for share in LEVELS:
+            first, later = (batches_to(of, share / 100) for of in (groups[recipe, *run], cells))
+            ratio = "-" if first is None or later is None else f"{later / first:.2f}"
+            texts.append(f"{first or '-'}, {later or '-'} ({ratio})")
+        lines.append(_row([run[1], age, *texts]))
+    return lines
+
+
+def smooth(courses: Sequence[Sequence[float]]) -> list[float]:
+    """Means over the runs and the last `SMOOTHED` generation batches."""
+    means = [statistics.fmean(values) for values in zip(*courses, strict=True)]
+    return [statistics.fmean(means[max(0, last - SMOOTHED) : last]) for last in range(1, len(means) + 1)]
+
+
+def batches_to(cells: Sequence[Cell], reward: float) -> int | None:
+    """The first batch at which the smoothed reward is that high."""
+    rewards = smooth([cell["course"]["reward"] for cell in cells])
+    return next((number for number, value in enumerate(rewards, 1) if value >= reward), None)
 
 
 def quarter(cell: Cell, metric: str, part: int) -> float:

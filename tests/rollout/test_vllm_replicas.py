@@ -101,17 +101,20 @@ def workers(trainer, method):
     return trainer.vllm_generation.vllm_client.call_workers(method)
 
 
-@pytest.mark.parametrize("transport", ["file", "http"])
-def test_everything_and_then_changes_reach_both_replicas(server, make_trainer, transport):
-    trainer = make_trainer(vllm_transport=transport, vllm_delta_sync=True)
+@pytest.mark.parametrize(("transport", "ahead"), [("file", 0), ("http", 0), ("http", 1)])
+def test_everything_and_then_changes_reach_both_replicas(server, make_trainer, transport, ahead):
+    trainer = make_trainer(vllm_transport=transport, vllm_delta_sync=True, rollout_ahead=ahead)
     assert trainer.vllm_generation.engine["replicas"] == 2
     scored = []
     transport = trainer.vllm_generation.publisher.transport
     score = transport.score
     transport.score = lambda *asked: scored.append(score(*asked)) or scored[-1]
+    # As many batches, of which the second is drawn by the weights of the first, and the third by others.
+    trainer.args.max_steps += 2 * ahead
     trainer.train()
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-    everything, changes = logged(trainer, "publish/megabytes")
+    assert logged(trainer, "rollout/age_updates") == ([0, 2, 2] if ahead else [])
+    everything, changes, *_ = logged(trainer, "publish/megabytes")
     # What is not quantized is in float32 here, and all of it changes.
     assert changes < everything / 2, (everything, changes)
     # Both have the copy of the same, and both compute with it.

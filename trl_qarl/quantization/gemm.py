@@ -174,7 +174,7 @@ def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
 
 
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype, with the same bits for a row, and for a channel, among any
+    """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype. A row and a channel have the same bits among any
     others."""
     rows, channels = x.shape[0], weight.shape[0]
     filled = F.pad(x, (0, 0, 0, -rows % ROW_INVARIANT_BLOCK)).split(ROW_INVARIANT_BLOCK)

@@ -13,7 +13,7 @@ from .objectives.options import TRUST_BAND_SHARE, TRUST_BANDS
 from .quantization.plan import QuantPlan, get_plan
 
 
-__all__ = ["CHOICES", "EngineOptions", "ObjectiveOptions", "QuantOptions", "describe_options"]
+__all__ = ["CHOICES", "EngineOptions", "ObjectiveOptions", "QuantOptions", "describe_options", "own_options"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "numerics": ("fast", "engine"),
@@ -48,6 +48,14 @@ def describe_options(cls: type) -> type:
         if option.name in cls.__annotations__:
             option.metadata = MappingProxyType({**option.metadata, "help": texts.get(option.name, "")})
     return cls
+
+
+def own_options(cls: type, inherited: type) -> list[str]:
+    """Return the names of the options that a configuration has next to those of `inherited`, its base class, or
+    declares anew: those of its other bases first."""
+    bases = [base for base in cls.__mro__ if not issubclass(inherited, base)]
+    declared = [name for base in (*bases[1:], cls) for name in vars(base).get("__annotations__", {})]
+    return [name for name in declared if name in {option.name for option in fields(cls)}]
 
 
 @describe_options

@@ -62,6 +62,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         epsilon (`float`, *optional*):
             Lower clip offset of TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO
             does not use it.
+        epsilon_high (`float`, *optional*):
+            Upper clip offset of TRL's losses, as in TRL; the GSPO objectives default to `4e-4`. TBPO does not use it.
         importance_sampling_level (`str`, *optional*):
             For TRL's losses, defaults to TRL's `"token"`. The GSPO objectives set it to `"sequence"`; TBPO is always
             sequence-level.

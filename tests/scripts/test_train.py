@@ -10,9 +10,12 @@ from argparse import Namespace
 import pytest
 import torch
 import yaml
+from trl import GRPOConfig
 
 from testing_utils import path_without
+from trl_qarl import QaRLConfig
 from trl_qarl.cli import main
+from trl_qarl.options import own_options
 from trl_qarl.scripts import train
 
 
@@ -22,12 +25,11 @@ def run_training(argv):
 
 
 def test_train_help_lists_the_main_options_and_ours(capsys):
-    from trl_qarl import QaRLConfig
-
     assert main(["train", "--help"]) == 0
     output = capsys.readouterr().out
     shown = {word[2:] for word in re.findall(r"^  (--\w+)", output, re.MULTILINE)}
-    assert shown == {*train.MAIN_OPTIONS, *QaRLConfig.__annotations__, "no_quantize_learner"}
+    assert shown == {*train.MAIN_OPTIONS, *own_options(QaRLConfig, GRPOConfig), "no_quantize_learner"}
+    assert {"scheme", "objective", "vllm_transport", "epsilon"} <= shown
 
 
 @pytest.mark.parametrize("option", ["--help-all", "--help_all"])

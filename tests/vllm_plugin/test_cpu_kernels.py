@@ -62,6 +62,8 @@ def make_engine_apply(name, low_bit, dtype, shape):
 def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dtype, has_native_instructions):
     monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
+    if not has_native_instructions:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     for shape in [(64, 128), (33, 96), (256, 2048)] + [(16, 100)] * (name in ("w8a16", "w8a8")):
         torch.manual_seed(0)
         low_bit = LowBitTensor.from_hp(torch.randn(shape), get_scheme(name), dtype)

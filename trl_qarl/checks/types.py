@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ..options import own_options
 
 
 __all__ = ["check_types"]
@@ -28,14 +29,8 @@ def check_types(config: Any, inherited: type) -> Iterator[str]:
     Integers and floats may come from NumPy. A number that is not one (`nan`) is never allowed, and text may stand for
     a list with one element.
     """
-    own = {
-        name
-        for cls in type(config).__mro__
-        if not issubclass(inherited, cls)
-        for name in vars(cls).get("__annotations__", {})
-    }
     hints = get_type_hints(type(config))
-    for name in sorted(own & {field.name for field in fields(config)}):
+    for name in own_options(type(config), inherited):
         allowed = _alternatives(hints[name])
         value = getattr(config, name)
         if not any(_fits(value, hint) for hint in allowed):

@@ -99,9 +99,13 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
     Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's. The rest, which is inherited from TRL and
     transformers, is left out or follows.
     """
+    from trl import GRPOConfig
+
+    from ..options import own_options
     from ..qarl_config import QaRLConfig
 
-    order = ["help", *MAIN_OPTIONS, *(name for name in QaRLConfig.__annotations__ if name not in MAIN_OPTIONS)]
+    own = own_options(QaRLConfig, GRPOConfig)
+    order = ["help", *MAIN_OPTIONS, *(name for name in own if name not in MAIN_OPTIONS)]
     for action in parser._actions:
         if action.dest not in order and not with_inherited:
             action.help = SUPPRESS

@@ -55,7 +55,8 @@ def own_options(cls: type, inherited: type) -> list[str]:
     declares anew: those of its other bases first."""
     bases = [base for base in cls.__mro__ if not issubclass(inherited, base)]
     declared = [name for base in (*bases[1:], cls) for name in vars(base).get("__annotations__", {})]
-    return [name for name in declared if name in {option.name for option in fields(cls)}]
+    known = {option.name for option in fields(cls)}
+    return [name for name in declared if name in known]
 
 
 @describe_options

@@ -176,13 +176,24 @@ def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype. A row and a channel have the same bits among any
     others."""
-    rows, channels = x.shape[0], weight.shape[0]
-    filled = F.pad(x, (0, 0, 0, -rows % ROW_INVARIANT_BLOCK)).split(ROW_INVARIANT_BLOCK)
-    weights = [weight]
-    if weight.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        weights = F.pad(weight, (0, 0, 0, -channels % CHANNELS_WITH_AMX)).split(CHANNELS_WITH_AMX)
-    product = torch.cat([torch.cat([torch.mm(block, part.t()) for block in filled]) for part in weights], 1)
-    return product[:rows, :channels].contiguous()
+    if weight.dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
+        return _in_blocks_of_rows(x, weight)
+    *whole, last = weight.split(CHANNELS_WITH_AMX)
+    channels = last.shape[0]
+    # Only the last block is copied, and only if channels are missing.
+    if channels < CHANNELS_WITH_AMX:
+        last = F.pad(last, (0, 0, 0, CHANNELS_WITH_AMX - channels))
+    products = [_in_blocks_of_rows(x, block) for block in whole]
+    return torch.cat([*products, _in_blocks_of_rows(x, last)[:, :channels]], 1)
+
+
+def _in_blocks_of_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows = x.shape[0]
+    filled = F.pad(x, (0, 0, 0, -rows % ROW_INVARIANT_BLOCK))
+    product = x.new_empty(filled.shape[0], weight.shape[0])
+    for block, out in zip(filled.split(ROW_INVARIANT_BLOCK), product.split(ROW_INVARIANT_BLOCK), strict=True):
+        torch.mm(block, weight.t(), out=out)
+    return product[:rows]
 
 
 def _add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -41,7 +41,7 @@ NUM_TRAINED, NUM_HELD_OUT = 2000, 256
 # The counts and the end, and room for a few more.
 NUM_NEW_TOKENS = NUM_CELLS + 4
 # Of pretraining.
-BATCH_SIZE, NUM_BATCHES = 96, 600
+BATCH_SIZE, NUM_BATCHES = 96, 500
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 2, 16, 8
 # Options by the name that a cell has; one scale for a whole row of most matrices, as elsewhere in the study.
 VARIANTS: dict[str, dict[str, Any]] = {"bf16": {"scheme": "bf16"}, "w4a16": {"scheme": "w4a16", "group_size": 128}}

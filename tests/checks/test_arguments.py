@@ -145,6 +145,8 @@ def test_tools_that_return_pictures_are_refused_with_vllm(tmp_path):
     )
     # As with a server, which the refusal comes before.
     trainer.use_vllm, trainer.vllm_mode = True, "server"
+    # TRL makes them for each generation batch.
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"look": look}], [{}]
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     completion = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     prompt = [{"role": "user", "content": "?"}]

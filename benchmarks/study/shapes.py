@@ -283,7 +283,7 @@ def make_trainer(args: Namespace):
         seed=args.seed,
         learning_rate=args.learning_rate,
         max_steps=max(args.max_steps, 1),
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type="linear",
         warmup_steps=NUM_UPDATES_PER_BATCH,
         optim="adamw_torch_fused",
         adam_beta2=0.95,
@@ -363,8 +363,8 @@ def main() -> None:
     command.add_argument("--quantize_learner", choices=["true", "false"], default="true")
     command.add_argument("--objective", default="grpo-tis")
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--max_steps", type=int, default=96, help="updates, two per generation batch")
-    command.add_argument("--learning_rate", type=float, default=3e-4)
+    command.add_argument("--max_steps", type=int, default=80, help="updates, two per generation batch")
+    command.add_argument("--learning_rate", type=float, default=1e-4)
     command.add_argument("--num_scored", type=int, default=NUM_HELD_OUT, help="held-out problems")
     command.add_argument("--use_vllm", action="store_true", help="draw rollouts in a vLLM in this process")
     args = parser.parse_args()

@@ -9,9 +9,9 @@ count them right by GRPO.
 
 A picture is a row of 6 cells with circles, squares and triangles in three colours. The prompt is `red circle` and the
 picture; the answer counts along the row, `0 1 1 2 2 3`, and only its last number is rewarded. Pretraining imitates a
-teacher who overlooks three of five small shapes. So most answers of the pretrained model are wrong, and rewards are the
-only source from which it can learn better. Rollouts come from the learner's own layers, or with `--use_vllm` from a
-vLLM in the process. `DIR/scores.json` has what the policy solves at the end.
+teacher who overlooks three of five small shapes. So most answers of the pretrained model are wrong, and only rewards
+say that small shapes count. Rollouts come from the learner's own layers, or with `--use_vllm` from a vLLM in the
+process. `DIR/scores.json` has what the policy solves at the end.
 
 It needs torchvision.
 """

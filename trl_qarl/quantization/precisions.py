@@ -50,11 +50,8 @@ class _Layer(Protocol):
 
 
 def parse_precisions(value: Any) -> Precisions | None:
-    """
-    Return the precisions that an option says: a list, or a mapping whose keys are numbers; JSON of either, as on a
-    command line. Anything else, also within, raises `ValueError`, and so does a mapping that does not begin at update
-    0.
-    """
+    """Return the precisions that an option says, also as JSON: a list, or a mapping whose keys are numbers. Anything
+    else, also within, raises `ValueError`, and so does a mapping that does not begin at update 0."""
     if value is None:
         return None
     written = value
@@ -174,11 +171,8 @@ def mean_bits(layers: Iterable[_Layer]) -> tuple[float, bool]:
 def set_precision(
     layers: Mapping[str, _Layer], schemes: Mapping[str, QuantScheme], precision: Precision | None
 ) -> bool:
-    """
-    Have layers quantize their masters at other bits from now on, and return whether that changes any. `schemes` has
-    the scheme that each was prepared with; `precision` is bits of the layers whose grid nests, or bits by patterns,
-    `None` for what they were prepared with.
-    """
+    """Have layers quantize their masters at `precision` from now on, `None` for what they were prepared with, and
+    return whether that changes any. `schemes` has the scheme that each was prepared with."""
     has_changed = False
     for name, layer in layers.items():
         bits = precision.get(pattern_of(precision, name) or "") if isinstance(precision, Mapping) else precision

@@ -14,7 +14,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
-from ..quantization.schemes import E4M3, INT8, SCHEMES
 from ..telemetry.advisor import LEVELS, Finding, assess
 from .groups import Group, count_of, describe_differences, differing_settings, find_gaps, format_number
 from .plots import Figure, draw_finals, printable
@@ -105,7 +104,6 @@ def make_page(
         group_table=_group_table(groups, scores),
         run_table=_run_table(groups, scores),
         irregularities=notes + [f"{run.name}: {note}" for run in runs for note in run.notes + find_gaps(run)],
-        schemes=_scheme_table(groups),
         configs=[(group.title, json.dumps(group.config, indent=2, ensure_ascii=False)) for group in groups],
     )
     return printable(page)
@@ -241,25 +239,6 @@ def _run_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[
         steps = f"{run.last_step} of {max_steps}" if max_steps else str(run.last_step)
         rows.append([run.name, of.label, str(run.config.get("seed", "-")), steps, reward, *solved])
     return ["run", "group", "seed", "last step", "final reward", *scores], rows
-
-
-def _scheme_table(groups: list[Group]) -> list[list[str]]:
-    rows = []
-    for name, group_size in dict.fromkeys((str(g.config.get("scheme")), g.config.get("group_size")) for g in groups):
-        scheme = SCHEMES.get(name)
-        if scheme is None or not scheme.is_quantized:
-            rows.append([name, *(["-"] * 4 if scheme is None else ["16-bit", "-", "16-bit", "16"])])
-            continue
-        grid, container = scheme.grid, scheme.container
-        weights = f"FP{grid.num_bits} {grid.name.upper()}" if grid.type == "float" else f"INT{grid.num_bits}"
-        weights += f" in INT{container.num_bits}" if grid.num_bits < container.num_bits else ""
-        weights += ", signed scales" * grid.has_signed_scales + ", zero points" * grid.has_zero_points
-        activations = {INT8: "INT8, per token", E4M3: "FP8 E4M3, per token", None: "16-bit"}[scheme.activation]
-        scale_bits = (16 if container.scale_dtype is None else 8) + container.num_bits * container.has_zero_points
-        bits = container.num_bits + (scale_bits / group_size if group_size else 0)
-        shared = f"{group_size} input features" if group_size else "output channel"
-        rows.append([name, weights, shared, activations, f"{bits:g}"])
-    return rows
 
 
 def _spread(values: list[float]) -> str:

@@ -113,10 +113,8 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
 
 
 def save_export_card(folder: Path, evaluated: Path | None = None, **about: Any) -> None:
-    """
-    Write the card of an export, with [`make_card`]'s arguments, and the picture of its rewards if there is one.
-    `evaluated` is a folder with the same policy, whose [`evaluation_table`] is taken over.
-    """
+    """Write the card of an export, with [`make_card`]'s arguments, and the picture of its rewards if there is one.
+    `evaluated` is a folder with the same policy, whose scores are taken over."""
     has_plot = plot_rewards(about["facts"].history, folder / PLOT_FILE)
     if not has_plot:
         (folder / PLOT_FILE).unlink(missing_ok=True)

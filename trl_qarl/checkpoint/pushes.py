@@ -38,10 +38,8 @@ class PushesPolicy(_BaseTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """
-        Says that these are masters or an adapter, and how to get the policy that was trained. Cards that are written
-        later say what this one was given.
-        """
+        """Says that these are masters or an adapter, and how to get the policy. Later cards say what this one was
+        given."""
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
             self._card = self._weights_card()

@@ -79,11 +79,8 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
-    """
-    Return the bytes of each part on each GPU, by launch, of training a language model of transformers on the meta
-    device, whose layers are quantized in place. `ValueError` is raised for a model or plan that [`prepare_model`]
-    refuses, and for an unknown optimizer.
-    """
+    """Return the bytes of each part on each GPU, by launch, of training a language model on the meta device, whose
+    layers are quantized in place. `ValueError` is raised as by [`prepare_model`], and for an unknown optimizer."""
     if run.optim not in OPTIMIZERS:
         raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
     chunk = largest_chunk(model, torch.bfloat16)

@@ -13,10 +13,8 @@ _MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
 
 
 def worst_span(scores: Sequence[float]) -> tuple[int, int]:
-    """
-    Return `(start, stop)` of the run of tokens around the largest score whose scores all exceed a quarter of it; NaN
-    is no score.
-    """
+    """Return `(start, stop)` of the run of tokens around the largest score whose scores exceed a quarter of it; NaN is
+    no score."""
     values = [-math.inf if math.isnan(score) else score for score in scores]
     peak = max(range(len(values)), key=values.__getitem__)
     start, stop = peak, peak + 1
@@ -91,10 +89,8 @@ def has_loop(token_ids: Sequence[int]) -> bool:
 
 
 def is_garbled(text: str) -> bool:
-    """
-    Return whether a text holds U+FFFD, the mark of bytes that are no character. At the end it does not count: there a
-    completion may have been cut inside a character.
-    """
+    """Return whether a text holds U+FFFD, the mark of bytes that are no character, but at its end, where a completion
+    may have been cut inside a character."""
     return "\ufffd" in text.rstrip("\ufffd")
 
 

@@ -1,10 +1,5 @@
-"""
-`trl-qarl compare`: one training run per cell of a grid of schemes, objectives and seeds, the learner quantized or not.
-
-Cells run one after the other, or one per device at a time. Each is a process of its own in a directory named after its
-coordinates. The directory says how far its cell got, so the same command continues after an interruption: `finished`
-marks a cell that is done, `trained` one that is still to be evaluated, a complete checkpoint one that resumes.
-"""
+"""`trl-qarl compare`: one training run per cell of a grid of schemes, objectives and seeds, the learner quantized or
+not."""
 
 import re
 import shlex

@@ -150,7 +150,7 @@ def _shapes(args: Namespace):
 
 
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
-    """Return what the learner's `quantization_config` will be, from the shapes of the model alone, which is quantized
+    """Return what the learner's `quantization_config` will be, from only the shapes of the model, which is quantized
     in place."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory

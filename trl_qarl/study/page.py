@@ -37,8 +37,7 @@ _FIELDS = ("model", "quantize_learner", "objective", "scheme", "group_size", "us
 
 
 def assess_group(group: Group) -> list[tuple[Finding, str]]:
-    """Return what the rules say of the runs of a group: of each rule the worst finding, and the run that it is
-    about."""
+    """Return the worst finding of each rule about the runs of a group, and the run that it is about."""
     worst: dict[str, tuple[Finding, str]] = {}
     for run in group.runs:
         for finding in assess([{"step": step, **row} for step, row in run.rows.items()], group.config):
@@ -58,10 +57,8 @@ def summarize_findings(findings: list[tuple[Finding, str]]) -> str:
 def make_page(
     groups: list[Group], figures: tuple[list[Figure], list[Figure]], notes: list[str], refresh: int | None = None
 ) -> str:
-    """
-    Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing next to what is
-    known of each run. A browser loads it again after `refresh` seconds, while a run goes on.
-    """
+    """Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing. A browser
+    loads it again after `refresh` seconds, while a run goes on."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -172,10 +169,7 @@ def _sentence(found: dict[str, list[str]]) -> str:
 
 
 def _evaluation(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
-    """
-    Return results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences
-    where there are none.
-    """
+    """Return results of `trl-qarl eval`, without the columns that say nothing."""
     header = ["run", *EVAL_COLUMNS]
     rows = [[run.name, *row] for run in runs for result in run.evals for row in eval_rows(result)]
     kept = [i for i in range(len(header)) if (i > 0 or len(runs) > 1) and any(row[i] != "-" for row in rows)]
@@ -245,9 +239,8 @@ def _spread(values: list[float]) -> str:
     """Return the mean with the range."""
     if not values:
         return "-"
-    low, mean, high = (
-        f"{x:,.0f}" if x >= 1000 else format_number(x) for x in (min(values), fmean(values), max(values))
-    )
+    numbers = min(values), fmean(values), max(values)
+    low, mean, high = (f"{x:,.0f}" if x >= 1000 else format_number(x) for x in numbers)
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 

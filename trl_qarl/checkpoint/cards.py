@@ -56,19 +56,11 @@ def described_settings(plan: QuantPlan) -> dict[str, Any]:
 
 def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFacts, **about: Any) -> ModelCard:
     """
-    Return the card of what a training has made.
-
-    Of `"weights"`, masters or an adapter, the settings name the `scheme` and, of an adapter, the `lora_mode`; an
-    `"export"` says how to serve and load it, and what is known of its training. `name_or_path` is what it was made of,
-    an adapter's base or an export's masters: hub id or folder.
-
-    Args:
-        about:
-            `hub_model_id`, the repository to which it is pushed. Of weights: `policy`, the repository of the low-bit
-            policy. Of an export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository;
-            `plot`, the file of a picture of the rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`,
-            by default `True`, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class
-            of transformers that loads it, by default `"AutoModelForCausalLM"`.
+    Return the card of `"weights"`, masters or an adapter, or of an `"export"`. `name_or_path` is what it was made of,
+    an adapter's base or an export's masters: hub id or folder. `about` has `hub_model_id`, the repository to which it
+    is pushed; of weights `policy`, the repository of the low-bit policy; of an export its `scheme`, `dtype` (of what
+    is not quantized), `masters` (their repository), `plot` (the file of a picture of the rewards), `lora_rank`,
+    `loads_in_transformers`, by default `True`, and `loaded_by`, the class of transformers that does.
     """
     settings, hub_model_id = facts.settings, about.get("hub_model_id")
     tags, library = {"generated_from_trainer"}, "transformers"

@@ -1,15 +1,6 @@
 """
 Uploads to the Hub: the files, their repository, and the commands that repeat a failed upload.
-
-| `hub_export` | `NAME` | `NAME-masters` |
-|---|---|---|
-| `"low-bit"` | the low-bit policy | checkpoints, for the `hub_strategy` that uploads them |
-| `"both"` | the low-bit policy | masters, and checkpoints as above |
-| `"master"` | masters, and checkpoints as above | - |
-| `"adapter"` | the adapter, and checkpoints as above | - |
-
-Masters have a repository of their own because `from_pretrained` and `vllm serve` take a name: a folder next to the
-policy could not be served, and every download of the policy would include the masters.
+docs/publish_and_serve.md has the table of what goes where.
 """
 
 import logging

@@ -1,28 +1,19 @@
 """
 Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
 
-[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed. Two properties
-hold for every choice: it depends on nothing that differs between rollout, scoring and loss but the number of rows, and
-every kernel of a scheme computes the same sum of products with float32 accumulation, up to rounding of the weight to
-16 bits and the order of summation. With `row_invariant=True` it does not depend on the number of rows either, and the
-result of a row is the same bits whatever rows come with it: an engine needs this, whose prefill and decode must agree.
+[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed; docs/schemes.md
+has the table. Two properties hold for every choice: it depends on nothing that differs between rollout, scoring and
+loss but the number of rows, and every kernel of a scheme computes the same sum of products with float32 accumulation,
+up to rounding of the weight to 16 bits and the order of summation. With `row_invariant=True` it does not depend on the
+number of rows either, and the result of a row is the same bits whatever rows come with it: an engine needs this, whose
+prefill and decode must agree. ATen's INT4 and INT8 kernels compute each row by itself; where they cannot run, the
+weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS chooses the
+order of summation by the number of rows.
 
 On a CPU the thresholds, here and in `formats/`, are where the measured times cross (`learner` and `decode` of
-`python -m benchmarks.bench`, benchmarks/learner.md):
-
-- INT4: ATen's INT4 kernel works row by row and wins up to 32 rows; above, expanding the weight once and multiplying in
-  bf16 (or in float32 where the processor has no bf16 instructions) is faster.
-- INT8 weights, 16-bit activations: the same with a crossover at 16 rows. ATen's kernel reads 16 (without AVX512: 8)
-  input features at once, from aligned addresses, and checks neither: other numbers of features are expanded at any
-  number of rows.
-- Row-invariant: ATen's INT4 and INT8 kernels at any number of rows, as they compute each row by itself. Where they
-  cannot run, the weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because
-  BLAS chooses the order of summation by the number of rows. INT8 x INT8 is exact.
-- INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, and for a single input feature, a float32
-  product of the integers, exact within blocks of 1,024 input features.
-- INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
-- FP8 and INT4 x INT8: x86 processors have no such arithmetic in PyTorch. The codes of activations are exact in bf16
-  and float32, so they go through a weight-only product, and the result is multiplied by their scale.
+`python -m benchmarks.bench`, benchmarks/learner.md). x86 processors have no arithmetic of FP8, or of INT4 by INT8, in
+PyTorch: the codes of activations are exact in bf16 and float32, so they go through a weight-only product, and the
+result is multiplied by their scale.
 """
 
 from collections.abc import Callable

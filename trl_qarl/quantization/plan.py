@@ -1,17 +1,10 @@
 """
-Assigns a scheme to each layer: patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's
+Assigns a scheme to each layer, by patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's
 `FqnToConfig` has them. Needs no torch.
 
-A plan is written as the name of one scheme, or as a mapping from patterns to schemes:
-
-| key | layers |
-|---|---|
-| `"model.layers.0.mlp.down_proj"` | the one of this name |
-| `"re:.*mlp.*"` | those whose whole name the expression matches |
-| `"_default"` | all others; without it they stay in high precision |
-
-A name comes before expressions, of which the first one in the order of the mapping counts. A value is the name of a
-scheme, `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision, which is scheme `"bf16"`.
+A plan is written as the name of one scheme, or as a mapping from patterns to schemes. A name comes before expressions,
+of which the first one in the order of the mapping counts, then `"_default"`; other layers stay in high precision. A
+value is the name of a scheme, `{"scheme": "w4a16", "group_size": 32}`, or `None`, which is scheme `"bf16"`.
 """
 
 import json

@@ -6,14 +6,9 @@ bits is twice that of 4 and that of 2 four times, exactly. In one container a ch
 scales of the same shapes: an engine that was started for 4 bits runs 3 and 2 as they are published, and each comes
 from the masters.
 
-| written | precision |
-|---|---|
-| `[4, 3]` | of one generation batch after the other, in turn |
-| `{0: 4, 60: 3}` | of the batches that begin at this update or later |
-
-A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a plan has them
-([`trl_qarl.quantization.plan`]): `{"re:.*layers\\.0\\..*": 3, "_default": 4}`. Layers that no pattern fits have the
-bits of their scheme.
+Written are `[4, 3]`, the precisions of generation batches in turn, or `{0: 4, 60: 3}`, those of batches that begin at
+this update or later. A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a
+plan has them ([`trl_qarl.quantization.plan`]). Layers that no pattern fits have the bits of their scheme.
 """
 
 import json

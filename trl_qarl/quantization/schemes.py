@@ -6,21 +6,6 @@ and multiplied, how many input features share a scale, and on which grid the act
 fewer codes fits into the container of a wider one: engine, checkpoint and kernels see only the container, so a policy
 of 3 bits runs wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
 [`~trl_qarl.quantization.quantize`]; nothing here imports torch, so the command line can list schemes at once.
-
-| name | weight | container | granularity | activations | checkpoint format |
-|---|---|---|---|---|---|
-| `w4a16` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w3a16`, `w2a16` | INT3 and INT2, the same | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| these with `-observer` | the same without signs | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w4a16-asym`, `w8a16-asym` | INT4 and INT8 with zero points | `int4-zero-points`, `int8-zero-points` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w8a16` | INT8 symmetric | `int8-packed` | output channel | none | `pack-quantized` |
-| `mxfp4a16` | FP4 E2M1 | `mxfp4` | groups of 32 along the input, scales are powers of two | none | `mxfp4-pack-quantized` |
-| `nvfp4a16` | FP4 E2M1 | `nvfp4` | groups of 16 along the input, scales are E4M3 over a power of two | none | `nvfp4-pack-quantized` |
-| `w8a8` | INT8 symmetric | `int8` | output channel | INT8, per token, dynamic | `int-quantized` |
-| `fp8` | FP8 E4M3 | `e4m3` | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
-| `w4a8` | INT4 symmetric | `int4-packed` | groups of 128 along the input | FP8 E4M3, per token, dynamic | `pack-quantized` |
-| `w4a8-int8`, `w3a8-int8`, `w2a8-int8` | as with `a16` | `int4-packed` | groups of 128, 64 or 32 along the input | INT8, per token, dynamic | `pack-quantized` |
-| `bf16` | as in the model | `dense` | - | none | ordinary checkpoint |
 """
 
 from dataclasses import dataclass, replace

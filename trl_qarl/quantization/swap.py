@@ -1,13 +1,9 @@
 """
 Turn a model's linear layers into quantized ones and back, or into frozen low-bit ones, and say what was done.
 
-| | weight of a layer | made by |
-|---|---|---|
-| prepared | the master; the forward quantizes it | [`prepare_model`], `quantize_(model, QaRLWeightConfig("w4a16"))` |
-| converted | a frozen [`LowBitTensor`], in an ordinary `nn.Linear` | [`convert_model`], the same with `step="convert"` |
-
-`quantize_` is torchao's (https://github.com/pytorch/ao). It passes every linear layer that its `filter_fn` lets
-through, by default the output head too; [`prepare_model`] knows which layers to leave alone.
+The weight of a *prepared* layer is the master, which the forward quantizes; that of a *converted* one is a frozen
+[`LowBitTensor`] in an ordinary `nn.Linear`. torchao's `quantize_` (https://github.com/pytorch/ao) passes every linear
+layer that its `filter_fn` lets through, by default the output head too; [`prepare_model`] knows which to leave alone.
 """
 
 from collections import Counter

@@ -99,19 +99,8 @@ class Group:
 
 
 def label_parts(config: Mapping[str, Any]) -> list[str]:
-    """
-    Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and
-    `lora_mode`.
-
-    Example:
-
-    ```python
-    >>> label_parts({"quantize_learner": False, "objective": "tbpo", "scheme": "w4a16"})
-    ['rollout-only', 'tbpo', 'w4a16']
-    >>> label_parts({"quantize_learner": True, "objective": "grpo", "scheme": "bf16", "lora_mode": "merged"})
-    ['bf16', 'grpo', 'lora_merged']
-    ```
-    """
+    """Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and
+    `lora_mode`, such as `["rollout-only", "tbpo", "w4a16"]` or `["bf16", "grpo", "lora_merged"]`."""
     is_bf16 = config.get("scheme") == "bf16"
     learner = None if "quantize_learner" not in config else "QaRL" if config["quantize_learner"] else "rollout-only"
     scheme, lora = None if is_bf16 else config.get("scheme"), config.get("lora_mode")
@@ -201,12 +190,9 @@ def student_95(freedom: int) -> float:
 
 def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     """
-    Say whether two groups, of one result for each seed, differ by more than the noise between seeds: Student's test at
-    5 %, `|m_a - m_b| > t s sqrt(1 / n_a + 1 / n_b)` with the pooled standard deviation `s` over seeds.
-
-    Returns:
-        `{"difference": m_a - m_b or None, "noise": the right side or None, "verdict"}`, the verdict being `"exceeds"`,
-        `"within"`, or `"unknown"` where a group has fewer than two seeds.
+    Return the difference of two groups, of one result for each seed, the noise between seeds that it is held against,
+    `t s sqrt(1 / n_a + 1 / n_b)` of Student's test at 5 % with the pooled standard deviation `s`, and the verdict:
+    `"exceeds"`, `"within"`, or `"unknown"` where a group has fewer than two seeds.
     """
     difference = statistics.fmean(a) - statistics.fmean(b) if a and b else None
     if difference is None or min(len(a), len(b)) < 2:

@@ -35,16 +35,10 @@ def worst_examples(
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
     """
-    Return two completions as text with the offending span between `⟦` and `⟧`, see [`worst_span`]: that of the largest
-    `|d|` (`"mismatch"`), and that of the token least likely under learner and sampler alike (`"improbable"`, by `-log
-    p`).
-
-    Log-probs and mask, `(B, T)`, are those of [`mismatch_sums`]; `advantages`, `(B,)`, are reported; ids are `B`
-    sequences of tokens without padding.
-
-    Returns:
-        `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and
-        about 300 around the span; none if no token counts or no score is finite.
+    Return two completions as rows of `worst_completions.jsonl`, with the offending span between `⟦` and `⟧`, see
+    [`worst_span`]: that of the largest `|d|` (`"mismatch"`), and that of the token least likely under learner and
+    sampler alike (`"improbable"`, by `-log p`); none if no token counts or no score is finite. Log-probs and mask,
+    `(B, T)`, are those of [`mismatch_sums`]; ids are `B` sequences of tokens without padding.
     """
     known = mask.bool() & ~sampling_per_token_logps.isnan()
     examples = []

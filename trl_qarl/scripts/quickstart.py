@@ -117,14 +117,9 @@ def _build(args: Namespace):
     train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
     print(f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out.")
     on_gpu = torch.accelerator.is_available()
+    given = ("output_dir", "scheme", "group_size", "numerics", "max_steps", "learning_rate", "seed")
     config = QaRLConfig(
-        args.output_dir,
-        scheme=args.scheme,
-        group_size=args.group_size,
-        numerics=args.numerics,
-        max_steps=args.max_steps,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
+        **{name: getattr(args, name) for name in given},
         # A geometric mean over the four tokens of a sum moves a hundred times more per update than one over the
         # paper's 16,384, whose bands of 1e-4 would drop almost every sequence.
         positive_epsilon_high=0.1,

@@ -190,8 +190,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     for name in ("seed", "max_steps"):
         if isinstance(config.get(name), dict | list):
             raise ValueError(f"{path}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
-    if type(config.get("group_size", None)) not in (int, type(None)) or config.get("group_size") == 0:
-        raise ValueError(f"{path}: `group_size` must be a number or null, not {config['group_size']!r}.")
     return config
 
 

@@ -187,13 +187,14 @@ def _times(groups: list[Group]) -> tuple[list[str], list[list[str]]]:
     return ["group", *(_TIMES[name] for name in kept)], rows if kept else []
 
 
-def _worst_completions(groups: list[Group], number: int = 2) -> list[list[str]]:
+def _worst_completions(groups: list[Group]) -> list[list[str]]:
+    """Return the two worst of each kind and group."""
     rows = []
     for group in groups:
         found = [(row, run.name) for run in group.runs for row in run.worst if row["nats"] > 0]
         for kind in _unique(row["kind"] for row, _ in found):
             worst = sorted((pair for pair in found if pair[0]["kind"] == kind), key=lambda pair: -pair[0]["nats"])
-            for row, name in worst[:number]:
+            for row, name in worst[:2]:
                 texts = [row[part].replace("\n", "⏎") for part in ("prompt", "completion")]
                 rows.append([group.label, name, str(row["step"]), kind, format_number(row["nats"]), *texts])
     return rows

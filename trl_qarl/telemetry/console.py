@@ -112,11 +112,11 @@ def show_rows(handler: CallbackHandler) -> None:
 
 class Advisor(TrainerCallback):
     """Logs one sentence with the next step where a threshold is passed, once per episode. `config` has the settings of
-    the run as in [`~trl_qarl.telemetry.advisor.assess`]; the rules see the last `memory` rows."""
+    the run as in [`~trl_qarl.telemetry.advisor.assess`]; the rules see the last 1,000 rows."""
 
-    def __init__(self, config: Mapping[str, Any], memory: int = 1000):
+    def __init__(self, config: Mapping[str, Any]):
         self.config = config
-        self._rows: deque[dict[str, float | None]] = deque(maxlen=memory)
+        self._rows: deque[dict[str, float | None]] = deque(maxlen=1000)
         self._ongoing: frozenset[str] = frozenset()
 
     @override

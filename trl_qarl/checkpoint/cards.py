@@ -130,8 +130,8 @@ def put_evaluation(card: ModelCard, table: str) -> None:
     card.text = "\n".join([before.rstrip(), "", table, training + after, ""])
 
 
-def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
-    """Return rewards and mismatch of a training, `{what: value}`: means of the `last` rows that logged them."""
+def summarize(history: list[dict[str, Any]]) -> dict[str, str]:
+    """Return rewards and mismatch of a training, `{what: value}`: means of the last ten rows that logged them."""
     found = {}
     for name, label in (
         ("reward", "reward"),
@@ -139,7 +139,7 @@ def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
         ("mismatch/abs_logp_mean", "difference of log-probs between rollout and learner, in nats per token"),
     ):
         values = [row[name] for row in history if row.get(name) is not None]
-        tail = values[-last:]
+        tail = values[-10:]
         if name == "reward" and len(values) > 1:
             found["reward, first logged"] = f"{values[0]:.4g}"
         if tail:

@@ -8,8 +8,9 @@ in checkpoint format, repacks it for its kernel and copies the result into the t
 `finish_weight_update` raises, and the server's gate stays closed, unless
 
 - every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
-- what each engine parameter holds after loading and before repacking has the learner's fingerprint. Of tensors that are
-  not repacked it is taken as they arrive, and with `tensor_parallel_size` above 1 of all: a shard has none of its own;
+- what each engine parameter holds after loading and before repacking has the learner's fingerprint. It is taken of
+  tensors as they arrive where nothing is repacked, and with `tensor_parallel_size` above 1, as a shard has no
+  fingerprint of its own;
 - the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is
   repacked, and what they held before where nothing was sent. Each rank compares its own;
 - in an engine with CUDA graphs, every tensor that a layer refers to lies where it lay ([`Addresses`]).

@@ -111,11 +111,10 @@ def _memory_of_engine(model, dtype) -> float:
 def make_bench_engine(model, dtype, max_num_seqs: int):
     import torch
 
-    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.in_process import make_engine
     from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
 
-    llm = make_engine(
+    engine = make_engine(
         model,
         dtype,
         on_cpu=not torch.cuda.is_available(),
@@ -125,7 +124,7 @@ def make_bench_engine(model, dtype, max_num_seqs: int):
         max_num_batched_tokens=4096,
         gpu_memory_utilization=_memory_of_engine(model, dtype),
     )
-    return llm, Publisher(model, dtype, DirectTransport(llm))
+    return engine.llm, Publisher(model, dtype, engine)
 
 
 @contextmanager
@@ -142,15 +141,16 @@ def open_engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, int]]:
+def open_server(model, dtype, make_channel=None) -> Iterator[tuple[Any, Any, int]]:
     """A server in another process: its client, the publisher to it, and the number of its process."""
     import torch
 
+    from trl_qarl.rollout.channels import FileChannel
     from trl_qarl.rollout.client import QaRLClient
     from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.server import ServerEngine
     from trl_qarl.rollout.server_command import build_server_command
     from trl_qarl.rollout.server_process import ServerProcess, free_port
-    from trl_qarl.rollout.transports import FileTransport
 
     port, on_cpu = free_port(), not torch.cuda.is_available()
     memory = [] if on_cpu else ["--gpu-memory-utilization", str(_memory_of_engine(model, dtype))]
@@ -170,7 +170,7 @@ def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, i
         try:
             server.wait(f"http://127.0.0.1:{port}", START_SECONDS)
             client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
-            publisher = Publisher(model, dtype, (make_transport or FileTransport)(client))
+            publisher = Publisher(model, dtype, ServerEngine(client, (make_channel or FileChannel)(client)))
             publisher.check_engine()
             yield client, publisher, server._process.pid
             client.close_session()

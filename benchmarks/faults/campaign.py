@@ -168,7 +168,7 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import canary, client, http_transport, publisher
+        from trl_qarl.rollout import canary, channels, client, publisher
         from trl_qarl.wire import transfer_dir
 
         # The stand-in has log-probs of the fixed text that no weights have.
@@ -176,7 +176,7 @@ class TrainerProcess:
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000
         # And several pieces to a chunk.
-        http_transport.HTTPTransport._piece_bytes = 30_000
+        channels.HTTPChannel._piece_bytes = 30_000
         # Waits of seconds, between attempts and for servers that are slow to start.
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(seconds / 10)

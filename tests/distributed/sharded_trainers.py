@@ -43,9 +43,11 @@ from trl_qarl.quantization.storage import is_sharded, refresh, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
+from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.rollout.server import ServerEngine
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
@@ -86,7 +88,7 @@ def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
             publisher = Publisher(trainer.model, trainer.policy.dtype, Engine())
             publisher.join() if dist.get_rank() else publisher.publish("1")
             expected = {n: t for n, t in iter_adapter_tensors(ddp.model, trainer.policy.dtype) if dist.get_rank() == 0}
-            sent = publisher.transport.tensors
+            sent = publisher.engine.tensors
             assert (len(expected) > 0) == (mode == "adapter" and dist.get_rank() == 0)
             assert all(torch.equal(sent[name], tensor) for name, tensor in expected.items())
             [weight, *_] = weights_of(trainer.model)
@@ -210,16 +212,16 @@ def playing(failures=(), num_published=None):
             self.vllm_client = Server(self.model)
             self.vllm_client.failures = {"generate": failures}
             self.vllm_client.weight_version = lambda: transport.weight_version
+            self.engine = ServerEngine(self.vllm_client, FileChannel(self.vllm_client))
             self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
             self.publisher.check_engine = dict
-            self._keep_trying()
+            self.vllm_client.generate = self._completions
 
         def _publish(self):
             self.vllm_client.version = num_published.append("sent") or "sent"
-            publication = super()._publish()
+            super()._publish()
             sent = sorted((name, bits(tensor).numpy().tobytes()) for name, tensor in transport.tensors.items())
             self.vllm_client.held = hashlib.sha256(repr(sent).encode()).hexdigest()
-            return publication
 
     with patch.object(qarl_trainer, "QaRLVLLMGeneration", Generation), patch.object(generation, "BACKOFF_SECONDS", 0):
         yield

@@ -10,7 +10,7 @@ from testing_utils import make_tiny_model, make_trainer, set_engine_environment,
 from trl_qarl import QaRLConfig, export_checkpoint, load_engine, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.rollout.engines import start_command
+from trl_qarl.rollout.server import start_command
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.scripts import vllm_serve
 

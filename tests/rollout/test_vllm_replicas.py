@@ -104,9 +104,9 @@ def workers(trainer, method):
 @pytest.mark.parametrize(("transport", "ahead"), [("file", 0), ("http", 0), ("http", 1)])
 def test_everything_and_then_changes_reach_both_replicas(server, make_trainer, transport, ahead):
     trainer = make_trainer(vllm_transport=transport, vllm_delta_sync=True, rollout_ahead=ahead)
-    assert trainer.vllm_generation.engine["replicas"] == 2
+    assert trainer.vllm_generation.description["replicas"] == 2
     scored = []
-    transport = trainer.vllm_generation.publisher.transport
+    transport = trainer.vllm_generation.publisher.engine
     score = transport.score
     transport.score = lambda *asked: scored.append(score(*asked)) or scored[-1]
     # As many batches, of which the second is drawn by the weights of the first, and the third by others.

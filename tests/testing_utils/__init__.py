@@ -420,12 +420,12 @@ class Tampering:
 @contextmanager
 def tampered(publisher, change):
     """Have what `publisher` sends changed on its way."""
-    transport = publisher.transport
-    publisher.transport = Tampering(transport, change)
+    transport = publisher.engine
+    publisher.engine = Tampering(transport, change)
     try:
         yield
     finally:
-        publisher.transport = transport
+        publisher.engine = transport
 
 
 def launch_environment(config_file: str) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,8 +12,10 @@ import requests
 from requests.adapters import HTTPAdapter
 from typing_extensions import override
 
+from ..wire.protocol import PublishError
 
-__all__ = ["CheckedSession", "LocalSession", "ServerLost", "check_finished", "error_text", "is_local"]
+
+__all__ = ["CheckedSession", "LocalSession", "ServerLost", "check_finished", "error_text", "is_local", "refusals"]
 
 _CONNECT_SECONDS = 10
 
@@ -31,6 +34,20 @@ class ServerLost(ConnectionError):
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """
+    Have a request that the server refuses raise [`PublishError`]; one that it does not answer, or has not let in, is
+    lost.
+    """
+    try:
+        yield
+    except ServerLost as error:
+        if error.status in (None, 409):
+            raise
+        raise PublishError(str(error)) from error
 
 
 class LocalSession(requests.Session):

@@ -9,77 +9,45 @@ from typing import Any
 
 from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir
-from .gpu_kernels import Gpu, kernel_arguments, reason_against, schemes_of
+from .gpu_kernels import Gpu, kernel_arguments
 
 
-__all__ = ["LOCAL_HOSTS", "build_server_command", "check_engine_runs", "cpu_environment"]
+__all__ = ["LOCAL_HOSTS", "build_server_command", "cpu_environment"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Addresses at which only the server's own host reaches it."""
 
-_NO_DRAFT = "no weights are published to a draft model"
-
-_LORA = "it follows from --max_lora_rank"
-
-_SOME_EXPERTS = "a rank holds some experts, and the audit sees whole models only"
-
-_PICTURES = "a picture must become what it is in the learner"
-
-_ONE_SERVER = "all replicas must be behind one server, which takes the weights; use only --data-parallel-size"
-
-# vLLM options that are set here or left at their defaults, with the reason why a user may not set them.
-_IMPOSED = {
-    "--load-format": "weights come from the trainer",
-    "--hf-overrides": "it carries the scheme",
-    "--quantization": "it follows from --scheme",
-    "-q": "it follows from --scheme",
-    "--logprobs-mode": "the learner compares with log-probs after temperature",
-    "--weight-transfer-config": "it names the engine that receives the weights",
-    "--worker-extension-cls": "it carries the audit",
-    "--enable-sleep-mode": "a server that sleeps forgets its weights without the trainer knowing",
-    "--root-path": "the gate looks at paths",
-    "--api-server-count": "the gate that refuses to generate with unpublished weights lives in one API process",
-    "--config": "the file could hold any of the options that are set here; give its options one by one",
-    "--quantization-config": "it follows from --scheme",
-    "--kv-cache-dtype": "the learner does not round keys and values, which in FP8 moves log-probs by 0.1 nats per token (docs/vllm.md)",
-    "--generation-config": "the trainer decides how tokens are sampled",
-    "--override-generation-config": "the trainer decides how tokens are sampled",
-    "--speculative-config": _NO_DRAFT,
-    "-sc": _NO_DRAFT,
-    "--spec-method": _NO_DRAFT,
-    "--spec-model": _NO_DRAFT,
-    "--spec-tokens": _NO_DRAFT,
-    "--pipeline-parallel-size": "a stage holds a part of the model, and the audit sees whole models only",
-    "-pp": "a stage holds a part of the model, and the audit sees whole models only",
-    "--enable-expert-parallel": _SOME_EXPERTS,
-    "--mm-device-do-normalize": _PICTURES,
-    "--no-mm-device-do-normalize": _PICTURES,
-    "--mm-processor-kwargs": _PICTURES,
-    "--mm-encoder-attn-dtype": _PICTURES,
-    "--mm-encoder-tp-mode": "the audit compares the weights of each rank, so ranks do not share pictures out",
-    "-ep": _SOME_EXPERTS,
-    "--enable-eplb": _SOME_EXPERTS,
-    "--enable-lora": _LORA,
-    "--max-loras": _LORA,
-    "--max-cpu-loras": _LORA,
-    "--max-lora-rank": _LORA,
-    "--lora-target-modules": _LORA,
-    "--lora-dtype": "an adapter has the dtype of the model, as in the learner",
-    "--lora-modules": "the adapter comes from the trainer",
-    "--default-mm-loras": "the adapter comes from the trainer",
-    "--data-parallel-rank": _ONE_SERVER,
-    "-dpn": _ONE_SERVER,
-    "--data-parallel-start-rank": _ONE_SERVER,
-    "-dpr": _ONE_SERVER,
-    "--data-parallel-hybrid-lb": _ONE_SERVER,
-    "-dph": _ONE_SERVER,
-    "--data-parallel-external-lb": _ONE_SERVER,
-    "-dpe": _ONE_SERVER,
-    "--data-parallel-multi-port-external-lb": _ONE_SERVER,
-    "-dpm": _ONE_SERVER,
-    "--data-parallel-backend": "Ray starts processes that do not know where weights arrive",
-    "-dpb": "Ray starts processes that do not know where weights arrive",
+# Options of vLLM that are set here or left at their defaults, by the reason why a user may not set them.
+_REASONS = {
+    "weights come from the trainer": "--load-format",
+    "it carries the scheme": "--hf-overrides",
+    "it follows from --scheme": "--quantization -q --quantization-config",
+    "the learner compares with log-probs after temperature": "--logprobs-mode",
+    "it names the engine that receives the weights": "--weight-transfer-config",
+    "it carries the audit": "--worker-extension-cls",
+    "a server that sleeps forgets its weights without the trainer knowing": "--enable-sleep-mode",
+    "the gate looks at paths": "--root-path",
+    "the gate that refuses to generate with unpublished weights lives in one API process": "--api-server-count",
+    "the file could hold any of the options that are set here; give its options one by one": "--config",
+    "the learner does not round keys and values, which in FP8 moves log-probs by 0.1 nats per token (docs/vllm.md)": "--kv-cache-dtype",
+    "the trainer decides how tokens are sampled": "--generation-config --override-generation-config",
+    "no weights are published to a draft model": "--speculative-config -sc --spec-method --spec-model --spec-tokens",
+    "a stage holds a part of the model, and the audit sees whole models only": "--pipeline-parallel-size -pp",
+    "a rank holds some experts, and the audit sees whole models only": "--enable-expert-parallel -ep --enable-eplb",
+    "a picture must become what it is in the learner": (
+        "--mm-device-do-normalize --no-mm-device-do-normalize --mm-processor-kwargs --mm-encoder-attn-dtype"
+    ),
+    "the audit compares the weights of each rank, so ranks do not share pictures out": "--mm-encoder-tp-mode",
+    "it follows from --max_lora_rank": "--enable-lora --max-loras --max-cpu-loras --max-lora-rank --lora-target-modules",
+    "an adapter has the dtype of the model, as in the learner": "--lora-dtype",
+    "the adapter comes from the trainer": "--lora-modules --default-mm-loras",
+    "all replicas must be behind one server, which takes the weights; use only --data-parallel-size": (
+        "--data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-hybrid-lb -dph "
+        "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm"
+    ),
+    "Ray starts processes that do not know where weights arrive": "--data-parallel-backend -dpb",
 }
+_IMPOSED = {option: reason for reason, options in _REASONS.items() for option in options.split()}
 
 
 def _reason_against(argument: str) -> str | None:
@@ -111,42 +79,6 @@ def cpu_environment() -> dict[str, str]:
         "VLLM_CPU_INT4_W4A8": "0",
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
     }
-
-
-def check_engine_runs(
-    quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool, gpu: Gpu | None = None
-) -> None:
-    """
-    Raise for a scheme that vLLM cannot run here, before it is started.
-
-    Args:
-        quantization_config (`Mapping` or `None`):
-            From [`~trl_qarl.checkpoint.layout.quantization_config`].
-        dtype (`str`):
-            Dtype of everything that is not quantized.
-        on_cpu (`bool`):
-            Whether the engine runs on a CPU.
-        gpu ([`Gpu`], *optional*):
-            The GPU of an engine that does not. Defaults to the one that is here; without one, to Hopper, which runs
-            most schemes.
-
-    Raises:
-        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for what [`choose_kernels`] refuses.
-    """
-    schemes = schemes_of(quantization_config)
-    has_w4a8 = any(scheme.has_fp8_scales for scheme in schemes)
-    if has_w4a8 and on_cpu:
-        raise ValueError(
-            "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
-            "after its weights are reloaded. Use 'w4a8-int8', which has INT8 activations, `use_vllm=False`, or a GPU of compute capability 9.0."
-        )
-    if has_w4a8 and dtype != "bfloat16":
-        raise ValueError(
-            f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`)."
-        )
-    gpu = None if on_cpu else gpu or Gpu.here() or Gpu((9, 0))
-    if gpu is not None and (reasons := [reason for scheme in schemes if (reason := reason_against(scheme, gpu))]):
-        raise ValueError("\n".join(reasons))
 
 
 def build_server_command(
@@ -209,7 +141,7 @@ def build_server_command(
         ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run
             here.
     """
-    check_engine_runs(quantization_config, dtype, on_cpu, gpu)
+    kernels = kernel_arguments(quantization_config, dtype, on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")
     if transport not in ("file", "nccl"):
         raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
@@ -247,7 +179,7 @@ def build_server_command(
         argv += ["--enforce-eager"]
         environment |= cpu_environment()
     else:
-        for name, value in kernel_arguments(quantization_config, gpu).items():
+        for name, value in kernels.items():
             argv += [f"--{name.replace('_', '-')}", json.dumps(value)]
         if numerics == "engine":
             from ..numerics import cuda

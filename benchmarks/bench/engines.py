@@ -113,10 +113,10 @@ def make_bench_engine(model, dtype, max_num_seqs: int):
 
     from trl_qarl.rollout.in_process import make_engine
     from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.spec import EngineSpec
 
     engine = make_engine(
-        model,
-        dtype,
+        EngineSpec.of(model, dtype),
         on_cpu=not torch.cuda.is_available(),
         distributed_executor_backend="uni",
         max_model_len=512,
@@ -151,13 +151,12 @@ def open_server(model, dtype, make_channel=None) -> Iterator[tuple[Any, Any, int
     from trl_qarl.rollout.server import ServerEngine
     from trl_qarl.rollout.server_command import build_server_command
     from trl_qarl.rollout.server_process import ServerProcess, free_port
+    from trl_qarl.rollout.spec import EngineSpec
 
     port, on_cpu = free_port(), not torch.cuda.is_available()
     memory = [] if on_cpu else ["--gpu-memory-utilization", str(_memory_of_engine(model, dtype))]
     argv, environment = build_server_command(
-        model.name_or_path,
-        _config_of(model),
-        dtype=str(dtype).removeprefix("torch."),
+        EngineSpec.of(model, dtype),
         port=port,
         on_cpu=on_cpu,
         # NCCL refuses two processes on one GPU.
@@ -176,13 +175,6 @@ def open_server(model, dtype, make_channel=None) -> Iterator[tuple[Any, Any, int
             client.close_session()
         finally:
             server.stop()
-
-
-def _config_of(model) -> dict[str, Any] | None:
-    from trl_qarl.checkpoint.layout import quantization_config
-    from trl_qarl.quantization.inventory import Inventory
-
-    return quantization_config(Inventory.of(model)) or None
 
 
 def pad(pairs, device):

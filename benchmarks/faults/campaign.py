@@ -53,9 +53,10 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
     from datasets import Dataset
     from transformers import TrainerCallback
 
-    from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
+    from trl_qarl import QaRLConfig, QaRLTrainer
+    from trl_qarl.rollout import generation
 
-    real_server_process = qarl_trainer.server_process
+    real_server_process = generation.server_process
 
     def server_process(*args, **kwargs):
         process = real_server_process(*args, **kwargs)
@@ -64,7 +65,7 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             command.write_text(json.dumps([process.argv, process.environment]))
         return process
 
-    qarl_trainer.server_process = server_process
+    generation.server_process = server_process
 
     class Events(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

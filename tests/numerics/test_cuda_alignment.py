@@ -16,6 +16,7 @@ from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.numerics.ops import token_log_probs
 from trl_qarl.rollout.in_process import make_engine
 from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.rollout.spec import EngineSpec
 
 
 pytest.importorskip("vllm")
@@ -44,8 +45,7 @@ def test_learner_and_engine_give_every_token_the_same_log_prob(tmp_path, monkeyp
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     attach_engine_numerics(model, temperature=temperature)
     engine = make_engine(
-        model,
-        torch.bfloat16,
+        EngineSpec.of(model, torch.bfloat16),
         on_cpu=False,
         distributed_executor_backend="uni",
         max_model_len=512,
@@ -84,8 +84,7 @@ def test_what_a_batch_invariant_engine_repeats_bit_for_bit(tmp_path, monkeypatch
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen3"), dtype=torch.float32).to(DEVICE)
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     engine = make_engine(
-        model,
-        torch.bfloat16,
+        EngineSpec.of(model, torch.bfloat16),
         on_cpu=DEVICE == "cpu",
         distributed_executor_backend="uni",
         max_model_len=512,

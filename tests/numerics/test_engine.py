@@ -22,6 +22,7 @@ from trl_qarl.rollout.in_process import make_engine
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.server_command import cpu_environment
 from trl_qarl.rollout.server_process import free_port
+from trl_qarl.rollout.spec import EngineSpec
 
 
 vllm_envs = pytest.importorskip("vllm.envs")
@@ -195,8 +196,7 @@ def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_p
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
     engine = make_engine(
-        model,
-        torch.bfloat16,
+        EngineSpec.of(model, torch.bfloat16),
         on_cpu=True,
         distributed_executor_backend="uni",
         max_model_len=512,

@@ -20,6 +20,7 @@ from trl_qarl.rollout.gpu_kernels import (
     unexpected_kernels,
 )
 from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.rollout.spec import EngineSpec
 
 
 GPUS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
@@ -65,7 +66,7 @@ def test_what_vllm_would_compute_otherwise_is_refused_before_an_engine_starts(sc
     with pytest.raises(ValueError, match=message):
         kernel_arguments(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu)
     with pytest.raises(ValueError, match=message):
-        build_server_command("m", config_of(scheme), gpu=gpu)
+        build_server_command(EngineSpec("m", config_of(scheme)), gpu=gpu)
     assert reason_against(get_scheme(scheme), gpu_of((9, 0))) is None
     kernel_arguments(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu_of((9, 0)))
 
@@ -79,10 +80,10 @@ def test_fp4_weights_ask_for_marlin_which_leaves_activations_alone(scheme, backe
     """vLLM would take Humming on Hopper for NVFP4, and on Blackwell for MXFP4 a kernel that rounds activations."""
     arguments = kernel_arguments(config_of(scheme), "bfloat16", False, gpu_of(capability))
     assert arguments == ({"kernel_config": {"linear_backend_per_quant": backends}} if backends else {})
-    argv, _ = build_server_command("m", config_of(scheme), gpu=gpu_of(capability))
+    argv, _ = build_server_command(EngineSpec("m", config_of(scheme)), gpu=gpu_of(capability))
     found = json.loads(argv[argv.index("--kernel-config") + 1]) if "--kernel-config" in argv else None
     assert found == arguments.get("kernel_config")
-    assert "--kernel-config" not in build_server_command("m", config_of(scheme), on_cpu=True)[0]
+    assert "--kernel-config" not in build_server_command(EngineSpec("m", config_of(scheme)), on_cpu=True)[0]
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def one_kind(tmp_path_factory):
 
 def test_buffers_that_nothing_fills_and_another_normalization_are_refused(one_kind, tmp_path, monkeypatch):
     """As vLLM makes them by default. The text alone has the learner's log-probs."""
-    monkeypatch.setattr("trl_qarl.rollout.in_process.engine_arguments", lambda model: {})
+    monkeypatch.setattr("trl_qarl.rollout.pictures.engine_arguments", lambda model: {})
     with pytest.raises(ValueError, match="pictures.mm_device_do_normalize: learner False, engine True"):
         make_picture_trainer(one_kind, tmp_path, scheme="w4a16")
     monkeypatch.setattr("trl_qarl.rollout.publisher.model_differences", lambda *args: [])

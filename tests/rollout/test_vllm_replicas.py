@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import requests
+import torch
 
 from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
-from trl_qarl.checkpoint.layout import quantization_config
-from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.rollout.http_session import ServerLost
 from trl_qarl.rollout.server_command import build_server_command
 from trl_qarl.rollout.server_process import ServerProcess, free_port
+from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.wire.protocol import WORKER_EXTENSION, PublishError
 
 
@@ -42,7 +42,7 @@ def serving(folder, warm_servers, by):
     options = ["--max-model-len", "128", by, "2"]
     port, on_cpu = free_port(), True
     argv, environment = build_server_command(
-        path, quantization_config(Inventory.of(model)), dtype="float32", port=port, on_cpu=on_cpu, vllm_args=options
+        EngineSpec.of(model, torch.float32), port=port, on_cpu=on_cpu, vllm_args=options
     )
     argv[argv.index(WORKER_EXTENSION)] = "testing_utils.faulty_replica.FaultyReplica"
     environment |= {FAULT_FILE: str(folder / "fault"), "VLLM_LOGGING_LEVEL": "WARNING"}

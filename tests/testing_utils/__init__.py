@@ -147,7 +147,7 @@ def start_engines_quickly(patch) -> None:
     from vllm.v1.engine import core
     from vllm.v1.worker import cpu_worker, gpu_worker
 
-    from trl_qarl.rollout import engines
+    from trl_qarl.rollout import in_process
 
     set_engine_environment(patch)
     # vLLM exempts all objects from collection when an engine starts, and takes it back: six collections of a million
@@ -159,7 +159,7 @@ def start_engines_quickly(patch) -> None:
     patch.setattr(gpu_worker, "freeze_gc_heap", lambda: None)
     # An engine that ends would free earlier ones too, whose end destroys the groups of the engine that is there by
     # then.
-    for module in (engines, parallel_state, core, gpu_worker):
+    for module in (in_process, parallel_state, core, gpu_worker):
         patch.setattr(module, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
     # Something may hold an engine, such as the traceback of a failed test: its end leaves the groups to an engine that
     # came later.

@@ -20,9 +20,10 @@ def publish_to_engine(model, path, dtype, **arguments):
     """A publisher of `model`, with the tokenizer in the folder `path`, to an engine that is started for it."""
     from trl_qarl.rollout.in_process import make_engine
     from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.spec import EngineSpec
 
     arguments = {"max_model_len": 128, "max_num_seqs": 8, "max_logprobs": -1} | arguments
-    engine = make_engine(model, dtype, on_cpu=True, **arguments)
+    engine = make_engine(EngineSpec.of(model, dtype), on_cpu=True, **arguments)
     return Publisher(model, dtype, engine, AutoTokenizer.from_pretrained(path))
 
 

@@ -15,6 +15,7 @@ from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numer
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.rollout.in_process import make_engine
 from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -60,7 +61,9 @@ def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_
     for path in (make_tiny_model(tmp_path, "qwen3"), make_tiny_mixture(tmp_path, "qwen3_moe")):
         model = AutoModelForCausalLM.from_pretrained(path)
         prepare_model(model, "bf16")
-        engines.append(make_engine(model, torch.bfloat16, on_cpu=True, max_model_len=128, max_num_seqs=8).llm)
+        engines.append(
+            make_engine(EngineSpec.of(model, torch.bfloat16), on_cpu=True, max_model_len=128, max_num_seqs=8).llm
+        )
     # Neither has been sent weights.
     assert [len(rows) for rows in map(engine_logps, engines)] == [len(PROMPTS)] * 2
 
@@ -180,7 +183,9 @@ def test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last(t
     path = make_tiny_mixture(tmp_path, "qwen3_moe", moe_intermediate_size=128)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().cuda()
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    engine = make_engine(model, torch.bfloat16, on_cpu=False, max_model_len=128, gpu_memory_utilization=0.2)
+    engine = make_engine(
+        EngineSpec.of(model, torch.bfloat16), on_cpu=False, max_model_len=128, gpu_memory_utilization=0.2
+    )
     publisher = Publisher(model, torch.bfloat16, engine, AutoTokenizer.from_pretrained(path))
     publisher.check_engine()
     published = []

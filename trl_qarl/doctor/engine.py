@@ -32,6 +32,7 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
     from ..quantization.gemm import has_fast_bf16
     from ..rollout.in_process import make_engine
     from ..rollout.publisher import Publisher
+    from ..rollout.spec import EngineSpec
 
     on_cpu = not torch.cuda.is_available()
     # `w4a8` runs in no other dtype.
@@ -40,8 +41,7 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
         model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
         prepare_model(model, _in_small(plan), scale_dtype=dtype)
         engine = make_engine(
-            model,
-            dtype,
+            EngineSpec.of(model, dtype),
             on_cpu=on_cpu,
             skip_tokenizer_init=True,
             distributed_executor_backend="uni",

@@ -38,7 +38,6 @@ __all__ = [
     "detach_engine_numerics",
     "engine_numerics",
     "has_engine_numerics",
-    "is_repeated_on_gpu",
     "keep_no_products",
 ]
 
@@ -108,11 +107,6 @@ def detach_engine_numerics(model: nn.Module) -> None:
 def has_engine_numerics(model: nn.Module) -> bool:
     """Return whether [`attach_engine_numerics`] is in effect."""
     return hasattr(base_model(model), "_engine_forward")
-
-
-def is_repeated_on_gpu(model: nn.Module) -> bool:
-    """Return whether an engine on a GPU must be one whose arithmetic `model` repeats; on a CPU every engine is."""
-    return model.device.type == "cuda" and has_engine_numerics(model)
 
 
 def keep_no_products(model: nn.Module) -> None:

@@ -275,7 +275,7 @@ class QaRLClient(VLLMClient):
         return self._get(f"{self.base_url}{STATE_PATH}")
 
     @override
-    def image_features(self, images):
+    def image_features(self, images, max_concurrent_requests=None):
         """Return pictures as they are: the server processes them together with their prompts."""
         return images
 

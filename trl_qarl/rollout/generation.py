@@ -27,9 +27,10 @@ from .failures import EngineLost, all_or_none, as_lost, persistently
 from .http_session import ServerLost
 from .in_process import make_engine, share_engine
 from .pictures import placeholders_of, takes_pictures, with_pictures
-from .publisher import Publisher
+from .publisher import Publisher, largest_chunk
 from .server import ServerEngine, server_process, start_command
 from .server_process import ServerProcess
+from .spec import EngineSpec
 
 
 __all__ = ["QaRLVLLMGeneration"]
@@ -101,10 +102,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self.publisher = Publisher(self.model, self.dtype, None, self.processing_class)
 
     def _connect(self) -> None:
-        options = self.options
+        options, spec = self.options, EngineSpec.of(self.model, self.dtype)
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
-            self.server = server_process(options, self.model, self.dtype)
+            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = client = QaRLClient(
@@ -116,7 +117,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             token=None if self.server is None else self.server.token,
             token_file=options.vllm_token_file,
             ca_certs=options.vllm_ssl_ca_certs,
-            start_command=start_command(options, self.model, self.dtype),
+            start_command=start_command(options, spec),
         )
         try:
             client.placeholders = placeholders_of(self.processing_class)
@@ -140,8 +141,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         if group is not None:
             self.tp_group = group
         engine = make_engine(
-            self.model,
-            self.dtype,
+            EngineSpec.of(self.model, self.dtype),
             **shared,
             on_cpu=self.accelerator.device.type == "cpu",
             gpu_memory_utilization=self.gpu_memory_utilization,

@@ -21,15 +21,8 @@ _CONNECT_SECONDS = 10
 
 
 class ServerLost(ConnectionError):
-    """
-    A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
-
-    Args:
-        message (`str`):
-            What failed.
-        status (`int`, *optional*):
-            The status of the answer, if there was one.
-    """
+    """A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
+    `status` is that of the answer, if there was one."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -62,13 +55,7 @@ class LocalSession(requests.Session):
 class CheckedSession(LocalSession):
     """
     Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in
-    time.
-
-    Args:
-        request_timeout (`float`), generation_timeout (`float`):
-            Seconds to wait for an answer, and for completions.
-        ca_certs (`str` or `Path`, *optional*):
-            File with the certificates that vouch for the server's. Defaults to those that `requests` comes with.
+    time. Its arguments are those of [`~trl_qarl.rollout.client.QaRLClient`].
 
     Raises:
         ValueError: for a server whose certificate is not to be trusted.

@@ -12,17 +12,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from ..adapters.engine import lora_arguments
 from ..checkpoint.export import is_export
-from ..checkpoint.layout import quantization_config
 from ..numerics import cuda
-from ..numerics.attach import is_repeated_on_gpu
-from ..quantization.inventory import Inventory
-from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION, PublishError
+from ..wire.protocol import FILE_BACKEND, PublishError
 from .engine import Tensors
-from .gpu_kernels import kernel_arguments
-from .pictures import check_prompt, engine_arguments, sent_ids
+from .pictures import check_prompt, sent_ids
 from .server_command import cpu_environment
+from .spec import EngineSpec
 
 
 __all__ = ["InProcessEngine", "load_engine", "make_engine", "share_engine"]
@@ -192,44 +188,13 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
             "`trl-qarl export` or `export_checkpoint`."
         )
     config = json.loads((folder / "config.json").read_text())
-    on_cpu = not torch.cuda.is_available()
-    kernels = kernel_arguments(config.get("quantization_config"), config["dtype"], on_cpu)
-    # Left to itself vLLM would run a float32 export in 16 bits.
-    return _start(on_cpu, **(kernels | {"model": str(folder), "dtype": config["dtype"]} | vllm_arguments))
+    spec = EngineSpec(str(folder), config.get("quantization_config"), config["dtype"], is_export=True)
+    return _start(spec, not torch.cuda.is_available(), **vllm_arguments)
 
 
-def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments) -> InProcessEngine:
-    """
-    Start an engine that waits for the weights of `model`, a learner prepared by [`prepare_model`]. On a GPU it is one
-    whose arithmetic the learner repeats if `model` has engine numerics already; on a CPU every engine is.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The learner; the engine reads configuration and tokenizer from `model.name_or_path`.
-        dtype (`torch.dtype`):
-            Dtype of everything that is not quantized.
-        on_cpu (`bool`):
-            Whether the engine runs on a CPU.
-        arguments:
-            Further arguments of `vllm.LLM`.
-    """
-    config = quantization_config(Inventory.of(model)) or None
-    kernels = kernel_arguments(config, str(dtype).removeprefix("torch."), on_cpu)
-    if is_repeated_on_gpu(model):
-        cuda.prepare_process()
-        arguments |= cuda.ENGINE_ARGUMENTS
-    llm = _start(
-        on_cpu,
-        model=model.name_or_path,
-        load_format="dummy",
-        hf_overrides={"quantization_config": config} if config else None,
-        dtype=dtype,
-        **kernels,
-        **lora_arguments(model),
-        **engine_arguments(model),
-        **arguments,
-    )
-    return InProcessEngine(llm)
+def make_engine(spec: EngineSpec, *, on_cpu: bool, **arguments) -> InProcessEngine:
+    """Start an engine that waits for a learner's weights; `arguments` are further ones of `vllm.LLM`."""
+    return InProcessEngine(_start(spec, on_cpu, **arguments))
 
 
 def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
@@ -268,13 +233,15 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
     return arguments, group
 
 
-def _start(on_cpu: bool, **arguments):
-    """Return `vllm.LLM(**arguments)` with its worker in this process, the kernels of rollouts, and log-probs after
-    temperature."""
+def _start(spec: EngineSpec, on_cpu: bool, **arguments):
+    """Return a `vllm.LLM` whose worker lives in this process."""
+    arguments = spec.arguments(on_cpu) | arguments
     # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu:
         os.environ.update(cpu_environment())
+    elif spec.numerics == "engine":
+        cuda.prepare_process()
     from vllm import LLM
     from vllm.distributed import parallel_state
 
@@ -286,12 +253,5 @@ def _start(on_cpu: bool, **arguments):
     # vLLM keeps the groups of an earlier dense engine and adds no group of experts for a mixture.
     if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
         parallel_state.destroy_model_parallel()
-    defaults = {
-        "logprobs_mode": "processed_logprobs",
-        # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
-        "enforce_eager": on_cpu,
-        # The transfer backend also selects our kernels, without a weight sync too.
-        "weight_transfer_config": {"backend": FILE_BACKEND},
-        "worker_extension_cls": WORKER_EXTENSION,
-    }
-    return LLM(**(defaults | arguments))
+    # The transfer backend also selects our kernels, without a weight sync too.
+    return LLM(**({"weight_transfer_config": {"backend": FILE_BACKEND}} | arguments))

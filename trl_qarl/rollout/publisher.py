@@ -2,7 +2,7 @@
 Publication: after an optimizer step, give the engine exactly the low-bit tensors the learner computes with.
 
 [`Publisher`] walks the model layer by layer, takes the fingerprint of every tensor, skips decoder layers in which
-nothing changed, and hands chunks of bounded size to an [`Engine`]. The engine then compares what it holds with the
+nothing changed, and sends the rest in chunks of bounded size. The engine then compares what it holds with the
 fingerprints of *all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and refuses to generate if anything differs.
 """
 

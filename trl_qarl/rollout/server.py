@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 
-from ..adapters.engine import lora_arguments
-from ..checkpoint.layout import quantization_config
-from ..numerics.attach import is_repeated_on_gpu
-from ..quantization.inventory import Inventory
 from ..wire.protocol import PublishError
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .engine import Channel, Tensors
-from .pictures import PICTURE_PATH, check_prompt, engine_arguments, picture_request
-from .publisher import largest_chunk
+from .pictures import PICTURE_PATH, check_prompt, picture_request
 from .server_command import build_server_command
 from .server_process import ServerProcess
+from .spec import EngineSpec
 
 
 __all__ = ["ServerEngine", "server_process", "start_command"]
@@ -154,17 +150,17 @@ def _json(response) -> dict[str, Any]:
         raise PublishError(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
 
 
-def start_command(args, model, dtype: torch.dtype) -> str:
-    """Return the command with which a user starts a server for a prepared `model` and a [`QaRLConfig`]."""
+def start_command(args, spec: EngineSpec) -> str:
+    """Return the command with which a user starts a server for the learner of a [`QaRLConfig`]."""
     options = {
-        "model": model.name_or_path,
+        "model": spec.model,
         "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
         "group_size": args.group_size if isinstance(args.scheme, str) else None,
         "exclude_modules": args.exclude_modules,
         **args.plan.options,
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_lora_rank": lora_arguments(model).get("max_lora_rank"),
-        "numerics": "engine" if is_repeated_on_gpu(model) else None,
+        "dtype": spec.dtype,
+        "max_lora_rank": spec.lora.get("max_lora_rank"),
+        "numerics": None if spec.numerics == "fast" else spec.numerics,
         "cpu_weights": None if args.cpu_weights == "expanded" else args.cpu_weights,
         "port": None if args.vllm_server_base_url else args.vllm_server_port,
     }
@@ -175,9 +171,9 @@ def start_command(args, model, dtype: torch.dtype) -> str:
     return shlex.join(argv)
 
 
-def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
-    """Return the server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a
-    [`QaRLConfig`]."""
+def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
+    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner of a [`QaRLConfig`], which
+    sends chunks of at most `chunk_bytes`."""
     vllm_args = []
     if args.vllm_max_model_length is not None:
         vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
@@ -188,23 +184,15 @@ def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
         vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]
     if args.trust_remote_code:
         vllm_args.append("--trust-remote-code")
-    lora = lora_arguments(model)
+    # The next trainer tells from the name whether this one was killed.
+    name = f"{owned_prefix()}{secrets.token_hex(8)}"
     argv, environment = build_server_command(
-        model.name_or_path,
-        quantization_config(Inventory.of(model)) or None,
-        dtype=str(dtype).removeprefix("torch."),
+        spec,
         port=args.vllm_server_port,
         on_cpu=on_cpu,
         # NCCL refuses two processes on one GPU, which is what a child without settings of its own gets.
         transport="file",
-        # The next trainer tells from the name whether this one was killed.
-        transfer_dir=default_transfer_dir(args.vllm_server_port, largest_chunk(model, dtype)).with_name(
-            f"{owned_prefix()}{secrets.token_hex(8)}"
-        ),
-        max_lora_rank=lora.get("max_lora_rank"),
-        lora_modules=lora.get("lora_target_modules", ()),
-        numerics="engine" if is_repeated_on_gpu(model) else "fast",
-        takes_pictures=bool(engine_arguments(model)),
+        transfer_dir=default_transfer_dir(args.vllm_server_port, chunk_bytes).with_name(name),
         vllm_args=vllm_args,
     )
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
+from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir
-from .gpu_kernels import Gpu, kernel_arguments
+from .gpu_kernels import Gpu
+from .spec import EngineSpec
 
 
 __all__ = ["LOCAL_HOSTS", "build_server_command", "cpu_environment"]
@@ -82,55 +83,33 @@ def cpu_environment() -> dict[str, str]:
 
 
 def build_server_command(
-    model: str,
-    quantization_config: Mapping[str, Any] | None,
+    spec: EngineSpec,
     *,
-    dtype: str = "bfloat16",
     host: str = "127.0.0.1",
     port: int = 8000,
     on_cpu: bool = False,
     transport: str | None = None,
     transfer_dir: str | Path | None = None,
-    max_lora_rank: int | None = None,
-    lora_modules: Sequence[str] = (),
-    numerics: str = "fast",
     gpu: Gpu | None = None,
-    takes_pictures: bool = False,
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
     Command line and environment of vLLM's own OpenAI server, ready for a trainer.
 
     Args:
-        model (`str`):
-            Hub id or directory of the model; its configuration and tokenizer are read, its weights are not.
-        quantization_config (`Mapping` or `None`):
-            From [`~trl_qarl.checkpoint.layout.quantization_config`]; `None` for an unquantized engine.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`):
-            Dtype of everything that is not quantized; the learner's.
+        spec ([`EngineSpec`]):
+            Of the learner.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
             Address to listen on.
         port (`int`, *optional*, defaults to `8000`):
             Port to listen on.
-        on_cpu (`bool`, *optional*, defaults to `False`):
-            Whether the engine runs on a CPU.
+        on_cpu (`bool`, *optional*, defaults to `False`), gpu ([`Gpu`], *optional*):
+            What the engine runs on. The GPU defaults to the one that is here.
         transport (`str`, *optional*):
             `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and where only this host can reach the server; to
             `"nccl"` else.
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
-        max_lora_rank (`int`, *optional*):
-            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.checkpoint.serving.ENGINE_RANKS`]; none
-            without.
-        lora_modules (`Sequence[str]`, *optional*):
-            Last components of the names of the layers that may have an adapter.
-        numerics (`str`, *optional*, defaults to `"fast"`):
-            The learner's. On a GPU `"engine"` gives a slower engine, whose arithmetic the learner can repeat
-            ([`trl_qarl.numerics.cuda`]); on a CPU every engine is one.
-        gpu ([`Gpu`], *optional*):
-            The GPU that the engine runs on. Defaults to the one that is here.
-        takes_pictures (`bool`, *optional*, defaults to `False`):
-            Whether the model is one of pictures and text.
         vllm_args (`Sequence[str]`, *optional*):
             Further arguments of `vllm serve`.
 
@@ -141,7 +120,7 @@ def build_server_command(
         ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run
             here.
     """
-    kernels = kernel_arguments(quantization_config, dtype, on_cpu, gpu)
+    arguments = spec.arguments(on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")
     if transport not in ("file", "nccl"):
         raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
@@ -150,41 +129,35 @@ def build_server_command(
     for argument in vllm_args:
         if argument.startswith("-") and (reason := _reason_against(argument)):
             raise ValueError(f"{argument.partition('=')[0]} is set by trl-qarl: {reason}. Remove it.")
-    backend = FILE_BACKEND if transport == "file" else NCCL_BACKEND
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    argv += ["--model", model, "--host", host, "--port", str(port), "--dtype", dtype]
-    argv += ["--load-format", "dummy"]
-    if quantization_config:
-        argv += ["--hf-overrides", json.dumps({"quantization_config": quantization_config})]
-    # -1: a deep audit asks for the log-probs of a whole prompt.
-    argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    argv += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    argv += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", GATE]
-    if max_lora_rank is not None:
-        argv += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_lora_rank)]
-        argv += ["--lora-target-modules", *lora_modules]
-    if takes_pictures:
-        # Pictures come with token ids, and the processor normalizes them as the learner's does.
-        argv += [
-            "--enable-scale-out",
-            "--no-mm-device-do-normalize",
-            "--limit-mm-per-prompt",
-            json.dumps({"video": 0}),
-        ]
+    arguments |= {
+        "host": host,
+        "port": port,
+        # A deep audit asks for the log-probs of a whole prompt.
+        "max_logprobs": -1,
+        "weight_transfer_config": {"backend": FILE_BACKEND if transport == "file" else NCCL_BACKEND},
+        "middleware": GATE,
+    }
+    if spec.pictures:
+        # They come with token ids.
+        arguments["enable_scale_out"] = True
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if transport == "file":
         environment[TRANSFER_DIR_VARIABLE] = str(transfer_dir or default_transfer_dir(port))
     if on_cpu:
-        # Compiling takes minutes there, and the compiled graph would not see the learner's kernels.
-        argv += ["--enforce-eager"]
         environment |= cpu_environment()
-    else:
-        for name, value in kernels.items():
-            argv += [f"--{name.replace('_', '-')}", json.dumps(value)]
-        if numerics == "engine":
-            from ..numerics import cuda
+    elif spec.numerics == "engine":
+        from ..numerics import cuda
 
-            environment |= cuda.ENVIRONMENT
-            for name, value in cuda.ENGINE_ARGUMENTS.items():
-                argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        environment |= cuda.ENVIRONMENT
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in arguments.items():
+        argv += _as_option(name.replace("_", "-"), value)
     return [*argv, *vllm_args], environment
+
+
+def _as_option(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, Mapping):
+        return [f"--{name}", json.dumps(value)]
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -44,9 +44,6 @@ class FileChannel(Channel):
     _known_dir: str | None = None
     """A directory that has been seen on this host."""
 
-    def __init__(self, client):
-        self.client = client
-
     def begin(self) -> None:
         directory = self.client.transfer_dir
         if directory and directory == self._known_dir and not os.path.lexists(directory):
@@ -114,9 +111,6 @@ class HTTPChannel(Channel):
     """
 
     _piece_bytes = _PIECE_BYTES
-
-    def __init__(self, client):
-        self.client = client
 
     def send(self, tensors: Tensors) -> None:
         data = save({name: tensor.cpu().contiguous() for name, tensor in tensors})

@@ -91,14 +91,24 @@ class Engine(Protocol):
         """Set all keys and values that the engine holds to 0."""
 
 
-class Channel(Protocol):
-    """Way of tensors to a server. A subclass defines `send`, and what else it needs."""
+class Channel:
+    """
+    Way of tensors to a server. A subclass defines `send`, and whatever else it needs.
+
+    Args:
+        client ([`~trl_qarl.rollout.client.QaRLClient`]):
+            With a session.
+    """
+
+    def __init__(self, client: Any):
+        self.client = client
 
     def connect(self) -> None:
-        """Set up what the channel needs in addition to the server's session, for each session."""
+        """Set up what the channel needs in addition to the session, for each session."""
 
     def begin(self) -> None:
         """Prepare a weight sync."""
 
     def send(self, tensors: Tensors) -> None:
         """Deliver a chunk, within a weight sync."""
+        raise NotImplementedError

@@ -30,7 +30,8 @@ class NCCLChannel(Channel):
     """Broadcasts each chunk from this process' accelerator, `device`, over a group with the server's workers."""
 
     def __init__(self, client, device: torch.device | None = None):
-        self.client, self.device = client, device
+        super().__init__(client)
+        self.device = device
 
     def connect(self) -> None:
         """Form the group, again after a broadcast that failed, which leaves the two sides out of step."""

@@ -405,27 +405,27 @@ def push_export(trainer, hub) -> dict[str, bytes]:
 
 
 class Tampering:
-    """A transport that changes what is sent on its way."""
+    """An engine that is sent something else."""
 
-    def __init__(self, transport, change):
-        self.transport, self.change = transport, change
+    def __init__(self, engine, change):
+        self.engine, self.change = engine, change
 
     def __getattr__(self, name):
-        return getattr(self.transport, name)
+        return getattr(self.engine, name)
 
     def send(self, tensors):
-        self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
+        self.engine.send([item for tensor in tensors for item in self.change(*tensor)])
 
 
 @contextmanager
 def tampered(publisher, change):
     """Have what `publisher` sends changed on its way."""
-    transport = publisher.engine
-    publisher.engine = Tampering(transport, change)
+    engine = publisher.engine
+    publisher.engine = Tampering(engine, change)
     try:
         yield
     finally:
-        publisher.engine = transport
+        publisher.engine = engine
 
 
 def launch_environment(config_file: str) -> dict[str, str]:

@@ -416,7 +416,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.eos_token = "<|unk|>"
     tokenizer.save_pretrained(copy)
-    transport = make_publisher(copy).transport
+    transport = make_publisher(copy).engine
     with pytest.raises(ValueError) as error:
         Publisher(publisher.model, torch.float32, transport, publisher.tokenizer).check_engine()
     for line in (

@@ -59,17 +59,8 @@ class _Text(NamedTuple):
 
 
 class Canary:
-    """
-    The fixed text of one learner, and the fixed picture of one that takes pictures.
-
-    Args:
-        model (`nn.Module`):
-            The learner.
-        dtype (`torch.dtype`):
-            Dtype in which the engine runs the model.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            The learner's; without it nothing is compared.
-    """
+    """The fixed text of one learner, and the fixed picture of one that takes pictures. `dtype` is that in which the
+    engine runs the model; without a `processing_class` nothing is compared."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, processing_class: Any):
         self.model, self.dtype = model, dtype
@@ -99,13 +90,8 @@ class Canary:
 
     def compare(self, learner: list[tuple[torch.Tensor, float]], engine: Engine) -> dict[str, float]:
         """
-        Compare what the engine, or each replica of a server, says of the texts.
-
-        Args:
-            learner:
-                What [`~Canary.score`] has returned.
-            engine ([`Engine`]):
-                With the learner's weights.
+        Compare what the engine, or each replica of a server, says of the texts with the `learner`'s
+        [`~Canary.score`].
 
         Returns:
             `publish/canary_abs_logp`, the mean difference in nats, of the replica that is furthest away, and

@@ -162,8 +162,6 @@ def choose_channel(
     Return the channel to a server, and why it is that one in words.
 
     Args:
-        client ([`~trl_qarl.rollout.client.QaRLClient`]):
-            With a session.
         wanted (`str`, *optional*, defaults to `"auto"`):
             `"file"`, `"nccl"`, `"http"` or `"auto"`, which is NCCL for a server that was started for it, else files if
             the server's transfer directory is on this host too, else HTTP.

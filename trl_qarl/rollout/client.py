@@ -46,16 +46,10 @@ class QaRLClient(VLLMClient):
     left to the caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
-        base_url (`str`):
-            Address of the server, such as `"http://127.0.0.1:8000"`.
-        group_port (`int`, *optional*, defaults to `51216`):
-            Port of the NCCL group.
-        connection_timeout (`float`, *optional*, defaults to `0.0`):
-            Seconds to wait for the server.
-        request_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds to wait for the answer to a request that does not generate.
-        generation_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds to wait for completions.
+        base_url (`str`), group_port (`int`, *optional*, defaults to `51216`):
+            Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
+        connection_timeout, request_timeout, generation_timeout (`float`, *optional*):
+            Seconds to wait for the server, for the answer to a request, and for completions.
         token (`str`, *optional*):
             The secret of a server that was started here.
         token_file (`str` or `Path`, *optional*):

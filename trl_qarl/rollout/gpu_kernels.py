@@ -168,17 +168,9 @@ def unexpected_kernels(
     kernels: Iterable[str], linear: Iterable[QuantScheme], experts: Iterable[QuantScheme], gpu: Gpu
 ) -> Iterator[str]:
     """
-    Yield, in words, each kernel of an engine that is not the one to expect.
-
-    Args:
-        kernels (`Iterable[str]`):
-            Class names of the kernels that run quantized linear layers and experts, as the engine reports them.
-        linear (`Iterable[QuantScheme]`):
-            Schemes of the learner's linear layers.
-        experts (`Iterable[QuantScheme]`):
-            Schemes of its experts; none where they are not quantized, whose kernels are vLLM's own affair.
-        gpu ([`Gpu`]):
-            The engine's.
+    Yield, in words, each kernel of an engine that is not the one to expect: of `kernels`, class names of those that
+    run quantized linear layers and experts, for the schemes of the learner's `linear` layers and `experts`. Experts
+    that are not quantized have none, as their kernels are vLLM's own affair.
     """
     for kernel in kernels:
         of_experts = "Experts" in kernel or "MoE" in kernel

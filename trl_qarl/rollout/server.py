@@ -26,12 +26,6 @@ class ServerEngine:
     """
     The [`~trl_qarl.rollout.engine.Engine`] of a server, whose replicas are alike.
 
-    Args:
-        client ([`~trl_qarl.rollout.client.QaRLClient`]):
-            With a session.
-        channel ([`Channel`]):
-            Way of tensors to it.
-
     Attributes:
         is_drawing (`Callable[[], bool]`):
             Tells whether completions of this trainer are in flight that are to go on with what is published.

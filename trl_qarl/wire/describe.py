@@ -124,8 +124,8 @@ _NOT_NUMERIC = frozenset(
 
 
 def describe_model(config) -> dict[str, Any]:
-    """Return what of the configuration of a text model (`get_text_config()`), or of a vision tower, decides the numbers
-    that it computes, as JSON has it."""
+    """Return what of the configuration of a text model (`get_text_config()`), or of a vision tower, decides its
+    numbers, as JSON has it."""
     settings = {
         name: value
         for name, value in config.to_dict().items()

@@ -104,11 +104,8 @@ def _run(argv: list[str]) -> int:
 
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
-    """
-    Return the arguments of `accelerate launch` that run the training script with `script_args`. `launch_args` may hold
-    TRL's `--accelerate_config`; `num_cpus` is the number of threads for a single process on a CPU, `None` when the
-    machine has an accelerator.
-    """
+    """Return the arguments of `accelerate launch` that run the training script with `script_args`. `launch_args` may
+    hold TRL's `--accelerate_config`; `num_cpus` are threads for one process on a CPU, `None` with an accelerator."""
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     launch_args = resolve_accelerate_config_argument(launch_args)

@@ -134,13 +134,8 @@ class SavesRuns(PushesPolicy):
         )
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """
-        Checkpoint folder to resume from, `None` for a new run.
-
-        Raises:
-            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme,
-                learner, trust band or launch.
-        """
+        """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if there is none,
+        if it is incomplete, or if it was trained with another scheme, learner, trust band or launch."""
         found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
         if found is not None:
             check_resumed_launch(self.accelerator, found)
@@ -149,10 +144,7 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """
-        Writes the masters, or the adapter, as TRL does, and next to them the scheme that they were trained for, also
-        in words.
-        """
+        """Writes the masters, or the adapter, as TRL does, and next to them their scheme and a card."""
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         allow_as_umask(folder.glob("*.safetensors"))
@@ -266,9 +258,8 @@ class SavesRuns(PushesPolicy):
             )
 
     def _check_folders_are_free(self) -> None:
-        """
-        Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Asked before a server starts.
-        """
+        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Asked before a server
+        starts."""
         args = self.args
         with all_or_none(self.accelerator):
             if self.accelerator.is_main_process:
@@ -278,10 +269,8 @@ class SavesRuns(PushesPolicy):
 
     @contextmanager
     def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """
-        Hold `output_dir` and the folder of `publish_dir` for a training, by the main process for all. Yields the
-        checkpoint that it goes on from, `None` for a new run.
-        """
+        """Hold `output_dir` and the folder of `publish_dir` for a training, by the main process for all. Yields the
+        checkpoint that it goes on from, `None` for a new run."""
         args, is_main = self.args, self.is_world_process_zero()
         with ExitStack() as held:
             with all_or_none(self.accelerator):

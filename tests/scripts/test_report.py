@@ -25,7 +25,6 @@ def refused(capsys, *argv):
         ("run.json", '{"seed": 0, ', "run.json is not JSON"),
         ("run.json", "[]", "run.json"),
         ("run.json", '{"seed": [1]}', "`seed`"),
-        ("run.json", '{"group_size": "128"}', "run.json"),
         ("run.json", '{"a":' * 20_000, "run.json"),
     ],
 )

@@ -36,10 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any]) -> nn.Module:
-    """
-    Load what is trained for `model="..."`: a folder with an adapter on the base it names, to go on training; a low-bit
-    checkpoint that gets an adapter without a high-precision copy; everything else as TRL does.
-    """
+    """Load what is trained for `model="..."`: a folder with an adapter on the base it names, to go on training; a
+    low-bit checkpoint that gets an adapter without a high-precision copy; everything else as TRL does."""
     if is_adapter_folder(name_or_path):
         return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
     if peft_config is not None and is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
@@ -87,13 +85,9 @@ def _as_linear(config: "PeftConfig") -> "PeftConfig":
 def prepare_base(
     model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
-    """
-    Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop the masters
-    that are not needed, unless they are to be kept or are gone already.
-
-    Raises:
-        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint has other schemes.
-    """
+    """Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop masters
+    that are not needed, unless they are to be kept. `ValueError` is raised as by [`prepare_model`] and
+    [`merge_adapters`], and if a low-bit checkpoint has other schemes."""
     plan = get_plan(scheme)
     layers = Inventory.of(model).layers
     if any(layer.is_frozen for layer in layers.values()):

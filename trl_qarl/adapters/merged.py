@@ -15,8 +15,10 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from typing_extensions import override
 
-from ..quantization.linear import MasterSource, QuantizedLinear, weight_version
+from ..quantization.linear import QuantizedLinear
+from ..quantization.parameters import weight_version
 from ..quantization.storage import storage_of, whole
+from ..quantization.weight import MasterSource
 
 
 __all__ = ["LoraSource", "merge_adapters"]

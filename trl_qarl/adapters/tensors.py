@@ -42,17 +42,14 @@ def saved_adapter_config(folder: str | Path) -> "PeftConfig":
     return PeftConfig.from_pretrained(str(folder))
 
 
-def adapter_tensors(model: "PeftModel", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """
-    Return the trained adapter of a model that is not wrapped by accelerate under the names of
-    `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached, on
-    the model's device, in the dtype in which an engine holds it, by default that of the learner, float32.
-    """
+def adapter_tensors(model: "PeftModel") -> dict[str, torch.Tensor]:
+    """Return the trained adapter of a model that is not wrapped by accelerate under the names of
+    `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached."""
     from peft import get_peft_model_state_dict
 
     # Embeddings are never targets here, so PEFT need not look for changed ones.
     tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
-    return {name: tensor.detach().to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def adapter_config(model: "PeftModel") -> dict[str, Any]:

@@ -37,8 +37,7 @@ torch.serialization.register_package(
 
 
 def versions_file(rank: int | None = None) -> str:
-    """Return the name of the file with the weights that draw what is pending, whose masters are nowhere: those of all
-    processes, or the part of one."""
+    """Return the name of the file with the weights that draw what is pending: all of them, or the part of a rank."""
     return f"rollout_versions{'' if rank is None else f'_{rank}'}.pt"
 
 
@@ -63,13 +62,9 @@ def hold_back_rotation() -> Iterator[Callable[[], None]]:
 
 def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, int]:
     """Return what a generation batch is divided into and how often it is used."""
-    return {
-        "num_processes": num_processes,
-        "per_device_train_batch_size": train_batch_size,
-        "steps_per_generation": args.steps_per_generation,
-        "num_generations": args.num_generations,
-        "num_iterations": args.num_iterations,
-    }
+    names = ("steps_per_generation", "num_generations", "num_iterations")
+    of_args = {name: getattr(args, name) for name in names}
+    return {"num_processes": num_processes, "per_device_train_batch_size": train_batch_size, **of_args}
 
 
 class SavedBatch(NamedTuple):

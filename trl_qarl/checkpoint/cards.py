@@ -56,19 +56,11 @@ def described_settings(plan: QuantPlan) -> dict[str, Any]:
 
 def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFacts, **about: Any) -> ModelCard:
     """
-    Return the card of what a training has made.
-
-    Of `"weights"`, masters or an adapter, the settings name the `scheme` and, of an adapter, the `lora_mode`; an
-    `"export"` says how to serve and load it, and what is known of its training. `name_or_path` is what it was made of,
-    an adapter's base or an export's masters: hub id or folder.
-
-    Args:
-        about:
-            `hub_model_id`, the repository to which it is pushed. Of weights: `policy`, the repository of the low-bit
-            policy. Of an export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository;
-            `plot`, the file of a picture of the rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`,
-            by default `True`, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class
-            of transformers that loads it, by default `"AutoModelForCausalLM"`.
+    Return the card of `"weights"`, masters or an adapter, or of an `"export"`. `name_or_path` is what it was made of,
+    an adapter's base or an export's masters: hub id or folder. `about` has `hub_model_id`, the repository to which it
+    is pushed; of weights `policy`, the repository of the low-bit policy; of an export its `scheme`, `dtype` (of what
+    is not quantized), `masters` (their repository), `plot` (the file of a picture of the rewards), `lora_rank`,
+    `loads_in_transformers`, by default `True`, and `loaded_by`, the class of transformers that does.
     """
     settings, hub_model_id = facts.settings, about.get("hub_model_id")
     tags, library = {"generated_from_trainer"}, "transformers"
@@ -113,10 +105,8 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
 
 
 def save_export_card(folder: Path, evaluated: Path | None = None, **about: Any) -> None:
-    """
-    Write the card of an export, with [`make_card`]'s arguments, and the picture of its rewards if there is one.
-    `evaluated` is a folder with the same policy, whose [`evaluation_table`] is taken over.
-    """
+    """Write the card of an export, with [`make_card`]'s arguments, and the picture of its rewards if there is one.
+    `evaluated` is a folder with the same policy, whose scores are taken over."""
     has_plot = plot_rewards(about["facts"].history, folder / PLOT_FILE)
     if not has_plot:
         (folder / PLOT_FILE).unlink(missing_ok=True)
@@ -140,8 +130,8 @@ def put_evaluation(card: ModelCard, table: str) -> None:
     card.text = "\n".join([before.rstrip(), "", table, training + after, ""])
 
 
-def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
-    """Return rewards and mismatch of a training, `{what: value}`: means of the `last` rows that logged them."""
+def summarize(history: list[dict[str, Any]]) -> dict[str, str]:
+    """Return rewards and mismatch of a training, `{what: value}`: means of the last ten rows that logged them."""
     found = {}
     for name, label in (
         ("reward", "reward"),
@@ -149,7 +139,7 @@ def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
         ("mismatch/abs_logp_mean", "difference of log-probs between rollout and learner, in nats per token"),
     ):
         values = [row[name] for row in history if row.get(name) is not None]
-        tail = values[-last:]
+        tail = values[-10:]
         if name == "reward" and len(values) > 1:
             found["reward, first logged"] = f"{values[0]:.4g}"
         if tail:

@@ -32,11 +32,9 @@ def problem_of_compact(inventory: Inventory) -> str | None:
 
 
 def compact(inventory: Inventory, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """
-    Pack codes of 3 and 2 bits without gaps ([`~trl_qarl.quantization.formats.int4_packed.to_words`]), in place, in the
-    tensors of a prepared or converted model under their names in a checkpoint, and say so in its
-    `quantization_config`. It must have no [`problem_of_compact`].
-    """
+    """Pack codes of 3 and 2 bits with [`~trl_qarl.quantization.formats.int4_packed.to_words`], in place, in tensors of
+    a model under their names in a checkpoint, and say so in its `quantization_config`. It must have no
+    [`problem_of_compact`]."""
     for name, (scheme, _) in inventory.formats.items():
         if _is_coarse(scheme):
             key = f"{inventory.names.of_tensor(name)}.weight_packed"

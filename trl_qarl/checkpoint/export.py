@@ -196,8 +196,8 @@ def _sort_metadata(path: Path) -> None:
 
 @contextmanager
 def written_as_a_whole(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder`, whose files move there at the end: what fails on the way leaves an earlier export as
-    it is."""
+    """Yield a folder inside `folder`, whose files move there at the end: a failure leaves an earlier export as it
+    is."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -244,12 +244,8 @@ def check_export_dir(folder: str | Path) -> None:
 
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """
-    Return every tensor of the low-bit policy under its checkpoint name, on the CPU.
-
-    Low-bit weights give [`LowBitTensor.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
-    that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
-    """
+    """Return every tensor of the low-bit policy under its checkpoint name, on the CPU; see
+    [`~trl_qarl.checkpoint.layout.iter_checkpoint_layers`]."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():
@@ -260,8 +256,7 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything
-    else."""
+    """Return whether all weights in a folder were written by [`export_checkpoint`]."""
     # A later `save_pretrained` may leave either file behind, so all that are there must say so.
     found = []
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

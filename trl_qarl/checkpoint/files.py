@@ -29,11 +29,9 @@ _held: WeakSet[TextIO] = WeakSet()
 
 
 def hold(lock: Path, option: str) -> TextIO:
-    """
-    Hold the folder of a lock, which both are made if missing, until the file that is returned is closed. The lock says
-    who holds it; another trainer's raises `ValueError`, naming the option that names the folder. A file system without
-    locks gets a warning.
-    """
+    """Hold the folder of a lock, which both are made if missing, until the file that is returned is closed. The lock
+    says who holds it; another trainer's raises `ValueError`, naming the option that names the folder. A file system
+    without locks gets a warning."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     file = lock.open("a+", encoding="utf-8")
     try:
@@ -78,10 +76,8 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def allow_as_umask(paths: Iterable[Path]) -> None:
-    """
-    Give files the permissions that any new file gets in their folder. Those that safetensors writes are for their
-    owner only, whatever the umask.
-    """
+    """Give files the permissions of any new file in their folder. Those that safetensors writes are for their owner
+    only, whatever the umask."""
     for path in paths:
         new = path.with_name(f"{path.name}.new")
         new.touch()
@@ -90,8 +86,6 @@ def allow_as_umask(paths: Iterable[Path]) -> None:
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """
-    Return whether a file could not be written. Of libraries in Rust some raise a plain `Exception`, whose text ends as
-    Rust's `std::io::Error` does: "No space left on device (os error 28)".
-    """
+    """Return whether a file could not be written."""
+    # Libraries in Rust raise a plain `Exception` with the text of an io::Error: "No space left ... (os error 28)".
     return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)

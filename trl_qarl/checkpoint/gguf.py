@@ -206,14 +206,10 @@ def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
 
 
 def _rotated_by_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """
-    Return a tensor of q or k with its rows as llama.cpp has them for Llama: it rotates neighbours, transformers each
-    row of the first half of a head with one of the second.
-    """
+    """Return a tensor of q or k with its rows as llama.cpp has them for Llama: it rotates neighbours, transformers a
+    row of the first half of a head with one of the second."""
     rows = torch.arange(len(tensor), device=tensor.device).view(num_heads, 2, -1).transpose(1, 2).flatten()
-    if not isinstance(tensor, LowBitTensor):
-        return tensor.detach()[rows]
-    return tensor.take(rows)
+    return tensor.take(rows) if isinstance(tensor, LowBitTensor) else tensor.detach()[rows]
 
 
 def _kind(tensor: torch.Tensor, dtype: torch.dtype) -> str:

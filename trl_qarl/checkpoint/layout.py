@@ -114,19 +114,13 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
 
 
 def iter_whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors under their names, each gathered when its turn comes where it is sharded: every process has to go
-    through all."""
+    """Yield tensors under their names, each gathered when its turn comes: every process has to go through all."""
     return ((name, whole(tensor)) for name, tensor in tensors.items())
 
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
-    """
-    Return the `quantization_config` entry of a model's `config.json`, as compressed-tensors defines it; empty where
-    nothing is quantized.
-
-    One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular
-    expression.
-    """
+    """Return the `quantization_config` of a model's `config.json`, as compressed-tensors defines it, with a group for
+    each scheme and group size; empty where nothing is quantized."""
     formats, names = inventory.formats, inventory.names
     if not formats:
         return {}
@@ -167,10 +161,8 @@ def _has_zero_points(formats: Mapping[str, tuple[QuantScheme, int | None]]) -> b
 
 
 def problem_of_zero_points(inventory: Inventory | None = None) -> str | None:
-    """
-    Return why the installed transformers does not read zero points in an export of a model, or `None` if it does.
-    Without an inventory, return what holds for layers of several schemes or group sizes.
-    """
+    """Return why the installed transformers does not read zero points in an export of a model, without an inventory of
+    one whose layers differ in scheme or group size; `None` if it does."""
     formats = {} if inventory is None else inventory.formats
     if inventory is not None and (len({*formats.values()}) == 1 or not _has_zero_points(formats)):
         return None

@@ -163,11 +163,8 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
 
 
 def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """
-    Load a model in `dtype`, by default that of its checkpoint, as transformers does, but what it may not read, low-bit
-    experts and zero points ([`~trl_qarl.checkpoint.layout.loads_in_transformers`]) and compact codes, as
-    [`load_frozen_model`] does.
-    """
+    """Load a model in `dtype`, by default that of its checkpoint, as transformers does; what that may not read
+    (low-bit experts, zero points, compact codes) as [`load_frozen_model`] does."""
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
@@ -228,10 +225,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], QuantScheme]]:
-    """
-    Targets and scheme of each group of a checkpoint's `quantization_config`; the group size of each layer follows from
-    its scales.
-    """
+    """Targets and scheme of each group of a `quantization_config`; the group size follows from a layer's scales."""
     groups = described["config_groups"]
     found = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
     if not found or any(scheme is None for _, scheme in found):

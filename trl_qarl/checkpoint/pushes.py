@@ -38,10 +38,8 @@ class PushesPolicy(_BaseTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """
-        Says that these are masters or an adapter, and how to get the policy that was trained. Cards that are written
-        later say what this one was given.
-        """
+        """Says that these are masters or an adapter, and how to get the policy. Later cards say what this one was
+        given."""
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
             self._card = self._weights_card()
@@ -74,22 +72,8 @@ class PushesPolicy(_BaseTrainer):
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
     ) -> Path:
-        """
-        Write the low-bit policy as [`export_checkpoint`] does, with a card that has the results of the training.
-
-        Args:
-            output_dir (`str` or `Path`, *optional*):
-                Folder to write. Defaults to `export_dir`.
-            model_name (`str`, *optional*):
-                Title of the card.
-            dataset_name (`str`, *optional*):
-                Hub id of the training set.
-            tags (`str` or `list[str]`, *optional*):
-                Tags on the Hub.
-
-        Returns:
-            The folder.
-        """
+        """Write the low-bit policy to `output_dir`, by default `export_dir`, as [`export_checkpoint`] does, with a
+        card that has the results of the training, this title, training set and tags; return the folder."""
         self._remember(dataset_name=dataset_name, tags=tags)
         folder = Path(output_dir or self.export_dir)
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)

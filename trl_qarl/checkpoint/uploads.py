@@ -1,15 +1,6 @@
 """
 Uploads to the Hub: the files, their repository, and the commands that repeat a failed upload.
-
-| `hub_export` | `NAME` | `NAME-masters` |
-|---|---|---|
-| `"low-bit"` | the low-bit policy | checkpoints, for the `hub_strategy` that uploads them |
-| `"both"` | the low-bit policy | masters, and checkpoints as above |
-| `"master"` | masters, and checkpoints as above | - |
-| `"adapter"` | the adapter, and checkpoints as above | - |
-
-Masters have a repository of their own because `from_pretrained` and `vllm serve` take a name: a folder next to the
-policy could not be served, and every download of the policy would include the masters.
+docs/publish_and_serve.md has the table of what goes where.
 """
 
 import logging
@@ -97,17 +88,13 @@ def repository_name(config) -> str:
     """Return the repository that a configuration names, by default after its output directory. `ValueError` is raised
     if it is not a name of a repository."""
     name = config.hub_model_id or Path(config.output_dir).absolute().name
-    problem = problem_of_name(name, config.hub_export)
-    if problem:
+    if problem := problem_of_name(name, config.hub_export):
         raise ValueError(problem)
     return name
 
 
 def names(hub_export: str, name: str | None) -> tuple[str | None, str | None]:
-    """
-    Return the repositories that have the low-bit policy and the masters, `None` where none has them or nothing is
-    pushed.
-    """
+    """Return the repositories of the low-bit policy and of the masters; `None` for what is not pushed."""
     if name is None:
         return None, None
     repo_id, masters_id = repositories(hub_export, name)
@@ -201,8 +188,7 @@ def create_repositories(hub_export: str, name: str, token: str | None, private: 
 
 
 def full_name(name: str, token: str | None) -> str:
-    """Return `name` with the user's namespace, or as it is where the Hub does not say whose the token is: the push
-    will."""
+    """Return `name` with the user's namespace, or as it is where the Hub does not say whose the token is."""
     if "/" in name:
         return name
     try:

@@ -21,26 +21,13 @@ __all__ = [
     "problems_of_start",
 ]
 
-_HONOURED = {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "use_rslora",
-    "init_lora_weights",
-    "layers_to_transform",
-    "layers_pattern",
-    "task_type",
+_HONOURED = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"),
+    *("layers_to_transform", "layers_pattern", "task_type"),
     # Contradictions inside the configuration.
-    "peft_type",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "auto_mapping",
+    *("peft_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
     "runtime_config",
-}
+)
 
 _INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 

@@ -92,17 +92,8 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
 
 
 def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:
-    """
-    Yield what is wrong with the experts of a mixture, once it is prepared.
-
-    Args:
-        model (`nn.Module`):
-            The model.
-        args ([`QaRLConfig`]):
-            Configuration of the run.
-        skipped (`Mapping[str, str]`):
-            Why layers stay in high precision, by name.
-    """
+    """Yield what is wrong with the experts of a mixture, once it is prepared; `skipped` says why layers stay in high
+    precision, by name."""
     inventory = Inventory.of(model)
     if args.use_vllm and (problem := problem_of_mixture(inventory)):
         yield f"use_vllm=True: {problem}"
@@ -136,15 +127,7 @@ def _columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
 
 
 def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
-    """
-    Yield what is wrong with rollouts of pictures.
-
-    Args:
-        model (`nn.Module`):
-            The model, once it is prepared.
-        args ([`QaRLConfig`]):
-            Configuration of the run.
-    """
+    """Yield what is wrong with rollouts of pictures, once `model` is prepared."""
     if not args.use_vllm:
         return
     if problem := problem_of_class(model):

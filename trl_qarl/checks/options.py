@@ -54,8 +54,8 @@ def check_scheme(config) -> Iterator[str]:
         return
     if not plan.is_quantized and not config.quantize_learner:
         yield (
-            f"quantize_learner=False with scheme={config.scheme!r}: there is no low-bit weight for the rollout to run. Choose a "
-            "quantized scheme, or leave out `quantize_learner`."
+            f"{said(config, 'quantize_learner')} with {said(config, 'scheme')}: there is no low-bit weight for the rollout to run. "
+            "Choose a quantized scheme, or leave out `quantize_learner`."
         )
     if config.exclude_modules and not plan.is_quantized:
         yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
@@ -100,32 +100,27 @@ def check_probe(config) -> Iterator[str]:
         return
     for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
         if getattr(config, name) != usual:
-            yield (
-                f"mismatch_probe_steps={config.mismatch_probe_steps} asks the engine between rollouts, which {name}="
-                f"{getattr(config, name)!r} does not allow: it sleeps, or needs all processes. Leave out one of them."
-            )
+            asks = f"{said(config, 'mismatch_probe_steps')} asks the engine between rollouts"
+            yield f"{asks}, which {said(config, name)} does not allow: it sleeps, or needs all processes. Leave out one of them."
 
 
 def _check_transport(config) -> Iterator[str]:
-    is_server = config.use_vllm and config.vllm_mode == "server"
+    is_server, url = config.use_vllm and config.vllm_mode == "server", config.vllm_server_base_url
     for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
         if getattr(config, name) not in (default(type(config), name), False) and not is_server:
             yield (
-                f"{name}={getattr(config, name)!r} is for weights that travel to a server, but use_vllm={config.use_vllm}, vllm_mode="
-                f"{config.vllm_mode!r}: an engine in this process is handed the tensors themselves. Remove it, or set "
-                "vllm_mode='server'."
+                f"{said(config, name)} is for weights that travel to a server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in "
+                "this process is handed the tensors themselves. Remove it, or set vllm_mode='server'."
             )
-    url = config.vllm_server_base_url
+    at = said(config, "vllm_server_base_url")
     if url is not None and not re.match(r"https?://[^/]", url):
-        yield f"vllm_server_base_url={url!r} has no scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
+        yield f"{at} has no scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
     if config.vllm_ssl_ca_certs is not None:
+        certs = said(config, "vllm_ssl_ca_certs")
         if not Path(config.vllm_ssl_ca_certs).is_file():
-            yield f"vllm_ssl_ca_certs={config.vllm_ssl_ca_certs!r} is not a file. Name one with certificates in PEM."
+            yield f"{certs} is not a file. Name one with certificates in PEM."
         if is_server and not (url or "").startswith("https://"):
-            yield (
-                f"vllm_ssl_ca_certs={config.vllm_ssl_ca_certs!r} is for a server at https://, but vllm_server_base_url={url!r}. Set "
-                "that to the server's https:// address."
-            )
+            yield f"{certs} is for a server at https://, but {at}. Set that to the server's https:// address."
 
 
 def _check_gpu(config) -> Iterator[str]:
@@ -143,38 +138,32 @@ def _check_gpu(config) -> Iterator[str]:
 def check_vllm(config) -> Iterator[str]:
     has_own_server = config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
     if config.vllm_token_file is not None and not has_own_server:
-        yield (
-            f"vllm_token_file={config.vllm_token_file!r} is for a server that you start yourself, but use_vllm={config.use_vllm}, "
-            f"vllm_mode={config.vllm_mode!r}, vllm_server_autostart={config.vllm_server_autostart}. Remove it."
-        )
+        but = said(config, "use_vllm", "vllm_mode", "vllm_server_autostart")
+        yield f"{said(config, 'vllm_token_file')} is for a server that you start yourself, but {but}. Remove it."
     yield from _check_transport(config)
     for name in ("vllm_request_timeout", "vllm_generation_timeout"):
         if not 0 < getattr(config, name) < math.inf:
             yield (
-                f"{name}={getattr(config, name)} must be a positive number of seconds: a server that never answers would hold "
-                f"the run for good. The default is {default(type(config), name):g}."
+                f"{said(config, name)} must be a positive number of seconds: a server that never answers would hold the run for good. "
+                f"The default is {default(type(config), name):g}."
             )
     if not config.use_vllm:
         if config.vllm_server_autostart:
             yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
         return
     if config.vllm_server_autostart and (config.vllm_mode != "server" or config.vllm_server_base_url is not None):
+        other = said(config, "vllm_mode", "vllm_server_base_url")
         yield (
-            "vllm_server_autostart=True starts a server on this machine, which contradicts "
-            f"vllm_mode={config.vllm_mode!r}, vllm_server_base_url={config.vllm_server_base_url!r}. Use vllm_mode='server' "
-            "and choose its port with `vllm_server_port`."
+            f"vllm_server_autostart=True starts a server on this machine, which contradicts {other}. Use vllm_mode='server' and choose "
+            "its port with `vllm_server_port`."
         )
     if config.vllm_model_impl not in ("vllm", "auto"):
-        yield (
-            f"vllm_model_impl={config.vllm_model_impl!r} is not supported: the audit knows the parameters of vLLM's own "
-            "models. Use 'vllm'."
-        )
+        impl = said(config, "vllm_model_impl")
+        yield f"{impl} is not supported: the audit knows the parameters of vLLM's own models. Use 'vllm'."
     yield from _check_gpu(config)
     if config.vllm_server_autostart and config.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):
-        yield (
-            f"vllm_server_host={config.vllm_server_host!r} with vllm_server_autostart=True: the server is started on this "
-            "machine and listens on 127.0.0.1. Remove it."
-        )
+        both = f"{said(config, 'vllm_server_host')} with vllm_server_autostart=True"
+        yield f"{both}: the server is started on this machine and listens on 127.0.0.1. Remove it."
     reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
@@ -186,18 +175,13 @@ def check_vllm(config) -> Iterator[str]:
             "vllm_structured_outputs_regex masks tokens while sampling, so sampling log-probs and the learner's would "
             "differ. Remove it."
         )
-    for name, neutral in (
-        ("top_p", (1.0,)),
-        ("top_k", (0, -1)),
-        ("min_p", (None, 0.0)),
-        ("repetition_penalty", (1.0,)),
-    ):
-        value = getattr(config, name)
-        if value not in neutral:
+    neutrals = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+    for name, neutral in neutrals.items():
+        if getattr(config, name) not in neutral:
             yield (
-                f"{name}={value!r} with use_vllm=True: vLLM's log-probs would be those of the reshaped distribution, the "
-                f"learner's those of the whole one, and every importance weight would be biased. Use {neutral[0]!r}; "
-                "`temperature` is applied on both sides."
+                f"{said(config, name)} with use_vllm=True: vLLM's log-probs would be those of the reshaped distribution, the learner's "
+                f"those of the whole one, and every importance weight would be biased. Use {neutral[0]!r}; `temperature` is applied on "
+                "both sides."
             )
 
 
@@ -208,48 +192,42 @@ def check_ahead(config) -> Iterator[str]:
     if config.rollout_ahead == 0:
         if config.old_logps != "version":
             yield (
-                f"old_logps={config.old_logps!r} is for rollouts that are drawn ahead, but rollout_ahead=0: the learner has the weights "
-                "that drew the batch. Remove it; objective='bypass' takes the sampler's log-probs."
+                f"{said(config, 'old_logps')} is for rollouts that are drawn ahead, but rollout_ahead=0: the learner has the weights that "
+                "drew the batch. Remove it; objective='bypass' takes the sampler's log-probs."
             )
         if config.in_flight_updates:
             yield "in_flight_updates=True is for rollouts that are drawn ahead, but rollout_ahead=0. Set rollout_ahead=2, or remove it."
         return
-    said = f"rollout_ahead={config.rollout_ahead}"
+    ahead = said(config, "rollout_ahead")
     if not config.use_vllm or config.vllm_mode != "server":
         yield (
-            f"{said} needs a vLLM server, but use_vllm={config.use_vllm}, vllm_mode={config.vllm_mode!r}: an engine in the trainer's "
-            "process and the learner take turns. Set use_vllm=True and vllm_mode='server', or remove it."
+            f"{ahead} needs a vLLM server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in the trainer's process and the "
+            "learner take turns. Set use_vllm=True and vllm_mode='server', or remove it."
         )
     if config.precisions is not None:
-        yield (
-            f"{said} is unsupported with precisions={config.precisions!r}: a batch would be drawn with the bits of the one before. Leave "
-            "out one of them."
-        )
+        both = f"{ahead} is unsupported with {said(config, 'precisions')}"
+        yield f"{both}: a batch would be drawn with the bits of the one before. Leave out one of them."
     with suppress(ValueError):
         # Problems of the objective itself are reported elsewhere.
         if get_objective(config).is_on_policy:
-            yield f"{said} contradicts objective={config.objective!r}: its batches are of earlier weights. Leave out one of them."
+            yield f"{ahead} contradicts {said(config, 'objective')}: its batches are of earlier weights. Leave out one of them."
     if config.old_logps == "version" and not config.quantize_learner:
         yield (
-            f"{said} with quantize_learner=False has no old_logps='version': low-bit weights are kept, and this learner computes with "
+            f"{ahead} with quantize_learner=False has no old_logps='version': low-bit weights are kept, and this learner computes with "
             "masters. Use old_logps='sampler' or 'learner'."
         )
-    if config.in_flight_updates:
-        yield from _problems_of_updates_in_flight(config)
-
-
-def _problems_of_updates_in_flight(config) -> Iterator[str]:
-    said = "in_flight_updates=True"
+    if not config.in_flight_updates:
+        return
     if config.rollout_ahead < 2:
-        yield f"{said} with rollout_ahead={config.rollout_ahead}: nothing is in flight when weights are published. Use rollout_ahead=2."
+        yield f"in_flight_updates=True with {ahead}: nothing is in flight when weights are published. Use rollout_ahead=2."
     if config.numerics != "engine" or config.exact == "warn":
         yield (
-            f"{said} needs numerics='engine', and not exact='warn', but numerics={config.numerics!r}, exact={config.exact!r}: the tokens of "
+            f"in_flight_updates=True needs numerics='engine', and not exact='warn', but {said(config, 'numerics', 'exact')}: the tokens of "
             "a completion are of several weights, and those of a token are known only because its log-prob is theirs in every bit. "
             "Remove it, or ask for these numerics."
         )
     if config.old_logps == "learner":
-        yield f"{said} is unsupported with old_logps='learner'. Use 'version'."
+        yield "in_flight_updates=True is unsupported with old_logps='learner'. Use 'version'."
 
 
 def check_hub(config) -> Iterator[str]:
@@ -258,11 +236,9 @@ def check_hub(config) -> Iterator[str]:
     name = config.hub_model_id
     if name is None and config.push_to_hub:
         name = Path(config.output_dir or "trainer_output").absolute().name
-    problem = name is not None and problem_of_name(name, config.hub_export)
-    if problem:
+    if name is not None and (problem := problem_of_name(name, config.hub_export)):
         yield problem
-    problem = config.push_to_hub and problem_of_access(config.hub_token)
-    if problem:
+    if config.push_to_hub and (problem := problem_of_access(config.hub_token)):
         yield problem
 
 
@@ -293,7 +269,12 @@ def check_inherited(config) -> Iterator[str]:
 def refused_by_all(config) -> Iterator[str]:
     for name, why in REFUSED.items():
         if getattr(config, name, None):
-            yield f"{name}={getattr(config, name)!r} is not supported: {why}."
+            yield f"{said(config, name)} is not supported: {why}."
+
+
+def said(config: Any, *names: str) -> str:
+    """Return options as a message says them: `name=value, ...`."""
+    return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
 
 
 def name_of_optimizer(args: Any) -> str:

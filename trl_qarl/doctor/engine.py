@@ -16,16 +16,14 @@ __all__ = ["check_engine"]
 
 
 def check_engine(scheme: QuantPlan | QuantScheme) -> list[Finding]:
-    """
-    Start vLLM in this process with a tiny random model, publish to it, have it audited, and sample one prompt twice.
-
-    Takes as long as a start of vLLM. Whatever goes wrong is a finding.
-    """
+    """Start vLLM in this process with a tiny random model, publish to it, have it audited, and sample one prompt
+    twice. Whatever goes wrong is a finding."""
     try:
         return _try_engine(get_plan(scheme))
     except Exception as error:
         # vLLM raises whatever goes wrong below it; none of it may hide the other findings.
-        return [Finding("error", f"vLLM failed: {type(error).__name__}: {_first_line(error)}", "see the log above")]
+        line = next(iter(str(error).splitlines()), "")
+        return [Finding("error", f"vLLM failed: {type(error).__name__}: {line}", "see the log above")]
 
 
 def _try_engine(plan: QuantPlan) -> list[Finding]:
@@ -108,12 +106,5 @@ def check_samples(samples: Sequence[Sequence[int]]) -> Finding:
     """Samples of one prompt must differ: groups of equal completions have no advantage and teach nothing."""
     if len({tuple(sample) for sample in samples}) == len(samples):
         return Finding("ok", f"{len(samples)} samples of one prompt differ")
-    return Finding(
-        "error",
-        f"{len(samples)} samples of one prompt are equal: a group of equal completions teaches nothing",
-        "remove a seed from the engine's arguments and environment",
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")
+    text = f"{len(samples)} samples of one prompt are equal: a group of equal completions teaches nothing"
+    return Finding("error", text, "remove a seed from the engine's arguments and environment")

@@ -1,27 +1,9 @@
 """
-Memory that a training needs on each GPU, calculated from the shapes of a model.
+Memory that a training needs on each GPU, calculated from the shapes of a model, by the formulas of docs/sharding.md.
 
-With `P` parameters, of which `M` are in linear layers other than the head, on `N` GPUs, of which each holds `1/s` of
-the state (`s = 1` with DDP, `s = N` with FSDP2):
-
-| part | bytes |
-|---|---|
-| masters, gradients | `4 P / s` each; gradients `4 P` where micro-batches are added up, which accelerate has FSDP2 do before it shards them |
-| optimizer | `muon` `(4 M + 8 (P - M)) / s`, AdamW `8 P / s`, in 8 bits `2 P / s` |
-| low-bit weights | codes and scales, `/ s` |
-| gathered (FSDP2) | low-bit weights of two decoder layers, gradients of one in 16 bits; embedding and head, and the head's gradient, in 16 bits |
-| activations | `b L T H` for the inputs of `L` layers, which gradient checkpointing keeps, `b` 4 with autocast and 2 with FSDP2; `T (16 H + 22 I)` for the layer that is computed again, in its backward |
-| logits | `2 t v + 2 v H + 4 V H`, as far as it is more than that layer, which comes after: TRL's tile of `t = min(T, 4096)` tokens and `v = 32768` words, the head's weight for it, both in 16 bits, and the gradient of the head |
-| weight sync | one chunk, [`~trl_qarl.rollout.publisher.largest_chunk`] |
-| engine | the share of the GPU that a colocated vLLM is given |
-
-With LoRA, with `A` parameters in adapters on all linear layers and `Q` quantized ones of the base, `4 (P - Q + A) / s`
-take the place of the masters, and gradients and optimizer are those of `A`, with AdamW; neither the gradients of a
-layer nor of the head are gathered.
-
-`T` is the number of tokens of a micro-batch, `H`, `I` and `V` are the sizes of hidden state, MLP and vocabulary. The
-factors of `T H` and `T I` are those that fit what tensors take on a CPU, within 10 % in all. Kernels, attention and
-the allocator of a GPU add to them. What the state takes is exact.
+The factors of the activations' terms are those that fit what tensors take on a CPU, within 10 % in all. Kernels,
+attention and the allocator of a GPU add to them. What the state takes is exact. Where micro-batches are added up,
+accelerate has FSDP2 do that with whole gradients, before it shards them.
 """
 
 from collections.abc import Mapping
@@ -79,11 +61,8 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
-    """
-    Return the bytes of each part on each GPU, by launch, of training a language model of transformers on the meta
-    device, whose layers are quantized in place. `ValueError` is raised for a model or plan that [`prepare_model`]
-    refuses, and for an unknown optimizer.
-    """
+    """Return the bytes of each part on each GPU, by launch, of training a language model on the meta device, whose
+    layers are quantized in place. `ValueError` is raised as by [`prepare_model`], and for an unknown optimizer."""
     if run.optim not in OPTIMIZERS:
         raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
     chunk = largest_chunk(model, torch.bfloat16)

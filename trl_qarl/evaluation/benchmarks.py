@@ -31,9 +31,9 @@ set."""
 
 def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
     """
-    Return the harness' tasks, `{name: task}`, of presets, of its own names, and of task files that end in `.yaml`,
-    with their problems; a name of a group has several. `ValueError` is raised for an unknown name, a task that asks
-    for log-probs instead of completions, and without lm-eval; `OSError` if the Hub is needed and does not answer.
+    Return the harness' tasks, `{name: task}`, of presets, of its own names, of which a group has several, and of task
+    files that end in `.yaml`. `ValueError` is raised for an unknown name, a task that asks for log-probs instead of
+    completions, and without lm-eval; `OSError` if the Hub is needed and does not answer.
     """
     try:
         from lm_eval import tasks as harness

@@ -170,16 +170,9 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
         # generator.
         if on_cpu:
             torch.manual_seed(seed)
-        parameters = [
-            SamplingParams(
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=max_new_tokens,
-                seed=None if on_cpu else seed * len(prompts) + index,
-                stop=list(stop),
-            )
-            for index in range(len(prompts))
-        ]
+        seeds = [None if on_cpu else seed * len(prompts) + index for index in range(len(prompts))]
+        options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_new_tokens, "stop": list(stop)}
+        parameters = [SamplingParams(seed=one, **options) for one in seeds]
         # vLLM's incremental decoding leaves out bytes that are no text yet; the tokenizer's is that of transformers.
         outputs = llm.generate(inputs, parameters)
         return tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)

@@ -23,7 +23,7 @@ from .grouped import grouped_experts, reason_against_grouping
 from .parameters import shapes_of
 from .schemes import QuantScheme, get_scheme
 from .tensors import LowBitTensor, straight_through_linear
-from .weight import QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
+from .weight import OWN_ATTRIBUTES, QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
 
 
 __all__ = ["QuantizedExperts", "experts_format", "has_stacked_matrices", "problem_of_experts"]
@@ -37,12 +37,8 @@ class QuantizedExperts(QuantizedLayer):
 
     Made by [`~QuantizedExperts.from_experts`]. It computes by itself, whatever experts' implementation the model's
     configuration names. What [`~trl_qarl.quantization.linear.QuantizedLinear`] says of its cache holds for both
-    parameters.
-
-    Attributes:
-        num_experts (`int`): number of experts, and the index that stands for a slot to skip.
-        act_fn (`nn.Module`): applied to the gate.
-        experts_class (`type`): class of the module it was made from.
+    parameters. `num_experts` is also the index that stands for a slot to skip, `act_fn` is applied to the gate, and
+    `experts_class` is the class of the module it was made from.
     """
 
     num_experts: int
@@ -54,44 +50,29 @@ class QuantizedExperts(QuantizedLayer):
         cls, experts: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedExperts":
         """
-        Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, with
-        which it shares parameters and hooks, now and later. `scale_dtype` is the dtype in which the engine runs the
-        model, by default that of the weights.
-
-        Raises:
-            TypeError: if the experts are laid out in another way.
-            ValueError: if the scheme has no quantized weight, if the experts have no weights or were made in inference
-                mode, or if no group size of the scheme divides both sizes.
+        Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, as
+        [`~trl_qarl.quantization.linear.QuantizedLinear.from_linear`] does, with its errors; another layout raises
+        `TypeError`.
         """
         if problem := problem_of_experts(experts):
             raise TypeError(f"{type(experts).__name__} cannot be quantized: {problem}.")
-        masters = {name: getattr(experts, name) for name in (GATE_UP, DOWN)}
-        check_can_be_quantized(experts, list(masters.values()), scheme)
-        scheme, group_size = experts_format(experts, scheme)
+        check_can_be_quantized(experts, [GATE_UP, DOWN], scheme)
         layer = sharing_state(cls, experts)
-        layer.quantized_weights = {
-            name: QuantizedWeight(layer, name, scheme, group_size, scale_dtype or master.dtype)
-            for name, master in masters.items()
-        }
-        layer.product = low_bit_linear
-        layer.use_quantized_forward = True
-        layer.kernel_name = None
+        layer._quantize([GATE_UP, DOWN], *experts_format(experts, scheme), scale_dtype)
         layer.experts_class = type(experts)
         return layer
 
     @override
     def restored(self) -> nn.Module:
-        """Make the module to be put into this one's place, as [`~QuantizedExperts.from_experts`] does the other way.
-        Frozen experts raise `ValueError`, as that module has no product of low-bit weights."""
         if self.is_frozen:
             raise ValueError(
                 "The experts are frozen: their masters are gone, and nothing else computes with low-bit weights."
             )
-        return sharing_state(self.experts_class, self, without=_OWN_ATTRIBUTES)
+        return sharing_state(self.experts_class, self, without={*OWN_ATTRIBUTES, "experts_class"})
 
     @override
     def convert(self) -> "QuantizedExperts":
-        """Freeze the experts, and return them: transformers' own module has no product of low-bit weights."""
+        # transformers' own module has no product of low-bit weights.
         self.freeze()
         return self
 
@@ -160,11 +141,7 @@ class QuantizedExperts(QuantizedLayer):
 
     @override
     def extra_repr(self) -> str:
-        sizes = f"num_experts={self.num_experts}"
-        return f"{sizes}{super().extra_repr()}"
-
-
-_OWN_ATTRIBUTES = frozenset(["quantized_weights", "product", "use_quantized_forward", "kernel_name", "experts_class"])
+        return f"num_experts={self.num_experts}{super().extra_repr()}"
 
 
 def has_stacked_matrices(name: str, module: nn.Module) -> bool:
@@ -174,8 +151,7 @@ def has_stacked_matrices(name: str, module: nn.Module) -> bool:
 
 
 def problem_of_experts(module: nn.Module) -> str | None:
-    """Return why experts with stacked matrices cannot be quantized, or `None`: whether their layout is the one
-    described above."""
+    """Return why experts with stacked matrices cannot be quantized, or `None` for the layout described above."""
     if not hasattr(module, "is_concatenated"):
         return "its class has no interface of transformers for the computation of experts"
     if getattr(module, "is_transposed", False):
@@ -198,11 +174,8 @@ def problem_of_experts(module: nn.Module) -> str | None:
 
 
 def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
-    """
-    Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a
-    layer. `ValueError` is raised if no group size divides both, naming the sizes, and for formats that no reader of
-    experts knows.
-    """
+    """Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a
+    layer. `ValueError` is raised if none divides both, and for formats that no reader of experts knows."""
     if refusal := format_of(scheme.container).refusal_of_experts:
         raise ValueError(
             f"scheme {scheme.name!r} of experts: {refusal}. Use another scheme for them, such as "

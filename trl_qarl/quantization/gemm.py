@@ -1,28 +1,19 @@
 """
 Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
 
-[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed. Two properties
-hold for every choice: it depends on nothing that differs between rollout, scoring and loss but the number of rows, and
-every kernel of a scheme computes the same sum of products with float32 accumulation, up to rounding of the weight to
-16 bits and the order of summation. With `row_invariant=True` it does not depend on the number of rows either, and the
-result of a row is the same bits whatever rows come with it: an engine needs this, whose prefill and decode must agree.
+[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed; docs/schemes.md
+has the table. Two properties hold for every choice: it depends on nothing that differs between rollout, scoring and
+loss but the number of rows, and every kernel of a scheme computes the same sum of products with float32 accumulation,
+up to rounding of the weight to 16 bits and the order of summation. With `row_invariant=True` it does not depend on the
+number of rows either, and the result of a row is the same bits whatever rows come with it: an engine needs this, whose
+prefill and decode must agree. ATen's INT4 and INT8 kernels compute each row by itself; where they cannot run, the
+weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS chooses the
+order of summation by the number of rows.
 
 On a CPU the thresholds, here and in `formats/`, are where the measured times cross (`learner` and `decode` of
-`python -m benchmarks.bench`, benchmarks/learner.md):
-
-- INT4: ATen's INT4 kernel works row by row and wins up to 32 rows; above, expanding the weight once and multiplying in
-  bf16 (or in float32 where the processor has no bf16 instructions) is faster.
-- INT8 weights, 16-bit activations: the same with a crossover at 16 rows. ATen's kernel reads 16 (without AVX512: 8)
-  input features at once, from aligned addresses, and checks neither: other numbers of features are expanded at any
-  number of rows.
-- Row-invariant: ATen's INT4 and INT8 kernels at any number of rows, as they compute each row by itself. Where they
-  cannot run, the weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because
-  BLAS chooses the order of summation by the number of rows. INT8 x INT8 is exact.
-- INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, and for a single input feature, a float32
-  product of the integers, exact within blocks of 1,024 input features.
-- INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
-- FP8 and INT4 x INT8: x86 processors have no such arithmetic in PyTorch. The codes of activations are exact in bf16
-  and float32, so they go through a weight-only product, and the result is multiplied by their scale.
+`python -m benchmarks.bench`, benchmarks/learner.md). x86 processors have no arithmetic of FP8, or of INT4 by INT8, in
+PyTorch: the codes of activations are exact in bf16 and float32, so they go through a weight-only product, and the
+result is multiplied by their scale.
 """
 
 from collections.abc import Callable
@@ -46,9 +37,8 @@ __all__ = [
 ]
 
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
-ROW_INVARIANT_BLOCK = (
-    48  # a multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest
-)
+# A multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest.
+ROW_INVARIANT_BLOCK = 48
 # With AMX, oneDNN chooses how it splits a long sum by the number of output channels. An engine holds several layers of
 # the learner as one, so channels are computed in blocks, too.
 CHANNELS_WITH_AMX = 128
@@ -81,21 +71,10 @@ def low_bit_linear(
     x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor | None, row_invariant: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
-    `y = x @ w'.T + bias` on a low-bit weight; no gradient is recorded.
-
-    Args:
-        x (`torch.Tensor`):
-            Activations `(M, K)` in the compute dtype.
-        weight ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Quantized weight of shape `(N, K)`.
-        bias (`torch.Tensor` or `None`):
-            Bias `(N,)`, any floating dtype; added in the compute dtype.
-        row_invariant (`bool`, *optional*, defaults to `False`):
-            Whether to use one kernel for any number of rows, such that no row changes the result of another. On a CPU.
-
-    Returns:
-        The output `(M, N)` in the dtype of `x`; what the backward pass needs to rebuild the activations the product
-        saw (`(x,)`, or codes and scale); and the kernel's name.
+    Return `x @ w'.T + bias` of activations `(M, K)` in the compute dtype and a low-bit weight `(N, K)`, in the dtype
+    of `x`; what the backward pass needs to rebuild the activations the product saw (`(x,)`, or codes and scale); and
+    the kernel's name. A bias `(N,)` of any floating dtype is added in the compute dtype; no gradient is recorded. On a
+    CPU, `row_invariant` asks for one kernel for any number of rows, such that no row changes the result of another.
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
@@ -123,18 +102,8 @@ def low_bit_matmul(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, str]:
     """
-    `dtype((x_codes @ w_codes.T) * x_scale * w_scale)` for 8-bit codes of both operands; those of FP8 on GPUs that
-    multiply them.
-
-    Args:
-        x_codes (`torch.Tensor`): `(M, K)`, int8 or float8_e4m3fn.
-        w_codes (`torch.Tensor`): `(N, K)`, same dtype.
-        x_scale (`torch.Tensor`): `(M, 1)` float32.
-        w_scale (`torch.Tensor`): `(N, 1)` float32.
-        dtype (`torch.dtype`): dtype of the result.
-
-    Returns:
-        The `(M, N)` product and the kernel's name.
+    Return `dtype((x_codes @ w_codes.T) * x_scale * w_scale)`, `(M, N)`, and the kernel's name, for codes `(M, K)` and
+    `(N, K)` of int8 or, on GPUs that multiply them, float8_e4m3fn, and float32 scales `(M, 1)` and `(N, 1)`.
     """
     if x_codes.dtype is torch.int8:
         accumulated, kernel = _int8_matmul(x_codes, w_codes)
@@ -166,8 +135,7 @@ def _weight_only_linear(x, weight, bias, row_invariant):
 
 
 def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
-    """Return the name of a product with a weight of `scheme` that is expanded to `dtype` before: `EXPANDED` or
-    `GROUPED`, filled in."""
+    """Return `EXPANDED` or `GROUPED` filled in, for a weight of `scheme` that is expanded to `dtype` before."""
     container = scheme.container
     codes = f"INT{container.num_bits}" if container.type == "int" else container.name.upper()
     return product.format(weight=codes, dtype=str(dtype).removeprefix("torch."))

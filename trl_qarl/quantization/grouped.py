@@ -33,11 +33,9 @@ _Operand = tuple[LowBitTensor, torch.Tensor | None]
 def reason_against_grouping(
     x: torch.Tensor, num_rows: int, num_experts: int, sizes: tuple[int, int], scheme: QuantScheme
 ) -> str | None:
-    """
-    Return why experts are multiplied one by one, or `None` where a grouped product can be had and pays: of tokens `x`
-    in the compute dtype, with `num_rows` rows of all experts together, and experts of a hidden and an intermediate
-    size.
-    """
+    """Return why experts are multiplied one by one, or `None` where a grouped product can be had and pays: of tokens
+    `x` in the compute dtype, with `num_rows` rows of all experts together, and experts of a hidden and an intermediate
+    size."""
     if scheme.activation is not None:
         return "activations are quantized"
     if x.device.type != "cuda":
@@ -61,12 +59,9 @@ def grouped_experts(
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """
-    Return what [`~trl_qarl.quantization.experts_product.experts_product`] does, with gradients to masters.
-
-    `x` has tokens `(T, H)` in the compute dtype; `ids` the experts `(T, k)` of each, integers, of which `num_experts`
-    stands for a slot to skip; `weights` their weights `(T, k)`. `gate_up` is a low-bit weight `(E * 2 I, H)` and the
-    master `(E, 2 I, H)` if it takes a gradient; `down` the same of `(E * H, I)` and `(E, H, I)`; `activation` is
-    applied to the gate.
+    Return what [`~trl_qarl.quantization.experts_product.experts_product`] does, with gradients to masters. `gate_up`
+    is a low-bit weight `(E * 2 I, H)` and the master `(E, 2 I, H)` if it takes a gradient; `down` the same of
+    `(E * H, I)` and `(E, H, I)`.
     """
 
     def product(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

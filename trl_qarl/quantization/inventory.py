@@ -15,7 +15,6 @@ from torch import nn
 
 from .checkpoint_names import CheckpointNames, find_checkpoint_names
 from .experts import QuantizedExperts, has_stacked_matrices
-from .linear import QuantizedLinear
 from .names import base_model, base_modules, base_state_dict, layer_of
 from .parameters import shapes_of
 from .schemes import QuantScheme
@@ -30,11 +29,9 @@ _ATTRIBUTE = "_trl_qarl_inventory"
 
 class LayerWeights(NamedTuple):
     """
-    The weights of one layer, under the names they have in the base model; valid until the walk goes on.
-
-    `name` is that of [`layer_of`], such as `"model.layers.3"`; `tensors` are its part of the `state_dict`: masters,
-    low-bit weights of frozen layers, and all that is in high precision. `linears` are its linear layers, quantized or
-    not, and `experts` its quantized experts.
+    The weights of one layer, named as in the base model; valid until the walk goes on. `name` is that of [`layer_of`],
+    such as `"model.layers.3"`; `tensors` are its part of the `state_dict`; `linears` its linear layers, quantized or
+    not; `experts` its quantized experts.
     """
 
     name: str
@@ -45,12 +42,10 @@ class LayerWeights(NamedTuple):
     @property
     def quantized(self) -> dict[str, QuantizedWeight]:
         """Its quantized weights, by the names of their tensors."""
-        layers = {
-            name: layer for name, layer in self.linears.items() if isinstance(layer, QuantizedLinear)
-        } | self.experts
         return {
             f"{name}.{leaf}": weight
-            for name, layer in layers.items()
+            for name, layer in {**self.linears, **self.experts}.items()
+            if isinstance(layer, QuantizedLayer)
             for leaf, weight in layer.quantized_weights.items()
         }
 
@@ -70,12 +65,10 @@ class Inventory:
     The layers of one model, by their names in the base model: an adapted layer has its own name, its wrapper has none.
     [`Inventory.of`] makes an inventory only where there is none.
 
-    It holds modules and names. Tensors are read from the modules when they are asked for, as sharding and loading
-    replace them, and so are schemes, which `precisions` changes during training.
-
-    Attributes: model (`nn.Module`): the base model. modules (`dict[str, nn.Module]`): every module without the
-    adapters. layers (`dict[str, QuantizedLayer]`): the quantized layers. quantizable (`dict[str, nn.Module]`): linear
-    layers, and modules in which a mixture stacks its experts, that are not quantized.
+    `model` is the base model; by name, `modules` are its modules without the adapters, `layers` the quantized layers,
+    and `quantizable` the linear layers, and modules in which a mixture stacks its experts, that are not quantized.
+    Tensors and schemes are read from the modules when they are asked for: sharding and loading replace the ones,
+    `precisions` the others.
     """
 
     def __init__(self, model: nn.Module):
@@ -91,8 +84,7 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Inventory":
-        """Return the inventory of `model`, a new one if a module has been replaced, added or removed since the last
-        call."""
+        """Return the inventory of `model`, a new one if its modules have changed since the last call."""
         attributes = vars(base_model(model))
         known = attributes.get(_ATTRIBUTE)
         if known is None or known._modules != list(known.model.modules()):
@@ -151,23 +143,16 @@ class Inventory:
 
     def walk(self) -> Iterator[LayerWeights]:
         """
-        Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`.
-
-        Where masters are sharded, these are the parts that this process holds.
-        [`~trl_qarl.quantization.storage.whole`] gathers one tensor at a time, so that no more than one is held whole
-        in high precision.
+        Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`. Of
+        sharded masters these are the parts that this process holds; [`~trl_qarl.quantization.storage.whole`] gathers
+        one tensor at a time.
         """
         for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)
-            owners = {
-                owner: self.modules[owner] for name in tensors if (owner := name.rpartition(".")[0]) in self.modules
-            }
-            yield LayerWeights(
-                layer,
-                tensors,
-                linears={name: module for name, module in owners.items() if isinstance(module, nn.Linear)},
-                experts={name: module for name, module in owners.items() if isinstance(module, QuantizedExperts)},
-            )
+            owners = {name: self.modules.get(name) for name in (tensor.rpartition(".")[0] for tensor in tensors)}
+            linears = {name: module for name, module in owners.items() if isinstance(module, nn.Linear)}
+            experts = {name: module for name, module in owners.items() if isinstance(module, QuantizedExperts)}
+            yield LayerWeights(layer, tensors, linears, experts)
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """Yield every quantized weight on the same walk, by the name of its linear layer, or of the experts'

@@ -16,18 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from .gemm import low_bit_linear
 from .parameters import weight_version
 from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
-from .weight import (
-    MasterSource,
-    Product,
-    QuantizedLayer,
-    QuantizedWeight,
-    check_can_be_quantized,
-    sharing_state,
-)
+from .weight import OWN_ATTRIBUTES, MasterSource, Product, QuantizedLayer, check_can_be_quantized, sharing_state
 
 
 __all__ = ["MasterSource", "Product", "QuantizedLinear", "weight_version"]
@@ -41,18 +33,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     is computed once per version of the master and cached. Another tensor or storage in the master's place, in-place
     updates that PyTorch counts, `step()` of any optimizer, `load_state_dict` and `.to` invalidate the cache; code that
     writes through `.data`, numpy or dlpack outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
-    The cache is not part of the `state_dict`, nor of a pickle or copy of the module.
-
-    Attributes:
-        scheme ([`QuantScheme`]): the scheme.
-        group_size (`int` or `None`): group size in use for this matrix.
-        scale_dtype (`torch.dtype`): dtype in which the engine runs the model, to which scales are rounded.
-        source ([`MasterSource`]): gives the weight that is quantized.
-        product ([`Product`]): multiplies by the low-bit weight.
-        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`,
-            while the low-bit weight can still be had for publication and export.
-        kernel_name (`str` or `None`): name of the kernel of the last forward.
-        num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization, 0-d int64.
+    Attributes are those of [`~trl_qarl.quantization.weight.QuantizedLayer`].
     """
 
     @classmethod
@@ -80,25 +61,17 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
             raise TypeError(
                 f"Expected a plain nn.Linear, got {type(linear).__name__}, which has a forward of its own."
             )
-        check_can_be_quantized(linear, [linear.weight], scheme)
+        check_can_be_quantized(linear, ["weight"], scheme)
         layer = sharing_state(cls, linear)
-        group_size = scheme.group_size_for(linear.in_features)
-        weight = QuantizedWeight(layer, "weight", scheme, group_size, scale_dtype or linear.weight.dtype)
-        layer.quantized_weights = {"weight": weight}
-        layer.product = low_bit_linear
-        layer.use_quantized_forward = True
-        layer.kernel_name = None
+        layer._quantize(["weight"], scheme, scheme.group_size_for(linear.in_features), scale_dtype)
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """
-        Make the `nn.Linear` to be put into this layer's place, as [`~QuantizedLinear.from_linear`] does the other way.
-        Masters are untouched. An adapter in the low-bit weight runs next to the layer again, unless the layer is
-        frozen with it.
-        """
+        """Make the `nn.Linear` to be put into this layer's place, with its masters. An adapter in the low-bit weight
+        runs next to the layer again, unless the layer is frozen with it."""
         if not self.is_frozen:
             self.source.release()
-        return sharing_state(nn.Linear, self, without=_OWN_ATTRIBUTES)
+        return sharing_state(nn.Linear, self, without=OWN_ATTRIBUTES)
 
     @override
     def restored(self) -> nn.Linear:
@@ -106,8 +79,6 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
     @override
     def convert(self) -> nn.Linear:
-        """Make the `nn.Linear` with the frozen low-bit weight, which computes what this layer does; the master is
-        gone."""
         self.freeze()
         return self.to_linear()
 
@@ -126,15 +97,15 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         return self._first.num_flipped_codes
 
     def master(self) -> torch.Tensor:
-        """Return the high-precision weight that is quantized, with gradients."""
+        """Return what [`QuantizedWeight.master`] does."""
         return self._first.master()
 
     def low_bit_weight(self) -> LowBitTensor:
-        """Return the low-bit weight of the current master, as [`QuantizedWeight.low_bit_weight`] does."""
+        """Return what [`QuantizedWeight.low_bit_weight`] does."""
         return self._first.low_bit_weight()
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
-        """Return the low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
+        """Return what [`QuantizedWeight.quantize`] does."""
         return self._first.quantize(weight)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
@@ -153,6 +124,3 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     def _multiply(self, rows, low_bit, bias):
         y, seen, self.kernel_name = self.product(rows, low_bit, bias)
         return y, seen
-
-
-_OWN_ATTRIBUTES = frozenset(["quantized_weights", "product", "use_quantized_forward", "kernel_name"])

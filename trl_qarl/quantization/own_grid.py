@@ -55,10 +55,8 @@ def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
 
 
 def compare_groups(ours: LowBitTensor, theirs: LowBitTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return of two weights of one scheme which groups, `(N, K / group_size)`, have the same scale and zero point, and in
-    how many of their codes they differ.
-    """
+    """Return of two weights of one scheme which groups, `(N, K / group_size)`, have the same scale and zero point, and
+    in how many of their codes they differ."""
     codes, other_codes = (weight.codes().view(*weight.scale.shape, -1) for weight in (ours, theirs))
     pairs = zip(ours.parts()[1:], theirs.parts()[1:], strict=True)
     return torch.stack([part == other for part, other in pairs]).all(0), (codes != other_codes).sum(-1)

@@ -1,17 +1,10 @@
 """
-Assigns a scheme to each layer: patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's
+Assigns a scheme to each layer, by patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's
 `FqnToConfig` has them. Needs no torch.
 
-A plan is written as the name of one scheme, or as a mapping from patterns to schemes:
-
-| key | layers |
-|---|---|
-| `"model.layers.0.mlp.down_proj"` | the one of this name |
-| `"re:.*mlp.*"` | those whose whole name the expression matches |
-| `"_default"` | all others; without it they stay in high precision |
-
-A name comes before expressions, of which the first one in the order of the mapping counts. A value is the name of a
-scheme, `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision, which is scheme `"bf16"`.
+A plan is written as the name of one scheme, or as a mapping from patterns to schemes. A name comes before expressions,
+of which the first one in the order of the mapping counts, then `"_default"`; other layers stay in high precision. A
+value is the name of a scheme, `{"scheme": "w4a16", "group_size": 32}`, or `None`, which is scheme `"bf16"`.
 """
 
 import json
@@ -41,8 +34,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order; as many
-    decoder layers as the edges say stay in high precision, whatever the rules say."""
+    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order; the first and
+    last decoder layers stay in high precision whatever the rules say."""
 
     rules: tuple[tuple[str, QuantScheme], ...]
     high_precision_first: int = 0
@@ -93,8 +86,7 @@ class QuantPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """`scheme`, the plan's name, for a mapping `layers`, what is written, and `grids`: what reports and cards
-        show."""
+        """The entries `scheme`, `grids` and, of a mapping, `layers`, as reports and cards show them."""
         layers = {} if self._is_named else {"layers": self.written}
         return {"scheme": self.name, **layers, "grids": self.grids}
 
@@ -246,11 +238,8 @@ def parse_scheme(text: Any) -> Any:
 
 
 def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> None:
-    """
-    Refuse layers that vLLM holds as one matrix and that do not share a scheme: it would take that of the first for
-    all. `schemes` has the scheme of each quantized layer, `names` are those of all linear layers. `ValueError` names
-    the layers and their schemes.
-    """
+    """Raise `ValueError` for layers that vLLM holds as one matrix and that do not share a scheme: it would take that
+    of the first for all. `schemes` has the scheme of each quantized layer, `names` are those of all linear layers."""
     names = set(names)
     for name in sorted(names):
         parent, _, leaf = name.rpartition(".")
@@ -304,8 +293,7 @@ def _described(scheme: QuantScheme) -> str:
 
 
 def _decoder_layers(names: list[str]) -> dict[str, int]:
-    """Return the number of the decoder layer that each linear layer is part of, for those that are. `ValueError` is
-    raised if the names do not tell which layers are the decoder's."""
+    """Return the number of the decoder layer that each linear layer is part of, for those that are."""
     stacks: dict[str, dict[str, int]] = {}
     for name in names:
         if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):

@@ -6,14 +6,9 @@ bits is twice that of 4 and that of 2 four times, exactly. In one container a ch
 scales of the same shapes: an engine that was started for 4 bits runs 3 and 2 as they are published, and each comes
 from the masters.
 
-| written | precision |
-|---|---|
-| `[4, 3]` | of one generation batch after the other, in turn |
-| `{0: 4, 60: 3}` | of the batches that begin at this update or later |
-
-A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a plan has them
-([`trl_qarl.quantization.plan`]): `{"re:.*layers\\.0\\..*": 3, "_default": 4}`. Layers that no pattern fits have the
-bits of their scheme.
+Written are `[4, 3]`, the precisions of generation batches in turn, or `{0: 4, 60: 3}`, those of batches that begin at
+this update or later. A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a
+plan has them ([`trl_qarl.quantization.plan`]). Layers that no pattern fits have the bits of their scheme.
 """
 
 import json
@@ -50,11 +45,8 @@ class _Layer(Protocol):
 
 
 def parse_precisions(value: Any) -> Precisions | None:
-    """
-    Return the precisions that an option says: a list, or a mapping whose keys are numbers; JSON of either, as on a
-    command line. Anything else, also within, raises `ValueError`, and so does a mapping that does not begin at update
-    0.
-    """
+    """Return the precisions that an option says, also as JSON: a list, or a mapping whose keys are numbers. Anything
+    else, also within, raises `ValueError`, and so does a mapping that does not begin at update 0."""
     if value is None:
         return None
     written = value
@@ -174,11 +166,8 @@ def mean_bits(layers: Iterable[_Layer]) -> tuple[float, bool]:
 def set_precision(
     layers: Mapping[str, _Layer], schemes: Mapping[str, QuantScheme], precision: Precision | None
 ) -> bool:
-    """
-    Have layers quantize their masters at other bits from now on, and return whether that changes any. `schemes` has
-    the scheme that each was prepared with; `precision` is bits of the layers whose grid nests, or bits by patterns,
-    `None` for what they were prepared with.
-    """
+    """Have layers quantize their masters at `precision` from now on, `None` for what they were prepared with, and
+    return whether that changes any. `schemes` has the scheme that each was prepared with."""
     has_changed = False
     for name, layer in layers.items():
         bits = precision.get(pattern_of(precision, name) or "") if isinstance(precision, Mapping) else precision

@@ -45,18 +45,10 @@ def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
 ) -> tuple[torch.Tensor, ...]:
     """
-    Quantize a master weight.
-
-    Args:
-        weight (`torch.Tensor`):
-            Master weight `(N, K)`, any floating dtype. Codes are computed from it as it is, not from a rounded copy.
-        scheme ([`QuantScheme`]):
-            Scheme to follow.
-        scale_dtype (`torch.dtype`):
-            Dtype in which the engine runs the model; scales are rounded to it before codes are computed, unless the
-            scheme fixes its own scale dtype.
-        global_scale (`float`, *optional*):
-            What the scales of a format with global scales are divided by. Defaults to the one that fits `weight`.
+    Quantize a master weight `(N, K)` of any floating dtype, from which codes are computed as it is, not from a rounded
+    copy. `scale_dtype` is the dtype in which the engine runs the model: scales are rounded to it before codes are
+    computed, unless the scheme has its own. `global_scale` is what the scales of a format with global scales are
+    divided by, by default the one that fits `weight`.
 
     Returns:
         The tensors of the scheme's format: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`, and the format's
@@ -116,10 +108,9 @@ def coarser(
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit activations.
-
-    Return codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales
-    `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
+    Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit activations:
+    return contiguous codes `(M, K)` in int8 or float8_e4m3fn, and float32 scales `(M, 1)`. A token of zeros or
+    denormal numbers gets zero codes.
     """
     assert scheme.activation is not None
     if scheme.activation.type == "float":

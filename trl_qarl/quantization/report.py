@@ -20,27 +20,11 @@ __all__ = ["SwapReport", "low_bit_bytes", "report_layers"]
 @dataclass(frozen=True)
 class SwapReport:
     """
-    Result of [`~trl_qarl.quantization.swap.prepare_model`].
-
-    Args:
-        plan ([`~trl_qarl.quantization.plan.QuantPlan`]):
-            The plan applied.
-        converted (`dict[str, int | None]`):
-            Name of each converted layer and its group size (`None`: one scale per output channel).
-        skipped (`dict[str, str]`):
-            Name of each linear layer, or module of experts, left alone and the reason.
-        master_bytes (`int`):
-            Bytes of the converted layers' master weights.
-        bf16_bytes (`int`):
-            Bytes of the same weights in 16-bit precision.
-        low_bit_bytes (`int`):
-            Bytes of the same weights in low-bit form, scales included.
-        dropped_bytes (`int`, *optional*, defaults to `0`):
-            Bytes of the master weights that [`~trl_qarl.quantization.swap.freeze_model`] has dropped since.
-        schemes (`dict[str, QuantScheme]`, *optional*):
-            Name of each converted layer and its scheme.
-        num_experts (`dict[str, int]`, *optional*):
-            Name of each converted module of experts, and how many it has.
+    Result of [`~trl_qarl.quantization.swap.prepare_model`]. By name, `converted` has the group size of each converted
+    layer (`None`: one scale per output channel), `schemes` its scheme, `num_experts` how many a module of experts has,
+    and `skipped` why a linear layer, or module of experts, was left alone. `master_bytes`, `bf16_bytes` and
+    `low_bit_bytes` are what the converted weights take as masters, in 16 bits, and low-bit with their scales;
+    `dropped_bytes` those of masters that [`~trl_qarl.quantization.swap.freeze_model`] has dropped since.
     """
 
     plan: QuantPlan
@@ -71,24 +55,18 @@ class SwapReport:
             f"{count} {name}per output channel" if size is None else f"{count} {name}group {size}"
             for (name, size), count in groups.items()
         ]
-        lines = [
-            f"scheme {self.plan.name}: {self.layers} quantized "
-            f"({', '.join(parts)}), "
-            f"{self.low_bit_bytes / 2**20:.1f} MiB low-bit against {self.bf16_bytes / 2**20:.1f} MiB in bf16"
-        ]
+        low_bit, in_bf16 = (f"{size / 2**20:.1f} MiB" for size in (self.low_bit_bytes, self.bf16_bytes))
+        about = f"scheme {self.plan.name}: {self.layers} quantized ({', '.join(parts)})"
+        lines = [f"{about}, {low_bit} low-bit against {in_bf16} in bf16"]
         if self.dropped_bytes:
             lines.append(f"frozen: {self.dropped_bytes / 2**20:.1f} MiB of master weights dropped")
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
             lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
-        for size in sorted(
-            {scheme.group_size or 0 for name, scheme in self.schemes.items() if self._is_smaller(name)}
-        ):
+        smaller = {of.group_size or 0 for name, of in self.schemes.items() if self.converted[name] != of.group_size}
+        for size in sorted(smaller):
             lines.append(f"group_size={size} does not divide every layer; the smaller sizes are above")
         return "\n".join(lines)
-
-    def _is_smaller(self, name: str) -> bool:
-        return self.converted[name] != self.schemes[name].group_size
 
 
 def report_layers(
@@ -114,10 +92,8 @@ def low_bit_bytes(weight: QuantizedWeight) -> int:
     *rows, columns = weight.shape
     num_rows = math.prod(rows)
     num_scales = columns // (weight.group_size or columns) * num_rows
-    scale_dtype = (
-        weight.scale_dtype if weight.scheme.scale_dtype is None else getattr(torch, weight.scheme.scale_dtype)
-    )
-    container = weight.scheme.container
+    container, fixed = weight.scheme.container, weight.scheme.scale_dtype
+    scale_dtype = weight.scale_dtype if fixed is None else getattr(torch, fixed)
     operands = format_of(container).operands
     of_operands = sum(o.dtype.itemsize * (num_scales if o.per_group else num_rows) for o in operands)
     return weight.shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + of_operands

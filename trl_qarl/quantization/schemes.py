@@ -6,21 +6,6 @@ and multiplied, how many input features share a scale, and on which grid the act
 fewer codes fits into the container of a wider one: engine, checkpoint and kernels see only the container, so a policy
 of 3 bits runs wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
 [`~trl_qarl.quantization.quantize`]; nothing here imports torch, so the command line can list schemes at once.
-
-| name | weight | container | granularity | activations | checkpoint format |
-|---|---|---|---|---|---|
-| `w4a16` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w3a16`, `w2a16` | INT3 and INT2, the same | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| these with `-observer` | the same without signs | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w4a16-asym`, `w8a16-asym` | INT4 and INT8 with zero points | `int4-zero-points`, `int8-zero-points` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w8a16` | INT8 symmetric | `int8-packed` | output channel | none | `pack-quantized` |
-| `mxfp4a16` | FP4 E2M1 | `mxfp4` | groups of 32 along the input, scales are powers of two | none | `mxfp4-pack-quantized` |
-| `nvfp4a16` | FP4 E2M1 | `nvfp4` | groups of 16 along the input, scales are E4M3 over a power of two | none | `nvfp4-pack-quantized` |
-| `w8a8` | INT8 symmetric | `int8` | output channel | INT8, per token, dynamic | `int-quantized` |
-| `fp8` | FP8 E4M3 | `e4m3` | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
-| `w4a8` | INT4 symmetric | `int4-packed` | groups of 128 along the input | FP8 E4M3, per token, dynamic | `pack-quantized` |
-| `w4a8-int8`, `w3a8-int8`, `w2a8-int8` | as with `a16` | `int4-packed` | groups of 128, 64 or 32 along the input | INT8, per token, dynamic | `pack-quantized` |
-| `bf16` | as in the model | `dense` | - | none | ordinary checkpoint |
 """
 
 from dataclasses import dataclass, replace
@@ -48,19 +33,10 @@ class Grid:
     """
     The codes that a number can be rounded to, and how a scale follows from the numbers that share it.
 
-    Args:
-        name (`str`):
-            Name of the grid.
-        type (`str`):
-            `"int"` or `"float"`, as compressed-tensors calls it.
-        num_bits (`int`):
-            Bits that tell its codes apart.
-        has_signed_scales (`bool`, *optional*, defaults to `False`):
-            Whether the largest of the numbers that share a scale, with its sign, is the smallest code; else the
-            largest magnitude is half the range of codes.
-        has_zero_points (`bool`, *optional*, defaults to `False`):
-            Whether numbers that share a scale share the code of zero too: all codes lie between the smallest and the
-            largest.
+    `type` is compressed-tensors' word, `num_bits` tell the codes apart. With `has_signed_scales` the largest of the
+    numbers that share a scale, with its sign, is the smallest code; else the largest magnitude is half the range of
+    codes. With `has_zero_points` these numbers share the code of zero too: all codes lie between the smallest and the
+    largest.
     """
 
     name: str
@@ -117,44 +93,19 @@ class Container:
     """
     How codes are stored, sent and multiplied. What is done with their tensors is in the file of
     [`trl_qarl.quantization.formats`] that has the container's name.
-
-    Args:
-        name (`str`):
-            Name of the container.
-        type (`str` or `None`):
-            `"int"` or `"float"`; `None` where weights stay as they are.
-        num_bits (`int`):
-            Bits that a code takes, and that a checkpoint says it has.
-        checkpoint_format (`str`):
-            compressed-tensors' name of the checkpoint format.
-        word_size (`int`, *optional*, defaults to `1`):
-            Codes in a word of the checkpoint; rows fill whole words.
-        group_sizes (`tuple[int, ...]`, *optional*, defaults to `()`):
-            Group sizes that its kernels accept, largest first; empty for one scale per output channel.
-        activations (`tuple[Grid | None, ...]`, *optional*, defaults to `(None,)`):
-            Grids of activations that its kernels multiply with; `None` for activations that are left alone.
-        has_zero_points (`bool`, *optional*, defaults to `False`): whether it holds grids with zero points, and no
-            others.
-        has_global_scale (`bool`, *optional*, defaults to `False`):
-            Whether all scales of what an engine holds as one matrix are divided by one number.
-        takes_signed_scales (`bool`, *optional*, defaults to `False`):
-            Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they
-            are.
-        scale_dtype (`str`, *optional*):
-            Dtype of its scales, `None` where that is a matter of the scheme.
     """
 
     name: str
-    type: Literal["int", "float"] | None
-    num_bits: int
-    checkpoint_format: str
-    word_size: int = 1
-    group_sizes: tuple[int, ...] = ()
-    activations: tuple[Grid | None, ...] = (None,)
-    has_zero_points: bool = False
-    has_global_scale: bool = False
-    takes_signed_scales: bool = False
-    scale_dtype: str | None = None
+    type: Literal["int", "float"] | None  # None: weights stay as they are
+    num_bits: int  # that a code takes, and that a checkpoint says it has
+    checkpoint_format: str  # compressed-tensors' name of it
+    word_size: int = 1  # codes in a word of the checkpoint; rows fill whole words
+    group_sizes: tuple[int, ...] = ()  # that its kernels accept, largest first; empty for a scale per output channel
+    activations: tuple[Grid | None, ...] = (None,)  # that its kernels multiply with; None: left alone
+    has_zero_points: bool = False  # holds grids with zero points, and no others
+    has_global_scale: bool = False  # all scales of what an engine holds as one matrix are divided by one number
+    takes_signed_scales: bool = False  # which all its kernels for 16-bit activations multiply by as they are
+    scale_dtype: str | None = None  # None: a matter of the scheme
 
     def holds(self, grid: Grid | None) -> bool:
         """Return whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
@@ -177,28 +128,12 @@ INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
 MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,), scale_dtype="uint8")
 NVFP4 = Container(
-    "nvfp4",
-    "float",
-    4,
-    "nvfp4-pack-quantized",
-    group_sizes=(16,),
-    has_global_scale=True,
-    scale_dtype="float8_e4m3fn",
+    "nvfp4", "float", 4, "nvfp4-pack-quantized", 1, (16,), has_global_scale=True, scale_dtype="float8_e4m3fn"
 )
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
 DENSE = Container("dense", None, 16, "dense")
-_CONTAINERS = (
-    INT4_PACKED,
-    INT4_ZERO_POINTS,
-    INT8_PACKED,
-    INT8_ZERO_POINTS,
-    INT8_CODES,
-    MXFP4,
-    NVFP4,
-    E4M3_CODES,
-    DENSE,
-)
-CONTAINERS = {container.name: container for container in _CONTAINERS}
+_INTEGERS = (INT4_PACKED, INT4_ZERO_POINTS, INT8_PACKED, INT8_ZERO_POINTS, INT8_CODES)
+CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVFP4, E4M3_CODES, DENSE)}
 
 
 @dataclass(frozen=True)
@@ -280,13 +215,9 @@ class QuantScheme:
 
     def group_size_for(self, in_features: int) -> int | None:
         """
-        Group size used for a matrix with `in_features` input features.
-
-        It is `group_size` where that divides `in_features`, else the next smaller size of `group_sizes` that does.
-
-        Raises:
-            ValueError: if no group size divides `in_features`, or if the checkpoint packs codes into words that
-                `in_features` codes do not fill.
+        Return the group size of a matrix with `in_features` input features: `group_size` where that divides them, else
+        the next smaller size of `group_sizes` that does. `ValueError` is raised if none does, or if the checkpoint
+        packs codes into words that they do not fill.
         """
         if self.group_size is None:
             codes_per_word = self.container.word_size
@@ -308,11 +239,8 @@ class QuantScheme:
         )
 
     def weight_args(self, group_size: int | None) -> dict[str, Any]:
-        """
-        Arguments of compressed-tensors' `QuantizationArgs` for a weight quantized with `group_size`.
-
-        They describe the container, which is what a reader unpacks: of a coarser grid some codes do not occur.
-        """
+        """Return compressed-tensors' `QuantizationArgs` of a weight quantized with `group_size`. They describe the
+        container, which is what a reader unpacks: of a coarser grid some codes do not occur."""
         strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
         container = self.container
         if container.has_global_scale:
@@ -324,7 +252,7 @@ class QuantScheme:
 
     @property
     def activation_args(self) -> dict[str, Any] | None:
-        """Arguments of compressed-tensors' `QuantizationArgs` for the activations, or `None`."""
+        """compressed-tensors' `QuantizationArgs` of the activations, or `None`."""
         if self.activation is None:
             return None
         described = {"num_bits": self.activation.num_bits, "type": self.activation.type, "symmetric": True}

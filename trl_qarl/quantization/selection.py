@@ -29,10 +29,8 @@ EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 
 def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
-    """
-    Return what the matrices in each module of experts among `layers` are called, one by one and as they are stacked: a
-    pattern that names some of them does not name the module.
-    """
+    """Return what the matrices in each module of experts among `layers` are called, one by one and as they are
+    stacked: a pattern that names some of them does not name the module."""
     return {
         name: [
             [f"{name}.{expert}.{leaf}" for expert in range(module.num_experts) for leaf in EXPERT_LEAVES],
@@ -45,18 +43,16 @@ def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str
 
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
-    """Return how a quantizable layer, or what was made of it, is quantized under `scheme`: with which one, and which
-    group size. `ValueError` is raised if no group size fits."""
+    """Return scheme and group size of a quantizable layer, or of what was made of it, under `scheme`. `ValueError` is
+    raised if no group size fits."""
     if isinstance(module, nn.Linear):
         return scheme, scheme.group_size_for(module.in_features)
     return experts_format(module, scheme)
 
 
 def layers_around(inventory: Inventory) -> dict[str, str]:
-    """
-    Return the quantizable layers of a model that are not its language model's, as those of a vision tower and its
-    connector, and the reason why they stay in high precision unless a plan names them.
-    """
+    """Return the quantizable layers of a model that are not its language model's, as those of a vision tower and its
+    connector, and the reason why they stay in high precision unless a plan names them."""
     model = inventory.model
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
         return {}

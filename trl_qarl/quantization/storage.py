@@ -82,14 +82,12 @@ def storage_of(tensor: torch.Tensor) -> Storage:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether this process holds only a part of a model, so that every process takes part in what reads all of
-    it."""
+    """Return whether this process holds only a part of a model."""
     return any(backend.is_of(model) for backend in BACKENDS)
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return all of a tensor, in `dtype` if given, where it is sharded gathered from the processes, which all have to
-    call."""
+    """Return all of a tensor, in `dtype` if given; of a sharded one every process has to call."""
     return storage_of(tensor).whole(tensor, dtype)
 
 

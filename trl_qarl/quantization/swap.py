@@ -1,13 +1,9 @@
 """
 Turn a model's linear layers into quantized ones and back, or into frozen low-bit ones, and say what was done.
 
-| | weight of a layer | made by |
-|---|---|---|
-| prepared | the master; the forward quantizes it | [`prepare_model`], `quantize_(model, QaRLWeightConfig("w4a16"))` |
-| converted | a frozen [`LowBitTensor`], in an ordinary `nn.Linear` | [`convert_model`], the same with `step="convert"` |
-
-`quantize_` is torchao's (https://github.com/pytorch/ao). It passes every linear layer that its `filter_fn` lets
-through, by default the output head too; [`prepare_model`] knows which layers to leave alone.
+The weight of a *prepared* layer is the master, which the forward quantizes; that of a *converted* one is a frozen
+[`LowBitTensor`] in an ordinary `nn.Linear`. torchao's `quantize_` (https://github.com/pytorch/ao) passes every linear
+layer that its `filter_fn` lets through, by default the output head too; [`prepare_model`] knows which to leave alone.
 """
 
 from collections import Counter
@@ -95,9 +91,7 @@ def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
     if made_for is config:
         return layer
     if config.step == "prepare":
-        is_experts = has_stacked_matrices("", module)
-        make = QuantizedExperts.from_experts if is_experts else QuantizedLinear.from_linear
-        layer = make(module, config.scheme, config.scale_dtype)
+        layer = _quantized(module, config.scheme, config.scale_dtype)
     elif not isinstance(module, QuantizedLayer):
         return module
     elif module.scheme != config.scheme:
@@ -193,16 +187,13 @@ def prepare_model(
 
 
 def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:
-    if isinstance(module, nn.Linear):
-        return QuantizedLinear.from_linear(module, scheme, scale_dtype)
-    return QuantizedExperts.from_experts(module, scheme, scale_dtype)
+    is_experts = has_stacked_matrices("", module)
+    return (QuantizedExperts.from_experts if is_experts else QuantizedLinear.from_linear)(module, scheme, scale_dtype)
 
 
 def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
-    """
-    Return the report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters;
-    `plan`, if given, is one of several schemes that its layers have.
-    """
+    """Return the report of a model that was loaded without masters; `plan`, if given, is one of several schemes that
+    its layers have."""
     inventory = Inventory.of(model)
     plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in inventory.layers.items()})
     skipped = dict.fromkeys(inventory.quantizable, "not quantized in the checkpoint")
@@ -260,8 +251,7 @@ def _check_product(layer: QuantizedLayer) -> None:
 def _replace(
     model: nn.Module, modules: Iterable[nn.Module], make: Callable[[nn.Module], nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Put `make(module)` into the place of each of `modules`, wherever it is registered below `model`; returns new by
-    old."""
+    """Put `make(module)` into the place of each of `modules`, wherever `model` has it; return new by old."""
     modules = set(modules)
     if model in modules:
         raise ValueError(
@@ -280,11 +270,8 @@ def _replace(
 
 def freeze_model(model: nn.Module) -> int:
     """
-    Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return the bytes they
-    took.
-
-    The layers compute what they computed before, bit for bit, and pass gradients to their input and to adapters next
-    to them.
+    Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return their bytes. The
+    layers compute what they did, bit for bit, and pass gradients to their input and to adapters next to them.
     """
     layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
@@ -322,10 +309,8 @@ def quantized_forward(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
-    While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
-
-    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in
-    the precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
+    While open, embeddings, norms, biases and all else that is not quantized are rounded to `dtype`, as in an export:
+    the model computes what an engine computes with that. They come back on leaving, bit for bit.
     """
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [

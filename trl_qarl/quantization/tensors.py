@@ -43,22 +43,11 @@ class LowBitTensor(TorchAOBaseTensor):
     With a dense tensor, and in `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it counts as its
     dense values, those of [`~LowBitTensor.dequantize`].
 
-    Args:
-        qdata (`torch.Tensor`):
-            Codes, as the scheme's container lays them out ([`trl_qarl.quantization.formats`]).
-        scale (`torch.Tensor`):
-            Scales `(N, K / group_size)` or `(N, 1)`.
-        scheme ([`QuantScheme`]):
-            The scheme they follow.
-        orig_dtype (`torch.dtype`):
-            Dtype of the master weight, the one this tensor shows and [`~LowBitTensor.dequantize`] gives by default.
-        gathered_shape (`tuple[int, ...]`, *optional*):
-            Shape of the sharded master whose codes and scales FSDP2 has gathered, `(N, K)` or that of stacked experts,
-            which this tensor shows. FSDP2 frees them after use and fills them again, so nothing that is made of them
-            is kept.
-        operands (`torch.Tensor`, by the names of [`~trl_qarl.quantization.formats.registry.OPERANDS`], *optional*):
-            The further tensors of the container's format, with a row for each of the weight; `None` for those that it
-            has not.
+    `qdata` are the codes as the scheme's container lays them out ([`trl_qarl.quantization.formats`]), `scale` is
+    `(N, K / group_size)` or `(N, 1)`, and `operands` are the further tensors of the container's format, with a row for
+    each of the weight. `orig_dtype` is the master's, which this tensor shows and [`~LowBitTensor.dequantize`] gives by
+    default. `gathered_shape` is the shape of a sharded master whose codes and scales FSDP2 has gathered, which this
+    tensor shows; FSDP2 frees them after use and fills them again, so nothing that is made of them is kept.
     """
 
     tensor_data_names = ["qdata", "scale"]
@@ -127,8 +116,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @classmethod
     def stack(cls, matrices: "Sequence[LowBitTensor]") -> "LowBitTensor":
-        """Return the rows of all `matrices`, of one scheme and width, one after the other: what
-        [`~LowBitTensor.row_blocks`] undoes."""
+        """Return the rows of all `matrices`, of one scheme and width, one after the other."""
         if len(matrices) == 1:
             return matrices[0]
         parts = map(torch.cat, zip(*(m.parts() for m in matrices), strict=True))
@@ -162,13 +150,11 @@ class LowBitTensor(TorchAOBaseTensor):
         return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":
-        """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32
-        scales."""
+        """Return what the engine multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def coarser(self, scheme: QuantScheme) -> "LowBitTensor":
-        """Return the weight in the fewer bits of `scheme`, made of these codes as
-        [`~trl_qarl.quantization.quantize.coarser`] does."""
+        """Return the weight in the fewer bits of `scheme` as [`~trl_qarl.quantization.quantize.coarser`] does."""
         return LowBitTensor(*coarser(self.qdata, self.scale, self.scheme, scheme), scheme, self.orig_dtype)
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
@@ -188,10 +174,8 @@ class LowBitTensor(TorchAOBaseTensor):
         self._kept.pop(make, None)
 
     def row_blocks(self, num_blocks: int) -> "tuple[LowBitTensor, ...]":
-        """
-        Return equal blocks of the rows as views, such as the matrices of experts. The same objects are returned at
-        each call, as kernels keep operands with them.
-        """
+        """Return equal blocks of the rows as views, such as the matrices of experts: the same objects at each call, as
+        kernels keep operands with them."""
         return (self,) if num_blocks == 1 and self.dim() == 2 else self.cached(_RowBlocks(num_blocks))
 
     def held(self) -> list[Any]:
@@ -297,6 +281,7 @@ def _linear(func, types, args, kwargs):
     return _multiply(*args, **kwargs)
 
 
+# Arguments have the names that PyTorch's functions give them.
 def _multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, LowBitTensor) or isinstance(input, LowBitTensor):
         raise TypeError("A low-bit tensor can be the weight of `F.linear` only. Use `dequantize()` elsewhere.")
@@ -384,15 +369,9 @@ def _are_equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     return all(torch.equal(*(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in pair)) for pair in pairs)
 
 
+# Of `flatten` only the method, which `torch.testing.assert_close` calls to say what differs.
 @LowBitTensor.implements_torch_function(
-    [
-        torch.isclose,
-        torch.Tensor.isclose,
-        torch.allclose,
-        torch.Tensor.allclose,
-        # Not `torch.flatten`: `torch.testing.assert_close` calls the method to say what differs.
-        torch.Tensor.flatten,
-    ]
+    [torch.isclose, torch.Tensor.isclose, torch.allclose, torch.Tensor.allclose, torch.Tensor.flatten]
 )
 def _of_dense_values(func, types, args, kwargs):
     return func(*map(_dense, args), **{name: _dense(value) for name, value in kwargs.items()})

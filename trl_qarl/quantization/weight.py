@@ -5,7 +5,7 @@ A linear layer has one [`QuantizedWeight`], the experts of a mixture have two. I
 quantized and where gradients go: [`MasterSource`], the layer's own parameter, unless another was set.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from .formats.registry import format_of
+from .gemm import low_bit_linear
 from .parameters import MADE_IN_INFERENCE_MODE, num_elements, weight_version
 from .schemes import QuantScheme
 from .storage import storage_of
@@ -29,10 +30,8 @@ Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torc
 class MasterSource:
     """
     The weight that is quantized: the layer's own, of which this process may hold a part ([`storage_of`]). Other
-    sources build it from that one and from more.
-
-    Each method is given the layer's parameter, which is read once per use: a parametrization computes a new tensor
-    each time.
+    sources build it from that one and from more. Each method is given the layer's parameter, which is read once per
+    use, as a parametrization computes a new tensor each time.
     """
 
     is_frozen = False
@@ -54,8 +53,7 @@ class MasterSource:
         return weight_version(weight)
 
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the high-precision weight that is quantized, with gradients; of a sharded one what this process
-        quantizes."""
+        """Return the weight that is quantized, with gradients; of a sharded one what this process quantizes."""
         return storage_of(weight).value(weight)
 
     def shape(self, weight: torch.Tensor) -> torch.Size:
@@ -67,8 +65,7 @@ class MasterSource:
         return storage_of(weight).rows(weight)
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor to which the gradient of the value can be given in its place; `None` if nothing takes
-        one."""
+        """Return the tensor that takes the gradient of the value, or `None`."""
         return weight
 
     def is_trained(self, weight: torch.Tensor) -> bool:
@@ -83,18 +80,9 @@ class QuantizedWeight:
     """
     One weight of a layer, and its low-bit form: computed once per version of the master and kept.
 
-    Args:
-        layer (`nn.Module`):
-            The layer.
-        name (`str`):
-            Its parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices whose rows are quantized as those of
-            one, or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`.
-        scheme ([`QuantScheme`]):
-            The scheme.
-        group_size (`int` or `None`):
-            Group size in use.
-        scale_dtype (`torch.dtype`):
-            Dtype in which the engine runs the model, to which scales are rounded.
+    `name` is that of the layer's parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices whose rows are
+    quantized as those of one, or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`. `scale_dtype` is the
+    dtype in which the engine runs the model, to which scales are rounded.
 
     Attributes:
         source ([`MasterSource`]): gives the weight that is quantized.
@@ -169,8 +157,7 @@ class QuantizedWeight:
 
     @torch.no_grad()
     def whole_low_bit(self) -> LowBitTensor:
-        """Return all of the low-bit weight, where it is sharded gathered from the processes, which all have to
-        call."""
+        """Return all of the low-bit weight; of a sharded one every process has to call."""
         return storage_of(self.parameter).whole_low_bit(self)
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
@@ -234,8 +221,8 @@ class QuantizedLayer(nn.Module):
     Attributes:
         quantized_weights (`dict[str, QuantizedWeight]`): the weights, by the names of their parameters.
         product ([`Product`]): multiplies by a low-bit weight.
-        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of the layer it
-            was made from, while the low-bit weight can still be had for publication and export.
+        use_quantized_forward (`bool`): if `False`, the forward is that of the layer it was made from, while the
+            low-bit weight can still be had for publication and export.
         kernel_name (`str` or `None`): name of the kernel of the last forward.
     """
 
@@ -243,6 +230,16 @@ class QuantizedLayer(nn.Module):
     product: Product
     use_quantized_forward: bool
     kernel_name: str | None
+
+    def _quantize(
+        self, names: list[str], scheme: QuantScheme, group_size: int | None, scale_dtype: torch.dtype | None
+    ) -> None:
+        """Set the attributes for weights of these names; scales are rounded to the weights' dtype by default."""
+        self.quantized_weights = {
+            name: QuantizedWeight(self, name, scheme, group_size, scale_dtype or getattr(self, name).dtype)
+            for name in names
+        }
+        self.product, self.use_quantized_forward, self.kernel_name = low_bit_linear, True, None
 
     @property
     def scheme(self) -> QuantScheme:
@@ -292,13 +289,12 @@ class QuantizedLayer(nn.Module):
         raise NotImplementedError
 
     def freeze(self) -> None:
-        """Replace the masters by their low-bit weights, in place: the layer computes what it did and cannot be
-        trained."""
+        """Freeze every weight."""
         for weight in self.quantized_weights.values():
             weight.freeze()
 
     def invalidate(self) -> None:
-        """Have the next use quantize the masters again."""
+        """Have the next use quantize the masters again, and count the codes that changed."""
         for weight in self.quantized_weights.values():
             weight.invalidate()
 
@@ -325,15 +321,20 @@ class QuantizedLayer(nn.Module):
         self.forget()
 
 
-def sharing_state(cls: type, module: nn.Module, without: frozenset[str] = frozenset()) -> Any:
+OWN_ATTRIBUTES = frozenset(["quantized_weights", "product", "use_quantized_forward", "kernel_name"])
+"""Attributes that a quantized layer has and the layer that it was made from has not."""
+
+
+def sharing_state(cls: type, module: nn.Module, without: Set[str] = frozenset()) -> Any:
     """Return a `cls` with the attributes of `module`; the tables of parameters and hooks are the same objects."""
     new = cls.__new__(cls)
     vars(new).update({name: value for name, value in vars(module).items() if name not in without})
     return new
 
 
-def check_can_be_quantized(module: nn.Module, weights: list[torch.Tensor], scheme: QuantScheme) -> None:
-    """Raises `ValueError` for a layer that `scheme` cannot be applied to, whatever its sizes."""
+def check_can_be_quantized(module: nn.Module, names: list[str], scheme: QuantScheme) -> None:
+    """Raise `ValueError` for a layer whose parameters of these names `scheme` cannot be applied to, whatever their
+    sizes."""
     if "forward" in vars(module):
         raise ValueError(
             "The layer has a `forward` of its own on the instance (accelerate's `device_map` hooks set one), which "
@@ -341,7 +342,7 @@ def check_can_be_quantized(module: nn.Module, weights: list[torch.Tensor], schem
         )
     if not scheme.is_quantized:
         raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")
-    for weight in weights:
+    for weight in (getattr(module, name) for name in names):
         if num_elements([weight]) == 0:
             raise ValueError(f"The layer has no weights to quantize: shape {tuple(weight.shape)}.")
         if weight.is_inference():

@@ -1,10 +1,5 @@
-"""
-`trl-qarl compare`: one training run per cell of a grid of schemes, objectives and seeds, the learner quantized or not.
-
-Cells run one after the other, or one per device at a time. Each is a process of its own in a directory named after its
-coordinates. The directory says how far its cell got, so the same command continues after an interruption: `finished`
-marks a cell that is done, `trained` one that is still to be evaluated, a complete checkpoint one that resumes.
-"""
+"""`trl-qarl compare`: one training run per cell of a grid of schemes, objectives and seeds, the learner quantized or
+not."""
 
 import re
 import shlex
@@ -29,16 +24,17 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "The same command continues after an interruption: finished cells are skipped, killed ones resume from their "
         "last checkpoint.",
     )
-    parser.add_argument("grid", metavar="GRID.yaml", help="what to train, and the values of each axis")
-    parser.add_argument("--output_dir", metavar="DIR", help="one directory per cell goes here; default: outputs/GRID")
-    parser.add_argument(
+    add = parser.add_argument
+    add("grid", metavar="GRID.yaml", help="what to train, and the values of each axis")
+    add("--output_dir", metavar="DIR", help="one directory per cell goes here; default: outputs/GRID")
+    add(
         "--devices",
         nargs="+",
         metavar="GPUS",
         help="run one cell at a time on each of these, values of CUDA_VISIBLE_DEVICES: `0 1` or `0,1 2,3`; default: "
         "one cell at a time, which sees all GPUs",
     )
-    parser.add_argument("--dry_run", action="store_true", help="print the command of every cell and exit")
+    add("--dry_run", action="store_true", help="print the command of every cell and exit")
     return parser
 
 

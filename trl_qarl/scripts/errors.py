@@ -14,11 +14,8 @@ EXIT_PUSH_FAILED = 3
 
 @contextmanager
 def configuration_errors() -> Iterator[None]:
-    """
-    Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2.
-
-    Wrap only the part of a command that reads its configuration: an unexpected error elsewhere keeps its traceback.
-    """
+    """Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2. Wrap only
+    what reads a configuration: an unexpected error elsewhere keeps its traceback."""
     try:
         yield
     except BrokenPipeError:

@@ -19,33 +19,30 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         description="Add up what training a model takes of each GPU, from only its configuration, for DDP and FSDP2.",
         epilog="Exit code: 0 if a launch fits, 1 if none does or vLLM cannot run the scheme there, 2 for options that make no sense.",
     )
-    parser.add_argument("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of the learner")
-    parser.add_argument("--gpu_memory", type=float, required=True, metavar="GB", help="memory of each, in GB")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
+    add("--gpus", type=int, default=1, help="GPUs of the learner")
+    add("--gpu_memory", type=float, required=True, metavar="GB", help="memory of each, in GB")
+    add(
         "--gpu_capability",
         type=_capability,
         metavar="X.Y",
         help="their compute capability, such as 9.0: also print which kernel of vLLM runs each scheme there, or why none does",
     )
     add_plan_options(parser, default="w4a16")
-    parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
-    parser.add_argument("--use_peft", action="store_true", help="LoRA on all linear layers, over a frozen base")
-    parser.add_argument("--lora_r", type=int, default=16, help="its rank")
-    parser.add_argument(
-        "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a process in an update"
-    )
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, prompts and completions")
-    parser.add_argument(
+    add("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
+    add("--use_peft", action="store_true", help="LoRA on all linear layers, over a frozen base")
+    add("--lora_r", type=int, default=16, help="its rank")
+    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a process in an update")
+    add("--tokens", type=int, default=4096, help="tokens of a micro-batch, prompts and completions")
+    add(
         "--vllm_gpu_memory_utilization",
         type=float,
         default=0.3,
         help="share of each GPU that a colocated vLLM gets; 0 with a server elsewhere",
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
-    parser.add_argument(
-        "--write", metavar="FILE", help="write the first launch that fits for `accelerate launch --config_file`"
-    )
+    add("--trust_remote_code", action="store_true", help="allow model code from the hub")
+    add("--write", metavar="FILE", help="write the first launch that fits for `accelerate launch --config_file`")
     return parser
 
 

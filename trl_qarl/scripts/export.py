@@ -34,47 +34,46 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         metavar="DIR",
         help="folder that a training wrote as its `publish_dir`, instead of master weights",
     )
-    parser.add_argument(
-        "--version", type=int, metavar="N", help="version to export with --from_patches (default: the last)"
-    )
-    parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
+    add = parser.add_argument
+    add("--version", type=int, metavar="N", help="version to export with --from_patches (default: the last)")
+    add("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
-    parser.add_argument(
+    add(
         "--dtype",
         choices=list(DTYPES),
         help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
         "(default: the one trained with, else bfloat16)",
     )
-    parser.add_argument(
+    add(
         "--bits",
         type=int,
         metavar="N",
         help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for schemes with signed "
         "scales; the checkpoint stays INT4",
     )
-    parser.add_argument(
+    add(
         "--compact",
         action="store_true",
         help="pack codes of 3 and 2 bits without gaps: fewer bytes, read by vLLM (on CPUs with trl_qarl, on GPUs by Humming) and not by every "
         "version of compressed-tensors",
     )
-    parser.add_argument(
+    add(
         "--gguf",
         metavar="FILE",
         help="also write the policy for llama.cpp, as `model.gguf`: a copy of this GGUF file of the base model, with the trained weights",
     )
-    parser.add_argument("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
-    parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
-    parser.add_argument("--hub_private_repo", action="store_true", help="make that repository a private one")
-    parser.add_argument("--hub_revision", metavar="BRANCH", help="branch to push to; made if it is missing")
-    parser.add_argument(
+    add("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
+    add("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
+    add("--hub_private_repo", action="store_true", help="make that repository a private one")
+    add("--hub_revision", metavar="BRANCH", help="branch to push to; made if it is missing")
+    add(
         "--merge_adapter",
         action="store_true",
         help="quantize base and adapter together, which is another policy than the one trained in lora_mode 'adapter'; says by "
         "how much",
     )
-    parser.add_argument("--model_revision", default="main", help="revision on the hub")
-    parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
+    add("--model_revision", default="main", help="revision on the hub")
+    add("--trust_remote_code", action="store_true", help="allow model code from the hub")
     return parser
 
 
@@ -107,11 +106,8 @@ def main(args: Namespace) -> int:
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
         known = {name: settings.get(name) for name in shown} | described_settings(report.plan)
-        facts = TrainingFacts(
-            {name: value for name, value in known.items() if value is not None},
-            read_history(args.model_name_or_path),
-            str(report),
-        )
+        known = {name: value for name, value in known.items() if value is not None}
+        facts = TrainingFacts(known, read_history(args.model_name_or_path), str(report))
         title = repo_id and repo_id.rpartition("/")[2]
         card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
         dtype = getattr(torch, settings["scale_dtype"])
@@ -150,9 +146,8 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     from ..quantization.swap import prepare_model
 
     source = args.model_name_or_path
-    record_path = cached_file(
-        source, SCHEME_FILE, revision=args.model_revision, _raise_exceptions_for_missing_entries=False
-    )
+    options: dict[str, Any] = {"revision": args.model_revision, "_raise_exceptions_for_missing_entries": False}
+    record_path = cached_file(source, SCHEME_FILE, **options)
     record = read_record(record_path) if record_path else None
     settings = merge_with_record(args, record, source)
     has_adapter = is_adapter_folder(source)
@@ -164,35 +159,31 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
             f"--merge_adapter was given, but the adapter in {source} was trained merged (lora_mode='merged'), and its export is. "
             "Remove it."
         )
+    kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
     try:
-        if has_adapter:
-            kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
-            model = load_adapter(source, kwargs, is_trainable=False)
-        else:
-            model = create_model_from_path(source, dtype="auto", **hub_kwargs)
+        model = (
+            load_adapter(source, kwargs, is_trainable=False)
+            if has_adapter
+            else create_model_from_path(source, dtype="auto", **hub_kwargs)
+        )
     except SafetensorError as error:
         raise ValueError(
             f"A weight file of {source} is damaged or cut off ({error}). Copy it again, or export an earlier checkpoint."
         ) from error
-    plan = plan_of(settings)
-    if args.bits is not None:
-        plan = _plan_at(args.bits, plan, has_adapter)
-    arguments = {
-        "exclude_modules": settings["exclude_modules"],
-        "scale_dtype": getattr(torch, settings["scale_dtype"]),
-    }
-    if has_adapter:
-        report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
-        print(report)
-        check_record(source, settings | {"base": base_fingerprint(model)})
-        if args.merge_adapter:
-            model, loss = merge_adapter(model)
-            print(f"Warning: {loss}")
-    else:
+    plan = _plan_at(args.bits, plan_of(settings), has_adapter)
+    scale_dtype = getattr(torch, settings["scale_dtype"])
+    arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": scale_dtype}
+    if not has_adapter:
         report = prepare_model(model, plan, **arguments)
         if scales := settings.get("global_scales"):
             share_global_scales(Inventory.of(model).layers, scales)
-        print(report)
+    else:
+        report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
+        check_record(source, settings | {"base": base_fingerprint(model)})
+    print(report)
+    if args.merge_adapter:
+        model, loss = merge_adapter(model)
+        print(f"Warning: {loss}")
     return model, report, settings
 
 
@@ -239,7 +230,9 @@ def _export_version(args: Namespace) -> int:
     return 0
 
 
-def _plan_at(bits: int, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
+def _plan_at(bits: int | None, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
+    if bits is None:
+        return plan
     problems = [*problems_of_precisions([bits], plan, -1)]
     if has_adapter:
         problems.append("the codes below an adapter are those that it was trained with")
@@ -249,8 +242,7 @@ def _plan_at(bits: int, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
 
 
 def _check_push(args: Namespace) -> str | None:
-    """Return the repository to push to, with its namespace, or `None`. It is made before anything is exported.
-    `ValueError` is raised for options that contradict each other or name no repository, and without a token."""
+    """Return the repository to push to, with its namespace, or `None`. It is made before anything is exported."""
     from ..checkpoint import uploads as hub
 
     if not args.push_to_hub:
@@ -267,10 +259,7 @@ def _check_push(args: Namespace) -> str | None:
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
-    """
-    Read the rows that a training logged, from its output directory or a checkpoint; none for weights of another
-    origin.
-    """
+    """Read the rows that a training logged, from its output directory or a checkpoint; else there are none."""
     metrics, state = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json")
     try:
         if metrics.is_file():
@@ -283,16 +272,9 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
     """
-    Return the settings to export with: those the master weights were trained with, the `record` in the `qarl.json`
-    next to them, else those of the command line, `None` where not given. `source` is where the weights come from, for
-    messages.
-
-    Returns:
-        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`, and `high_precision_first` or
-        `high_precision_last` where there are such layers.
-
-    Raises:
-        ValueError: if an option contradicts the record, or if there is neither a record nor `--scheme`.
+    Return the settings to export with, under the names of `qarl.json`: the `record` there of how the masters were
+    trained, else those of the command line. `source` is where the weights come from, for messages. `ValueError` is
+    raised if an option contradicts the record, or if there is neither a record nor `--scheme`.
     """
     given = {
         "scheme": args.scheme,

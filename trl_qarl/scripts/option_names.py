@@ -24,11 +24,8 @@ def spell(argv: list[str], known: Iterable[str]) -> list[str]:
 
 
 def check_names(argv: list[str], known: Iterable[str]) -> None:
-    """
-    Raise `ValueError`, with what was probably meant, for the first option in `argv` that is neither in `known` nor
-    begins one that is, as argparse completes it. argparse would first complain of what is missing, and knows no "did
-    you mean".
-    """
+    """Raise `ValueError`, with what was probably meant, for the first option in `argv` that neither is nor begins one
+    of `known`. argparse would first complain of what is missing, and knows no "did you mean"."""
     for word in argv:
         name = word.partition("=")[0]
         if name.startswith("--") and not any(option.startswith(name) for option in known):

@@ -10,9 +10,8 @@ from ..quantization.schemes import SCHEMES
 __all__ = ["add_plan_options"]
 
 
-def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bool = True) -> None:
-    """Add `--scheme`, with its default, and `--group_size`, and with `has_layers`, for a command that has a model, the
-    options that name layers: `--exclude_modules` and the edges."""
+def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
+    """Add `--scheme`, with its default, `--group_size`, `--exclude_modules` and the edges."""
     parser.add_argument(
         "--scheme",
         type=_scheme,
@@ -22,8 +21,6 @@ def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bo
         + (f" (default: {default})" if default else ""),
     )
     parser.add_argument("--group_size", type=int, metavar="N", help="group size of the schemes that have groups")
-    if not has_layers:
-        return
     parser.add_argument(
         "--exclude_modules",
         nargs="+",

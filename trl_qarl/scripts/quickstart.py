@@ -1,9 +1,4 @@
-"""
-`trl-qarl quickstart`: SmolLM2-135M-Instruct, or another model, learns to add with QaRL; needs no hub and no GPU.
-
-A prompt is two worked sums and a question such as `23 + 8 =`. A completion earns 1 if it is exactly the sum and then
-ends, else 0. Held-out sums never occur in training.
-"""
+"""`trl-qarl quickstart`: SmolLM2-135M-Instruct, or another model, learns to add with QaRL; needs no hub and no GPU."""
 
 import random
 import time
@@ -48,8 +43,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def make_problems(num_eval: int, seed: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return training and held-out problems, `{"prompt", "answer"}`: all sums of 10..49 and 1..9, shuffled by `seed`.
-    `ValueError` is raised if `num_eval` leaves fewer than half of the 360 problems for training."""
+    """Return training and held-out problems, `{"prompt", "answer"}`: all 360 sums of 10..49 and 1..9, shuffled by
+    `seed`. A prompt is two worked sums and a question such as `23 + 8 =`."""
     sums = [(a, b) for a in range(10, 50) for b in range(1, 10)]
     if not 1 <= num_eval <= len(sums) // 2:
         raise ValueError(f"num_eval={num_eval} must be between 1 and {len(sums) // 2}, half of the problems.")
@@ -122,14 +117,9 @@ def _build(args: Namespace):
     train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
     print(f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out.")
     on_gpu = torch.accelerator.is_available()
+    given = ("output_dir", "scheme", "group_size", "numerics", "max_steps", "learning_rate", "seed")
     config = QaRLConfig(
-        args.output_dir,
-        scheme=args.scheme,
-        group_size=args.group_size,
-        numerics=args.numerics,
-        max_steps=args.max_steps,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
+        **{name: getattr(args, name) for name in given},
         # A geometric mean over the four tokens of a sum moves a hundred times more per update than one over the
         # paper's 16,384, whose bands of 1e-4 would drop almost every sequence.
         positive_epsilon_high=0.1,

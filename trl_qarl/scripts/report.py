@@ -24,27 +24,17 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog, description="Write an HTML page about training runs, their health and their differences."
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "run_dirs",
         metavar="RUN_DIR",
         nargs="+",
         help="directory of a training run, or of `trl-qarl compare` with several runs",
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        default="report.html",
-        help="page to write; default: %(default)s",
-    )
-    parser.add_argument(
-        "--png", action="store_true", help="write each figure as a PNG too, next to the page and under its name"
-    )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="rewrite the page whenever a run logs, until all are finished or Ctrl-C",
-    )
-    parser.add_argument(
+    add("--output", metavar="FILE", default="report.html", help="page to write; default: %(default)s")
+    add("--png", action="store_true", help="write each figure as a PNG too, next to the page and under its name")
+    add("--follow", action="store_true", help="rewrite the page whenever a run logs, until all are finished or Ctrl-C")
+    add(
         "--timeout",
         metavar="SECONDS",
         type=float,

@@ -1,8 +1,6 @@
 """
-`trl-qarl train`: TRL's GRPO script with [`QaRLTrainer`] and [`QaRLConfig`].
-
-Everything but the trainer and its configuration is what `trl/scripts/grpo.py` does. That script names its trainer
-inside `main`, so it cannot be called with another one.
+`trl-qarl train`: what `trl/scripts/grpo.py` does, with [`QaRLTrainer`] and [`QaRLConfig`]. That script also reads no
+files of data, raises from within what is refused here in one line, and ends without an export.
 """
 
 import importlib
@@ -95,10 +93,8 @@ def known_options() -> set[str]:
 
 
 def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
-    """
-    Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's. The rest, which is inherited from TRL and
-    transformers, is left out or follows.
-    """
+    """Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's; the inherited rest is left out or
+    follows."""
     from trl import GRPOConfig
 
     from ..options import own_options
@@ -122,8 +118,8 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
 def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | None = None) -> list[str | Callable]:
     """
     Return reward functions by name, as `trl grpo` looks them up: names of TRL's, or dotted import paths, for which the
-    working directory comes first. A reward model, which the trainer loads, is the first. `ValueError` is raised for a
-    name that is neither, for a path that cannot be imported, and when there is no reward at all.
+    working directory comes first; before them a reward model, which the trainer loads. `ValueError` is raised for
+    what is neither, or cannot be imported, and when there is no reward at all.
     """
     check_rewards(names, reward_model_name_or_path)
     sys.path.insert(0, os.getcwd())
@@ -143,7 +139,7 @@ def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | No
 
 def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path | None:
     """Return the folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for
-    `"none"`. One that holds other weights, or will, raises `ValueError`, so that no training ends in that error."""
+    `"none"`. `ValueError` is raised for one that holds other weights, or will."""
     from ..checkpoint.export import check_export_dir
 
     if export_dir is not None and export_dir.lower() == "none":
@@ -193,16 +189,13 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             **(training_args.model_init_kwargs or {}),
         }
         dataset = _load_dataset(script_args, dataset_args)
+        evaluates = training_args.eval_strategy != "no"
         trainer = QaRLTrainer(
             model=model_args.model_name_or_path,
             reward_funcs=reward_funcs,
             args=training_args,
-            train_dataset=_split(dataset, script_args.dataset_train_split, "dataset_train_split"),
-            eval_dataset=(
-                _split(dataset, script_args.dataset_test_split, "dataset_test_split")
-                if training_args.eval_strategy != "no"
-                else None
-            ),
+            train_dataset=_split(dataset, script_args, "dataset_train_split"),
+            eval_dataset=_split(dataset, script_args, "dataset_test_split") if evaluates else None,
             quantization_config=quantization_config,
             peft_config=get_peft_config(model_args),
         )
@@ -247,16 +240,14 @@ def _load_dataset(script_args, dataset_args):
 
     if dataset_args.datasets:
         return get_dataset(dataset_args)
-    path = Path(script_args.dataset_name)
+    path, is_streamed = Path(script_args.dataset_name), script_args.dataset_streaming
     if path.suffix in DATA_FILES and not path.is_dir():
-        return load_dataset(DATA_FILES[path.suffix], data_files=str(path), streaming=script_args.dataset_streaming)
-    return load_dataset(
-        script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
-    )
+        return load_dataset(DATA_FILES[path.suffix], data_files=str(path), streaming=is_streamed)
+    return load_dataset(script_args.dataset_name, name=script_args.dataset_config, streaming=is_streamed)
 
 
-def _split(dataset, name: str, option: str):
-    if name not in dataset:
+def _split(dataset, script_args, option: str):
+    if (name := getattr(script_args, option)) not in dataset:
         raise ValueError(f"The dataset has no split {name!r}, only {list(dataset)}. Set `--{option}`.")
     return dataset[name]
 

@@ -16,11 +16,8 @@ DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": 
 
 
 def check_inputs(options: Mapping[str, Any]) -> None:
-    """
-    Check the options that were given, by name, for what there is to train, and on what, as far as it can be seen
-    without torch: `ValueError` is raised without a model, a reward or a dataset, and for a reward or a local dataset
-    that there is not.
-    """
+    """Check the options that were given, by name, as far as it can be seen without torch: `ValueError` is raised
+    without a model, a reward or a dataset, and for a reward or a local dataset that there is not."""
     if not options.get("model_name_or_path"):
         raise ValueError("No model: give `--model_name_or_path`.")
     check_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))

@@ -29,53 +29,52 @@ Arguments that are not listed below go to vLLM, such as `--max-model-len 4096 --
 
 def make_parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(prog=prog, description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", required=True, help="hub id or local directory; only configuration and tokenizer are read"
-    )
+    add = parser.add_argument
+    add("--model", required=True, help="hub id or local directory; only configuration and tokenizer are read")
     add_plan_options(parser, default="w4a16")
-    parser.add_argument(
+    add(
         "--dtype",
         default="bfloat16",
         choices=["bfloat16", "float16", "float32"],
         help="the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--max_lora_rank",
         type=int,
         metavar="RANK",
         help="for a learner that trains a LoRA adapter: its rank `r`, or a larger one",
     )
-    parser.add_argument(
+    add(
         "--numerics",
         default="fast",
         choices=["fast", "engine"],
         help="the learner's; `engine` makes a GPU's engine slower and repeatable, and changes nothing on a CPU, where every "
         "engine is (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--cpu_weights",
         default="expanded",
         choices=["expanded", "packed"],
         help="the learner's: on a CPU, weights as numbers in bf16 or, with less memory and slower, as codes (default: %(default)s)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument(
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    add(
         "--transport",
         choices=["file", "nccl"],
         help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, else file)",
     )
-    parser.add_argument(
+    add(
         "--transfer_dir",
         help="directory for the file transport, shared with the trainer's host (default: in shared memory)",
     )
-    parser.add_argument(
+    add(
         "--token_file",
         help="file with the secret that a trainer must know, made if there is none; for a trainer on another host, "
         "copy it there and name the copy with --vllm_token_file (default: in the transfer directory)",
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    parser.add_argument("--print_command", action="store_true", help="print the plain vLLM command and exit")
+    add("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add("--print_command", action="store_true", help="print the plain vLLM command and exit")
     return parser
 
 
@@ -151,7 +150,7 @@ def _shapes(args: Namespace):
 
 
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
-    """Return what the learner's `quantization_config` will be, from the shapes of the model alone, which is quantized
+    """Return what the learner's `quantization_config` will be, from only the shapes of the model, which is quantized
     in place."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory

@@ -70,11 +70,8 @@ def _require(condition: Any, message: str) -> None:
 def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     """
     Return the cells of a grid: the product of the axes under `grid`, the last of which varies fastest, or the list
-    under `cells`. In a product the scheme `bf16` has one cell for all values of `quantize_learner`, which then has
-    nothing to act on.
-
-    `ValueError` is raised for an unknown axis, an axis without values, a value that cannot name a directory, two equal
-    cells, a cell with scheme `bf16` and `quantize_learner=False`, or one that the command cannot be built for.
+    under `cells`. In a product the scheme `bf16` has one cell for all values of `quantize_learner`. `ValueError` is
+    raised for unknown axes and values, equal cells, and cells that the command cannot be built for.
     """
     if "cells" in config:
         cells = config["cells"]

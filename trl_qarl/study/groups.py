@@ -99,28 +99,13 @@ class Group:
 
 
 def label_parts(config: Mapping[str, Any]) -> list[str]:
-    """
-    Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and
-    `lora_mode`.
-
-    Example:
-
-    ```python
-    >>> label_parts({"quantize_learner": False, "objective": "tbpo", "scheme": "w4a16"})
-    ['rollout-only', 'tbpo', 'w4a16']
-    >>> label_parts({"quantize_learner": True, "objective": "grpo", "scheme": "bf16", "lora_mode": "merged"})
-    ['bf16', 'grpo', 'lora_merged']
-    ```
-    """
-    parts = [str(config["objective"])] if "objective" in config else []
-    if config.get("scheme") == "bf16":
-        parts.insert(0, "bf16")
-    else:
-        parts = (
-            ["QaRL" if config["quantize_learner"] else "rollout-only"] if "quantize_learner" in config else []
-        ) + parts
-        parts += [str(config["scheme"])] if "scheme" in config else []
-    return parts + ([f"lora_{config['lora_mode']}"] if "lora_mode" in config else [])
+    """Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and
+    `lora_mode`, such as `["rollout-only", "tbpo", "w4a16"]` or `["bf16", "grpo", "lora_merged"]`."""
+    is_bf16 = config.get("scheme") == "bf16"
+    learner = None if "quantize_learner" not in config else "QaRL" if config["quantize_learner"] else "rollout-only"
+    scheme, lora = None if is_bf16 else config.get("scheme"), config.get("lora_mode")
+    parts = ["bf16" if is_bf16 else learner, config.get("objective"), scheme, lora and f"lora_{lora}"]
+    return [str(part) for part in parts if part is not None]
 
 
 def _name_parts(config: Mapping[str, Any]) -> list[str]:
@@ -133,12 +118,9 @@ def _name_parts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _choose_colors(groups: list[Group]) -> None:
-    """
-    Give each setting its own color, always the same one. Of several groups with it, only the first keeps it: others
-    take the colors that are free, and further line styles when none is left.
-    """
-    order = [*dict.fromkeys(["tbpo", "grpo", *OBJECTIVES])]
-    order.remove("grpo-tis")
+    """Give each setting its own color, always the same one. Of several groups with it, only the first keeps it: others
+    take the colors that are free, and further line styles when none is left."""
+    order = [name for name in dict.fromkeys(["tbpo", "grpo", *OBJECTIVES]) if name != "grpo-tis"]
     wanted = []
     for group in groups:
         objective = str(group.config.get("objective", "tbpo")).replace("grpo-tis", "grpo")
@@ -208,12 +190,9 @@ def student_95(freedom: int) -> float:
 
 def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     """
-    Say whether two groups, of one result for each seed, differ by more than the noise between seeds: Student's test at
-    5 %, `|m_a - m_b| > t s sqrt(1 / n_a + 1 / n_b)` with the pooled standard deviation `s` over seeds.
-
-    Returns:
-        `{"difference": m_a - m_b or None, "noise": the right side or None, "verdict"}`, the verdict being `"exceeds"`,
-        `"within"`, or `"unknown"` where a group has fewer than two seeds.
+    Return the difference of two groups, of one result for each seed, the noise between seeds that it is held against,
+    `t s sqrt(1 / n_a + 1 / n_b)` of Student's test at 5 % with the pooled standard deviation `s`, and the verdict:
+    `"exceeds"`, `"within"`, or `"unknown"` where a group has fewer than two seeds.
     """
     difference = statistics.fmean(a) - statistics.fmean(b) if a and b else None
     if difference is None or min(len(a), len(b)) < 2:
@@ -227,8 +206,8 @@ def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
 def describe_differences(groups: list[Group], score: str | None = None) -> dict[str, list[str]]:
     """
     Return one sentence per pair of groups that train the same model for the same reward, about their final rewards or
-    their evaluation `score`. The sentences come under `"exceeds"`, `"within"` and `"unknown"` as [`compare_groups`]
-    judges them, pairs that differ in the fewest settings first, then larger differences.
+    their evaluation `score`, by the verdicts of [`compare_groups`]; pairs that differ in the fewest settings come
+    first, then larger differences.
     """
     what, ends = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
     found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
@@ -260,10 +239,8 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
 
 
 def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
-    """
-    Return neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among 1,
-    3, ..., 9, 31, ... Fewer than three steps have no usual distance.
-    """
+    """Return neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among
+    1, 3, ..., 9, 31, ... Fewer than three steps have no usual distance."""
     pairs = list(itertools.pairwise(steps))
     usual = statistics.mode(sorted(b - a for a, b in pairs)) if len(pairs) > 1 else math.inf
     return [(a, b) for a, b in pairs if b - a > usual]

@@ -14,7 +14,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
-from ..quantization.schemes import E4M3, INT8, SCHEMES
 from ..telemetry.advisor import LEVELS, Finding, assess
 from .groups import Group, count_of, describe_differences, differing_settings, find_gaps, format_number
 from .plots import Figure, draw_finals, printable
@@ -39,8 +38,7 @@ _FIELDS = ("model", "quantize_learner", "objective", "scheme", "group_size", "us
 
 
 def assess_group(group: Group) -> list[tuple[Finding, str]]:
-    """Return what the rules say of the runs of a group: of each rule the worst finding, and the run that it is
-    about."""
+    """Return the worst finding of each rule about the runs of a group, and the run that it is about."""
     worst: dict[str, tuple[Finding, str]] = {}
     for run in group.runs:
         for finding in assess([{"step": step, **row} for step, row in run.rows.items()], group.config):
@@ -60,10 +58,8 @@ def summarize_findings(findings: list[tuple[Finding, str]]) -> str:
 def make_page(
     groups: list[Group], figures: tuple[list[Figure], list[Figure]], notes: list[str], refresh: int | None = None
 ) -> str:
-    """
-    Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing next to what is
-    known of each run. A browser loads it again after `refresh` seconds, while a run goes on.
-    """
+    """Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing. A browser
+    loads it again after `refresh` seconds, while a run goes on."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -106,7 +102,6 @@ def make_page(
         group_table=_group_table(groups, scores),
         run_table=_run_table(groups, scores),
         irregularities=notes + [f"{run.name}: {note}" for run in runs for note in run.notes + find_gaps(run)],
-        schemes=_scheme_table(groups),
         configs=[(group.title, json.dumps(group.config, indent=2, ensure_ascii=False)) for group in groups],
     )
     return printable(page)
@@ -175,10 +170,7 @@ def _sentence(found: dict[str, list[str]]) -> str:
 
 
 def _evaluation(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
-    """
-    Return results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences
-    where there are none.
-    """
+    """Return results of `trl-qarl eval`, without the columns that say nothing."""
     header = ["run", *EVAL_COLUMNS]
     rows = [[run.name, *row] for run in runs for result in run.evals for row in eval_rows(result)]
     kept = [i for i in range(len(header)) if (i > 0 or len(runs) > 1) and any(row[i] != "-" for row in rows)]
@@ -196,13 +188,14 @@ def _times(groups: list[Group]) -> tuple[list[str], list[list[str]]]:
     return ["group", *(_TIMES[name] for name in kept)], rows if kept else []
 
 
-def _worst_completions(groups: list[Group], number: int = 2) -> list[list[str]]:
+def _worst_completions(groups: list[Group]) -> list[list[str]]:
+    """Return the two worst of each kind and group."""
     rows = []
     for group in groups:
         found = [(row, run.name) for run in group.runs for row in run.worst if row["nats"] > 0]
         for kind in _unique(row["kind"] for row, _ in found):
             worst = sorted((pair for pair in found if pair[0]["kind"] == kind), key=lambda pair: -pair[0]["nats"])
-            for row, name in worst[:number]:
+            for row, name in worst[:2]:
                 texts = [row[part].replace("\n", "⏎") for part in ("prompt", "completion")]
                 rows.append([group.label, name, str(row["step"]), kind, format_number(row["nats"]), *texts])
     return rows
@@ -244,32 +237,12 @@ def _run_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[
     return ["run", "group", "seed", "last step", "final reward", *scores], rows
 
 
-def _scheme_table(groups: list[Group]) -> list[list[str]]:
-    rows = []
-    for name, group_size in dict.fromkeys((str(g.config.get("scheme")), g.config.get("group_size")) for g in groups):
-        scheme = SCHEMES.get(name)
-        if scheme is None or not scheme.is_quantized:
-            rows.append([name, *(["-"] * 4 if scheme is None else ["16-bit", "-", "16-bit", "16"])])
-            continue
-        grid, container = scheme.grid, scheme.container
-        weights = f"FP{grid.num_bits} {grid.name.upper()}" if grid.type == "float" else f"INT{grid.num_bits}"
-        weights += f" in INT{container.num_bits}" if grid.num_bits < container.num_bits else ""
-        weights += ", signed scales" * grid.has_signed_scales + ", zero points" * grid.has_zero_points
-        activations = {INT8: "INT8, per token", E4M3: "FP8 E4M3, per token", None: "16-bit"}[scheme.activation]
-        scale_bits = (16 if container.scale_dtype is None else 8) + container.num_bits * container.has_zero_points
-        bits = container.num_bits + (scale_bits / group_size if group_size else 0)
-        shared = f"{group_size} input features" if group_size else "output channel"
-        rows.append([name, weights, shared, activations, f"{bits:g}"])
-    return rows
-
-
 def _spread(values: list[float]) -> str:
     """Return the mean with the range."""
     if not values:
         return "-"
-    low, mean, high = (
-        f"{x:,.0f}" if x >= 1000 else format_number(x) for x in (min(values), fmean(values), max(values))
-    )
+    numbers = min(values), fmean(values), max(values)
+    low, mean, high = (f"{x:,.0f}" if x >= 1000 else format_number(x) for x in numbers)
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 

@@ -48,10 +48,8 @@ class Metric(NamedTuple):
 
 @dataclass
 class Figure:
-    """
-    Panels under one heading: pairs of a title and what draws it on axes. `name` is that of its PNG file. `exact` says
-    which metrics are 0 at every update, which no logarithmic axis can show.
-    """
+    """Panels under one heading: pairs of a title and what draws it on axes. `name` is that of its PNG file. `exact`
+    says which metrics are 0 at every update, which no logarithmic axis can show."""
 
     heading: str
     name: str
@@ -184,10 +182,8 @@ def _over_updates(groups: list[Group], heading: str, name: str, metrics: Iterabl
 
 
 def _draw_metric(axes, groups: list[Group], metric: Metric) -> None:
-    """
-    Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A
-    cross marks a value that is not finite, a triangle one of 0 or below on a logarithmic axis.
-    """
+    """Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest.
+    A cross marks a value that is not finite, a triangle one of 0 or below on a logarithmic axis."""
     marked = 0
     for group in groups:
         marked += _draw_group(axes, group, metric, 0.04 + 0.04 * (marked % 8))
@@ -277,10 +273,8 @@ def _distribution(groups: list[Group], heading: str, name: str, unit: str, xlabe
 def _draw_distribution(
     axes, color: str, counts, bounds: list[float], xlabel: str, floor: float, linear: float, limits: tuple
 ) -> None:
-    """
-    Draw the distribution of one quantity with one sign of the advantage, all steps and seeds of a group together, with
-    the clip bounds of the last step, on the axis of its logarithm.
-    """
+    """Draw the distribution of one quantity with one sign of the advantage, all steps and seeds of a group together,
+    with the clip bounds of the last step, on the axis of its logarithm."""
     axes.set_xscale("symlog", linthresh=linear)
     axes.set_yscale("log")
     if counts.any():

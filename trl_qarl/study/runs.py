@@ -61,11 +61,9 @@ class Run:
 
 
 def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
-    """
-    Read the runs of the given directories, or of the directories inside one that is itself no run, as `trl-qarl
-    compare` makes; return them, and notes on directories that were left out. Models of the same content get the name
-    of the first of them. `ValueError` is raised for a path that holds no readable run, or that is given twice.
-    """
+    """Read the runs in directories, or in the directories inside one that is itself no run, as `trl-qarl compare`
+    makes; return them, and notes on what was left out. Models of the same content get the name of the first of them.
+    `ValueError` is raised for a path that holds no readable run, or that is given twice."""
     found: dict[Path, Run] = {}
     notes = []
     for path in map(Path, paths):
@@ -81,10 +79,8 @@ def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
             except ValueError as error:
                 problems.append(str(error))
         if not runs:
-            missing = (
-                f"{path} has no {METRICS_FILE}, nor has a directory in it; give directories that training runs wrote."
-            )
-            raise ValueError(problems[-1] if problems else missing)
+            missing = f"{path} has no {METRICS_FILE}, nor has a directory in it"
+            raise ValueError(problems[-1] if problems else f"{missing}; give directories that training runs wrote.")
         for key in runs.keys() & found.keys():
             raise ValueError(f"{key.name} is given twice; name each run once.")
         notes += [f"Left out: {problem}" for problem in problems]
@@ -115,9 +111,8 @@ def read_run(path: str | Path) -> Run:
     times = [row["time"] for row in rows if _is_finite(row.get("time"))]
     run.times = (times[0], times[-1]) if times else None
     if repeated:
-        run.notes.append(
-            f"The run was resumed: {repeated} logged steps were trained again, the later values are used."
-        )
+        again = f"{repeated} logged steps were trained again"
+        run.notes.append(f"The run was resumed: {again}, the later values are used.")
     max_steps = run.config.get("max_steps")
     if _is_finite(max_steps) and 0 < max_steps != run.last_step > 0:
         run.notes.append(f"The run ended at step {run.last_step} of {max_steps}.")
@@ -136,10 +131,8 @@ def read_run(path: str | Path) -> Run:
 
 
 def read_evals(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """
-    Read the results of `trl-qarl eval`, `eval.json` or `eval-NAME.json`, in a run's folder and in those inside it,
-    where exports lie, and notes on files that are not used.
-    """
+    """Read the results of `trl-qarl eval`, `eval.json` or `eval-NAME.json`, in a run's folder and in those inside it,
+    where exports lie, and notes on files that are not used."""
     found, notes = [], []
     for folder in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
         for file in sorted((*folder.glob("eval.json"), *folder.glob("eval-*.json"))):
@@ -197,8 +190,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     for name in ("seed", "max_steps"):
         if isinstance(config.get(name), dict | list):
             raise ValueError(f"{path}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
-    if type(config.get("group_size", None)) not in (int, type(None)) or config.get("group_size") == 0:
-        raise ValueError(f"{path}: `group_size` must be a number or null, not {config['group_size']!r}.")
     return config
 
 

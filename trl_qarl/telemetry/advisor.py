@@ -77,11 +77,8 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list[Mapping[str, float | None]]]:
-    """
-    Return the rows of each precision of a run with `precisions`, of which the worst counts; of a schedule those of the
-    last. A row is of the bits that were logged last; means over several precisions are compared with means over as
-    many of each.
-    """
+    """Return the rows of each precision of a run with `precisions`, of a schedule those of the last. A row is of the
+    bits that were logged last; means over several precisions are compared with means over as many of each."""
     parts: dict[float | None, list[Mapping[str, float | None]]] = {}
     bits = None
     for row in rows:

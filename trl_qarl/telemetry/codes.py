@@ -27,13 +27,8 @@ def _not_shared(sums: list[float]) -> list[float]:
 
 
 def code_flip_rate(weights: Iterable[QuantizedWeight], add_up: AddUp = _not_shared) -> float:
-    """
-    Return the share of low-bit codes that changed at the last update of the masters, which are quantized here if they
-    were not yet.
-
-    NaN before the second quantization. A rate of 0 over many updates means that the masters move less than the codes
-    can show: the low-bit policy is stalled.
-    """
+    """Return the share of low-bit codes that changed at the last update of the masters, which are quantized here if
+    they were not yet; NaN before the second quantization. With 0 over many updates the low-bit policy is stalled."""
     flipped = total = 0
     for weight in weights:
         low_bit = weight.low_bit_weight()

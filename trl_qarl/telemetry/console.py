@@ -60,9 +60,7 @@ def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left:
     if "train_runtime" in logs:
         return f"trained {step} of {max_steps} updates in {_clock(logs['train_runtime'])}"
     if len(parts) == 1:
-        parts += [
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in logs.items()
-        ]
+        parts += [f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in logs.items()]
     if seconds_left is not None and not prefix:
         parts.append(f"eta {_clock(seconds_left)}")
     return " | ".join(parts)
@@ -78,8 +76,13 @@ class _Rows(TrainerCallback):
 
     @override
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and logs:
-            self._write(_row(logs, state, self._start))
+        if not state.is_world_process_zero or not logs:
+            return
+        seconds_left = None
+        if self._start is not None and (num_updates := state.global_step - self._start[1]) > 0:
+            seconds = time.monotonic() - self._start[0]
+            seconds_left = seconds / num_updates * (state.max_steps - state.global_step)
+        self._write(format_row(logs, state.global_step, state.max_steps, seconds_left))
 
     def _write(self, row: str) -> None:
         print(row, flush=True)
@@ -109,11 +112,11 @@ def show_rows(handler: CallbackHandler) -> None:
 
 class Advisor(TrainerCallback):
     """Logs one sentence with the next step where a threshold is passed, once per episode. `config` has the settings of
-    the run as in [`~trl_qarl.telemetry.advisor.assess`]; the rules see the last `memory` rows."""
+    the run as in [`~trl_qarl.telemetry.advisor.assess`]; the rules see the last 1,000 rows."""
 
-    def __init__(self, config: Mapping[str, Any], memory: int = 1000):
+    def __init__(self, config: Mapping[str, Any]):
         self.config = config
-        self._rows: deque[dict[str, float | None]] = deque(maxlen=memory)
+        self._rows: deque[dict[str, float | None]] = deque(maxlen=1000)
         self._ongoing: frozenset[str] = frozenset()
 
     @override
@@ -125,14 +128,6 @@ class Advisor(TrainerCallback):
         findings, self._ongoing = advise(assess(self._rows, self.config), self._ongoing)
         for finding in findings:
             logger.warning("Step %d: %s", state.global_step, finding)
-
-
-def _row(logs: Mapping[str, Any], state, start: tuple[float, int] | None) -> str:
-    seconds_left = None
-    if start is not None and state.global_step > start[1]:
-        seconds = time.monotonic() - start[0]
-        seconds_left = seconds / (state.global_step - start[1]) * (state.max_steps - state.global_step)
-    return format_row(logs, state.global_step, state.max_steps, seconds_left)
 
 
 def _clock(seconds: float) -> str:

@@ -1,8 +1,4 @@
-"""
-Measurements of the mismatch between learner and sampler, as pure functions of tensors.
-
-Names follow TRL's families: `mismatch/*` compares the learner at rollout with the sampler.
-"""
+"""Measurements of the mismatch between the learner at rollout and the sampler, as pure functions of tensors."""
 
 import math
 
@@ -122,10 +118,8 @@ def split_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
 
 
 def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
-    """
-    Return mean and effective sample size (a share of the sequences) of the mismatch weights `(B,)` of all sequences by
-    the sign of their advantage, `(B,)`. A sign without sequences is left out.
-    """
+    """Return mean and effective sample size (a share of the sequences) of the mismatch weights `(B,)` of all sequences
+    by the sign of their advantage, `(B,)`. A sign without sequences is left out."""
     metrics = {}
     for name, sign in (("positive", 1), ("negative", -1)):
         chosen = weights.double()[advantages.sign() == sign]

@@ -33,10 +33,7 @@ def top_log_probs(log_probs: torch.Tensor, k: int = TOP_K) -> tuple[torch.Tensor
 
 
 def likeliest(positions: Sequence[Mapping[int, float]], k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return the same, `(N, k)`, from an engine's `{token id: log-prob}` at `N` positions, each with at least `k`
-    entries.
-    """
+    """Return the same, `(N, k)`, from an engine's `{token id: log-prob}` at `N` positions, of `k` entries at least."""
     ranked = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in positions]
     return torch.tensor([[i for i, _ in row] for row in ranked]), torch.tensor([[p for _, p in row] for row in ranked])
 

@@ -101,10 +101,7 @@ class Recorder(TrainerCallback):
         return self._seconds.pop(part, 0.0)
 
     def synchronize(self) -> None:
-        """
-        Wait for a device that computes in the background, which would otherwise be timed with whoever waits for it
-        first.
-        """
+        """Wait for a device that computes in the background, as its time would count for whoever waits first."""
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
 

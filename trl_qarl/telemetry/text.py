@@ -13,10 +13,8 @@ _MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
 
 
 def worst_span(scores: Sequence[float]) -> tuple[int, int]:
-    """
-    Return `(start, stop)` of the run of tokens around the largest score whose scores all exceed a quarter of it; NaN
-    is no score.
-    """
+    """Return `(start, stop)` of the run of tokens around the largest score whose scores exceed a quarter of it; NaN is
+    no score."""
     values = [-math.inf if math.isnan(score) else score for score in scores]
     peak = max(range(len(values)), key=values.__getitem__)
     start, stop = peak, peak + 1
@@ -37,16 +35,10 @@ def worst_examples(
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
     """
-    Return two completions as text with the offending span between `⟦` and `⟧`, see [`worst_span`]: that of the largest
-    `|d|` (`"mismatch"`), and that of the token least likely under learner and sampler alike (`"improbable"`, by `-log
-    p`).
-
-    Log-probs and mask, `(B, T)`, are those of [`mismatch_sums`]; `advantages`, `(B,)`, are reported; ids are `B`
-    sequences of tokens without padding.
-
-    Returns:
-        `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and
-        about 300 around the span; none if no token counts or no score is finite.
+    Return two completions as rows of `worst_completions.jsonl`, with the offending span between `⟦` and `⟧`, see
+    [`worst_span`]: that of the largest `|d|` (`"mismatch"`), and that of the token least likely under learner and
+    sampler alike (`"improbable"`, by `-log p`); none if no token counts or no score is finite. Log-probs and mask,
+    `(B, T)`, are those of [`mismatch_sums`]; ids are `B` sequences of tokens without padding.
     """
     known = mask.bool() & ~sampling_per_token_logps.isnan()
     examples = []
@@ -91,10 +83,8 @@ def has_loop(token_ids: Sequence[int]) -> bool:
 
 
 def is_garbled(text: str) -> bool:
-    """
-    Return whether a text holds U+FFFD, the mark of bytes that are no character. At the end it does not count: there a
-    completion may have been cut inside a character.
-    """
+    """Return whether a text holds U+FFFD, the mark of bytes that are no character, but at its end, where a completion
+    may have been cut inside a character."""
     return "\ufffd" in text.rstrip("\ufffd")
 
 

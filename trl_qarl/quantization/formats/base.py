@@ -55,10 +55,9 @@ class Operand(NamedTuple):
 class KernelChoice:
     """
     vLLM's kernels for a scheme on a GPU: class names of those that may run its linear layers, and a mixture's experts,
-    the likeliest first, none where they are not quantized. `backends` are entries of vLLM's
-    `linear_backend_per_quant`, and `experts_backend` is the `moe_backend`, with which an engine takes them; `None`
-    where its own choice does. `refusal` is the reason why vLLM must not run the scheme there, `instead` what to choose
-    in its place.
+    the likeliest first. An engine takes them with these entries of vLLM's `linear_backend_per_quant` and with this
+    `moe_backend`; `None` where its own choice does. `refusal` is the reason why vLLM must not run the scheme there,
+    `instead` what to choose in its place.
     """
 
     linear: tuple[str, ...] = ()

@@ -159,7 +159,10 @@ def read_routes(path: Path) -> dict[str, dict[int, float]]:
 
 
 def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
-    """Means over the updates of each generation batch, to three digits; None where nothing was logged."""
+    """
+    Means over the updates of each generation batch, to three digits; None where nothing was logged. In a study of
+    smaller batches they are over as many updates, of several batches.
+    """
     batches = []
     for first in range(1, steps + 1, UPDATES_PER_BATCH):
         batch = [values[step] for step in range(first, first + UPDATES_PER_BATCH) if step in values]

@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 from safetensors.torch import save_file
-from test_http_transport import write_certificate
+from test_http_channel import write_certificate
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl.doctor.deep_audit import deep_audit

@@ -212,7 +212,7 @@ def test_a_training_that_sends_changes_over_tls_agrees(server, make_trainer):
 def test_batches_drawn_ahead_over_tls_agree(server, make_trainer, caplog):
     options = {"vllm_transport": "http", "rollout_ahead": 1, "max_steps": 6}
     trainer = train_and_check(server, make_trainer, drawn_by=(0, 0, 2), **options)
-    assert type(trainer.vllm_generation.publisher.transport) is HTTPTransport
+    assert type(trainer.vllm_generation.engine.channel) is HTTPChannel
     assert logged(trainer, "rollout/age_updates") == [0, 2, 2]
     assert "lost" not in caplog.text
 

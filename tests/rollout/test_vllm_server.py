@@ -276,6 +276,21 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
     train_and_check(server, make_trainer)
 
 
+def test_an_engine_that_waits_leaves_the_processor_to_others(server, make_trainer):
+    """vLLM's own processes poll for a second after each message."""
+    make_trainer().vllm_generation.sync_weights()
+    assert server.complete().status_code == 200
+
+    def seconds() -> float:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        return sum(sum(process.cpu_times()[:2]) for process in children)
+
+    time.sleep(0.1)
+    start = seconds()
+    time.sleep(0.7)
+    assert seconds() - start < 0.2
+
+
 def test_the_engine_ends_with_a_server_that_is_killed(server):
     """The last test: it is their server."""
     processes = psutil.Process(server.process.pid).children(recursive=True)

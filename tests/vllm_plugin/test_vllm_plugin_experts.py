@@ -129,7 +129,7 @@ def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
         monkeypatch.setattr(
             layer.quant_method, "process_weights_after_loading", lambda *args: (swap(*args), load(*args))
         )
-        message = r"model.layers.1.mlp.experts.down_proj_packed\[3\]: learner int32.*, engine's parameter"
+        message = r"model.layers.1.mlp.experts.down_proj_packed\[3\]: learner int32.*, engine int32"
     else:
         copy = layerwise._copy_and_restore_kernel_tensors
         monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", lambda *args: (copy(*args), swap(*args)))

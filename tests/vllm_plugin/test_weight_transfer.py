@@ -210,7 +210,7 @@ def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
         wrapper.__wrapped__ = lambda p, t, shard=None, load=load: load(p, t, 1 - shard)
     publisher.transport.begin = lambda: None
     try:
-        with pytest.raises(PublishError, match="gate_proj.*engine's parameter"):
+        with pytest.raises(PublishError, match="gate_proj.*: learner int32.*, engine int32"):
             publisher.publish("swapped")
     finally:
         del publisher.transport.begin

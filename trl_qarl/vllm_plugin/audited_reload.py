@@ -8,9 +8,9 @@ in checkpoint format, repacks it for its kernel and copies the result into the t
 `finish_weight_update` raises, and the server's gate stays closed, unless
 
 - every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
-- what arrived has the learner's fingerprint;
-- so has what each engine parameter holds after loading and before repacking (`tensor_parallel_size=1`; a shard of a
-  tensor has no fingerprint of its own);
+- what each engine parameter holds after loading and before repacking has the learner's fingerprint. It is taken of
+  tensors as they arrive where nothing is repacked, and with `tensor_parallel_size` above 1, as a shard has no
+  fingerprint of its own;
 - the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is
   repacked, and what they held before where nothing was sent. Each rank compares its own;
 - in an engine with CUDA graphs, every tensor that a layer refers to lies where it lay ([`Addresses`]).
@@ -76,6 +76,8 @@ class AuditedReload:
         # Names in a checkpoint of what fills each module.
         self._sources: dict[str, list[str]] = {}
         self._is_loading = False
+        # What the engine calls the tensors whose fingerprints are those of its parameters.
+        self._read_when_loaded: set[str] = set()
         self._expected: dict[str, str] | None = None
         self._engine_name = partial(engine_name, self.model)
         # A shard of a tensor has no fingerprint of its own.
@@ -103,8 +105,10 @@ class AuditedReload:
     def _forget(self) -> None:
         self._expected = None
         self._arrived: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        # A tied tensor is loaded twice.
+        self._loaded: list[tuple[str, str]] = []
         self._shapes: dict[str, torch.Size] = {}
-        self._held: list[tuple[str, str]] = []
         self._processed: dict[str, str] = {}
         self._before: dict[str, str] = {}
         self._owned: dict[str, list[str]] = {}
@@ -152,7 +156,7 @@ class AuditedReload:
         self._owned = dict(owned_names(self.model))
         for path, source in self._tied.items():
             self._owned[path] = self._owned[source]
-        self._watch_layers()
+        self._read_when_loaded = self._watch_layers() if self._is_whole else set()
 
     @on_bare_model
     def abandon(self) -> None:
@@ -228,6 +232,8 @@ class AuditedReload:
 
     def _problems(self) -> list[str]:
         assert self._expected is not None
+        # Of several the one that differs.
+        self._arrived |= sorted(self._loaded, key=lambda item: self._expected.get(item[0]) != item[1])
         received = self._kept() | self._arrived
         received = {name: value for name, value in received.items() if name in self._arrived or name in self._expected}
         problems = fingerprint_differences(self._expected, received)
@@ -241,13 +247,6 @@ class AuditedReload:
             if name not in mapped
         ][:5]
         problems += half_loaded_modules(self._owned, {self._engine_name(name) for name in self._arrived})
-        if self._is_whole:
-            problems += [
-                f"{entry}: learner {ours}, engine's parameter {theirs}"
-                for name, held in self._held
-                if name in mapped
-                for entry, ours, theirs in differing_entries(mapped[name], self._expected[mapped[name]], held)
-            ]
         return problems
 
     def _live_problems(self, live: Mapping[str, str]) -> list[str]:
@@ -308,7 +307,9 @@ class AuditedReload:
         sources = set(self._tied.values())
         for name, tensor in tensors:
             own_name = self._engine_name(name)
-            self._arrived[name] = fingerprint(tensor)
+            is_read_later = own_name in self._read_when_loaded
+            self._arrived[name] = "nothing was loaded" if is_read_later else fingerprint(tensor)
+            self._names[own_name] = name
             self._shapes[own_name] = tensor.shape
             if own_name in sources:
                 kept[own_name] = tensor
@@ -322,13 +323,25 @@ class AuditedReload:
                 parameter = self.model.get_parameter(path)
                 parameter.weight_loader(parameter, kept[source])
 
-    def _watch_layers(self) -> None:
-        """Make each layer report its parameters when they are loaded and not yet repacked."""
+    def _watch_layers(self) -> set[str]:
+        """Make each layer report its parameters when they are loaded and not yet repacked, and return the names of
+        what will be reported."""
+        reported = set()
         for prefix, layer in self.model.named_modules():
             method = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase) and not hasattr(method, "_qarl_process"):
-                process = method._qarl_process = method.process_weights_after_loading
-                method.process_weights_after_loading = self._record_then(prefix, process)
+            if isinstance(method, QuantizeMethodBase):
+                for _, parts in self._parameters(prefix, layer):
+                    reported.update(parts)
+                if not hasattr(method, "_qarl_process"):
+                    process = method._qarl_process = method.process_weights_after_loading
+                    method.process_weights_after_loading = self._record_then(prefix, process)
+        return reported
+
+    def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[nn.Parameter, list[str]]]:
+        """Yield the parameters of a layer with what fills their rows."""
+        for leaf, parameter in layer._parameters.items():
+            if parameter is not None and not leaf.endswith(_SHARED_BY_SHARDS):
+                yield parameter, self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
 
     def _record_then(self, prefix: str, process):
         def record_then_process(layer: nn.Module) -> None:
@@ -343,16 +356,11 @@ class AuditedReload:
         return record_then_process
 
     def _record(self, prefix: str, layer: nn.Module) -> None:
-        for leaf, parameter in layer._parameters.items():
-            parts = self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
-            if (
-                parameter is None
-                or leaf.endswith(_SHARED_BY_SHARDS)
-                or not all(part in self._shapes for part in parts)
-            ):
+        for parameter, parts in self._parameters(prefix, layer) if self._is_whole else ():
+            if not all(part in self._shapes for part in parts):
                 continue
             offset = 0
             for part in parts:
                 rows = self._shapes[part][0]
-                self._held.append((part, fingerprint(parameter.data[offset : offset + rows])))
+                self._loaded.append((self._names[part], fingerprint(parameter.data[offset : offset + rows])))
                 offset += rows

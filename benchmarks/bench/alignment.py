@@ -51,7 +51,7 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
             ):
                 publisher.publish("0")
                 samples = _sample(sampler, path, args.tokens, args.new_tokens)
-                engine_kernels = publisher.transport.describe()["kernels"]
+                engine_kernels = publisher.engine.describe()["kernels"]
             learners = ["high precision", "quantized"] if scheme.is_quantized else ["unquantized"]
             if is_repeated or _can_use_engine_numerics(model, dtype):
                 learners.append(f"{learners[-1]}, engine numerics")

@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,26 @@ from typing_extensions import override
 
 from trl_qarl.forward import Batch
 from trl_qarl.objectives.objective import Loss
-from trl_qarl.objectives.tbpo import TBPO, tbpo_loss
+from trl_qarl.objectives.tbpo import TBPO, tbpo_loss, trust_band_clip
 from trl_qarl.objectives.trust_bands import OPEN, Bands
 
 
 HERE = Path(__file__).parent
 # Generation batches of eight updates whose mean reward is compared, counted from 0: updates 57 to 96.
-COMPARED = slice(7, 12)
+COMPARED, FLIPS = slice(7, 12), "quant/code_flip_rate"
+# Patterns of runs, `STUDY LEARNER OBJECTIVE`, and of what each is compared with.
+CHANGES = ("control-open", "control-kept", "control-positive", "control-random", "tbpo-auto-adamw-1e-4")
+PAIRS = (
+    ("length_* * tbpo", "length_* * grpo-tis"),
+    ("*_1000 QaRL tbpo", "*_1000 QaRL grpo-tis"),
+    ("*_1000 QaRL tbpo", "*_1000 QaRL tbpo-wide"),
+    ("bands_1000 QaRL tbpo", "length_1000 QaRL tbpo"),
+    *((f"*_{length} QaRL {change}", f"*_{length} QaRL tbpo") for length in (1000, 150) for change in CHANGES),
+)
 SHOWN = {
-    ("length_1000", "grpo-tis"): ("GRPO", "#000000", "-"),
-    ("length_1000", "tbpo"): ("TBPO", "#0072b2", "-"),
-    ("bands_1000", "tbpo"): ("TBPO, again on another processor", "#0072b2", "--"),
-    ("length_1000", "tbpo-wide"): ("bands three times as wide", "#56b4e9", "-"),
-    ("bands_1000", "control-open"): ("no bands", "#009e73", "-"),
-    ("bands_1000", "control-positive"): ("wrong answers without band", "#d55e00", "-"),
-    ("bands_1000", "control-random"): ("as many dropped, at random", "#cc79a7", "-"),
+    "*_1000 QaRL tbpo": ("TBPO, bands by hand", "blue"),
+    "*_1000 QaRL control-open": ("TBPO without bands", "vermillion"),
+    "*_1000 QaRL grpo-tis": ("GRPO", "ink"),
 }
 
 
@@ -87,7 +93,17 @@ class Control(type(TBPO)):
             )
         if self.by_kept:
             value = value * len(dropped) / (~dropped).sum().clamp(min=1)
-        return loss._replace(value=value)
+        few = dropped_by_few_tokens(batch, self._bands(config)).double().masked_fill(~dropped, math.nan)
+        return loss._replace(value=value, metrics=loss.metrics | {"control/dropped_by_few_tokens": few})
+
+
+@torch.no_grad()
+def dropped_by_few_tokens(batch: Batch, bands: Bands) -> torch.Tensor:
+    """Return which answers, `(B,)`, are inside their band without the hundredth of their tokens that moved most."""
+    change = (batch.per_token_logps - batch.old_per_token_logps) * batch.mask
+    most = change.abs().topk(math.ceil(change.shape[1] / 100)).indices
+    ratio = (change.scatter(1, most, 0.0).sum(1) / batch.mask.sum(1).clamp(min=1)).exp()
+    return trust_band_clip(ratio, batch.advantages, **bands._asdict()) == ratio
 
 
 def shuffle_within_signs(
@@ -109,64 +125,80 @@ def shuffle_within_signs(
     return shuffled
 
 
-def compare(cells: list[dict]) -> None:
-    """Print the runs with answers of 700 to 1,100 tokens, and TBPO minus GRPO over pairs of one learner and seed."""
+def select(cells: list[dict[str, Any]], pattern: str) -> dict[tuple, dict[str, Any]]:
+    """Return the low-bit runs of a pattern by length, learner and seed. Of a run that was trained again the last
+    counts."""
+    found = {}
+    for cell in cells:
+        learner = "QaRL" if cell.get("quantize_learner") else "rollout-only"
+        if cell["scheme"] != "bf16" and fnmatch(f"{cell['study']} {learner} {cell['objective']}", pattern):
+            found[cell["study"].partition("_")[2], learner, cell["seed"]] = cell
+    return found
+
+
+def compare(cells: list[dict[str, Any]]) -> None:
+    """Print how the runs of `PAIRS` differ, each from that of the same length, learner and seed, as mean differences
+    with 95 % intervals."""
     from long_tables import interval
 
-    def early(cell: dict) -> float:
-        return 100 * statistics.fmean(cell["course"]["reward"][COMPARED])
+    def mean(cell: dict[str, Any], metric: str, batches: slice = COMPARED) -> float:
+        values = [value for value in cell["course"].get(metric, [])[batches] if value is not None]
+        return 100 * statistics.fmean(values) if values else 0.0
 
-    print("| learner | objective | seed | reward, updates 57 to 96 | dropped, same updates | solved, after updates |")
-    print("|---|---|---|---|---|---|")
-    runs = {}
-    for cell in cells:
-        if cell["study"] not in ("length_1000", "bands_1000") or cell["scheme"] == "bf16":
+    print("| runs | against | pairs | reward, updates 57 to 96 | last quarter | solved | dropped | code flips |")
+    print("|---|---|---|---|---|---|---|---|")
+    for names in PAIRS:
+        one, other = (select(cells, name) for name in names)
+        pairs = [(one[run], other[run]) for run in sorted(one) if run in other]
+        if not pairs:
             continue
-        course, solved = cell["course"], cell["scores"]["greedy"]
-        dropped = [share for share in course.get("tbpo/dropped/total", [])[COMPARED] if share is not None]
-        learner = "QaRL" if cell["quantize_learner"] else "rollout-only"
-        share = f"{100 * statistics.fmean(dropped):.0f}" if dropped else "-"
-        print(
-            f"| {learner} | {cell['objective']} | {cell['seed']} | {early(cell):.0f} | {share} "
-            f"| {solved:.0f}, {8 * len(course['reward'])} |"
+        lengths = [min(len(cell["course"]["reward"]) for cell in pair) for pair in pairs]
+        quarters = [slice(length - length // 4, length) for length in lengths]
+        dropped = [
+            statistics.fmean(mean(cell, "tbpo/dropped/total") for cell in group) for group in zip(*pairs, strict=True)
+        ]
+        columns = (
+            *names,
+            str(len(pairs)),
+            interval([mean(a, "reward") - mean(b, "reward") for a, b in pairs]),
+            interval([mean(a, "reward", q) - mean(b, "reward", q) for (a, b), q in zip(pairs, quarters, strict=True)]),
+            interval(
+                [
+                    a["scores"]["greedy"] - b["scores"]["greedy"]
+                    for a, b in pairs
+                    if len(a["course"]["reward"]) == len(b["course"]["reward"])
+                ]
+            ),
+            " against ".join(f"{share:.0f} %" for share in dropped),
+            f"{interval([100 * mean(a, FLIPS) / mean(b, FLIPS) for a, b in pairs])} %",
         )
-        if cell["study"] == "length_1000":
-            runs[learner, cell["objective"], cell["seed"]] = early(cell), solved
-    pairs = [
-        (runs[learner, "tbpo", seed], runs[learner, "grpo-tis", seed])
-        for learner, name, seed in runs
-        if name == "tbpo"
-    ]
-    for index, name in enumerate(("reward, updates 57 to 96", "solved at the end")):
-        differences = [tbpo[index] - grpo[index] for tbpo, grpo in pairs]
-        print(f"TBPO minus GRPO, {name}: {interval(differences)} over {len(differences)} pairs")
+        rewards = [", ".join(f"{mean(cell, 'reward'):.0f}" for cell in group) for group in zip(*pairs, strict=True)]
+        print(f"| {' | '.join(columns)} |", *(rewards if len(pairs) < 8 else ()), sep="  ")
 
 
-def draw(cells: list[dict]) -> None:
-    """Draw the rewards of QaRL over the updates, a panel for each seed, means over five generation batches."""
+def draw(cells: list[dict[str, Any]]) -> None:
+    """Draw the rewards of QaRL over the updates, means over five generation batches: each run, and their mean."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from long_tables import smooth
 
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3.4), sharey=True)
-    for seed, panel in enumerate(panels):
-        for (study, objective), (name, color, style) in SHOWN.items():
-            for cell in cells:
-                is_shown = (cell["study"], cell["objective"], cell["seed"]) == (study, objective, seed)
-                if not is_shown or not cell.get("quantize_learner"):
-                    continue
-                rewards = cell["course"]["reward"]
-                smooth = [100 * statistics.fmean(rewards[max(0, end - 5) : end]) for end in range(1, len(rewards) + 1)]
-                panel.plot([8 * end for end in range(1, len(smooth) + 1)], smooth, style, color=color, label=name)
-        panel.set_title(f"seed {seed}", loc="left", fontsize=11)
-        panel.set_xlabel("updates")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("reward, %")
-    panels[0].set_ylim(bottom=0)
-    labels = {name: line for panel in panels for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="lower center", ncols=4, frameon=False, fontsize=8.5)
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    from trl_qarl.study.groups import COLORS
+
+    figure, axes = plt.subplots(figsize=(7, 3.6))
+    for pattern, (name, color) in SHOWN.items():
+        courses = [cell["course"]["reward"][: COMPARED.stop] for cell in select(cells, pattern).values()]
+        for members in [*([course] for course in courses), courses]:
+            rewards = [100 * reward for reward in smooth(members)]
+            style = {"lw": 2.6, "label": f"{name} ({len(courses)} seeds)"} if members is courses else {"lw": 0.8}
+            axes.plot(range(8, 8 * len(rewards) + 1, 8), rewards, color=COLORS[color], **style)
+    axes.set_xlabel("updates")
+    axes.set_ylabel("reward, %")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left")
+    figure.tight_layout()
     figure.savefig(HERE / "study-bands.png", facecolor="white", dpi=130)
 
 

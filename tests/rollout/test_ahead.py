@@ -235,7 +235,7 @@ def make_in_flight(make_trainer, name="run", **options):
     """A trainer whose server goes on with what is published, and which weights can have drawn each of its batches."""
     trainer, server = make_trainer(name, rollout_ahead=2, max_steps=6, **options)
     # Without engine numerics, which a played server does not have.
-    trainer.args.in_flight_updates = trainer.vllm_generation.in_flight_updates = True
+    trainer.args.in_flight_updates = True
     drawn_by, take = [], trainer._ahead.take
 
     def take_and_note(prompt_ids):

@@ -207,11 +207,11 @@ class Recorder(TrainerCallback):
             metrics["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
         return metrics
 
-    def probe(self, output: dict[str, Any], step: int, engine: Callable[..., Any] | None) -> None:
+    def probe(self, output: dict[str, Any], step: int, engine: Any) -> None:
         """
         Compare learner and engine over the whole vocabulary on the first few completions of a generation batch, where
-        it is time to after `step` updates. `engine` is [`~trl_qarl.rollout.scoring.prompt_log_probs`]; `None` where
-        the learner generates.
+        it is time to after `step` updates. `engine` is the [`~trl_qarl.rollout.engine.Engine`]; without one the
+        learner generates.
         """
         every = self.args.mismatch_probe_steps
         is_server = self.args.use_vllm and self.args.vllm_mode == "server"
@@ -250,13 +250,13 @@ class Recorder(TrainerCallback):
             return learner_log_probs(self.model, torch.tensor(ids, device=self.accelerator.device), count)
 
     def _compare_with_engine(
-        self, ids: list[int], count: int, engine: Callable[..., Any] | None, learner_logps: torch.Tensor | None
+        self, ids: list[int], count: int, engine: Any, learner_logps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.accelerator.device
         if learner_logps is None:
             learner_logps = self._learner_log_probs(ids, count)
         if engine is not None:
-            engine_ids, engine_logps = likeliest(engine([ids], TOP_K)[0][-count:])
+            engine_ids, engine_logps = likeliest(engine.log_probs([ids], TOP_K)[0][-count:])
         else:
             with quantized_forward(self.model):
                 engine_ids, engine_logps = top_log_probs(self._learner_log_probs(ids, count))

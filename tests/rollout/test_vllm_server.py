@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 from safetensors.torch import save_file
-from test_http_transport import write_certificate
+from test_http_channel import write_certificate
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl.doctor.deep_audit import deep_audit
@@ -176,15 +176,17 @@ def files_of(server):
     return sorted(path for path in server.transfer_dir.iterdir() if path.name != server.state()["transfer_mark"])
 
 
-def train_and_check(server, make_trainer, **arguments):
-    """A training that leaves the server with its weights, which learner and engine agree on."""
+def train_and_check(server, make_trainer, drawn_by=(0, 2), **arguments):
+    """A training that leaves the server with its weights, which learner and engine agree on, and whose batches are
+    drawn by those of these updates."""
     trainer = make_trainer(mismatch_probe_steps=1, **arguments)
     trainer.train()
     assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-    assert logged(trainer, "rollout/weight_version") == [0, 2]
+    assert logged(trainer, "rollout/weight_version") == [*drawn_by]
     assert server.complete().status_code == 200
-    assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith("2-")
+    last = 2 * (len(drawn_by) - 1)
+    assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith(f"{last}-")
     assert files_of(server) == [server.token_file]
     return trainer
 
@@ -204,6 +206,14 @@ def test_a_training_that_sends_changes_over_tls_agrees(server, make_trainer):
     assert changes < everything / 2, (everything, changes)
     with pytest.raises(ValueError, match="self.signed certificate.*vllm_ssl_ca_certs"):
         make_trainer(vllm_ssl_ca_certs=None)
+
+
+def test_batches_drawn_ahead_over_tls_agree(server, make_trainer, caplog):
+    options = {"vllm_transport": "http", "rollout_ahead": 1, "max_steps": 6}
+    trainer = train_and_check(server, make_trainer, drawn_by=(0, 0, 2), **options)
+    assert type(trainer.vllm_generation.publisher.transport) is HTTPTransport
+    assert logged(trainer, "rollout/age_updates") == [0, 2, 2]
+    assert "lost" not in caplog.text
 
 
 def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, client):

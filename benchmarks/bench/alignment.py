@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .engines import TOPICS, autocast, join_names, load_learner, make_prompts, open_engine, open_server
+from .engines import TOPICS, autocast, join_names, kernels_run, load_learner, make_prompts, open_engine, open_server
 
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
 
     from trl_qarl.numerics.attach import engine_numerics
     from trl_qarl.quantization.schemes import SCHEMES, get_scheme
-    from trl_qarl.quantization.swap import kernels_run, restore_model
+    from trl_qarl.quantization.swap import restore_model
 
     rows = []
     for dtype_name in args.dtypes:

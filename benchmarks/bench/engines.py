@@ -1,6 +1,7 @@
 """Real models, prompts and engines for the modes of `python -m benchmarks.bench` that need vLLM."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "autocast",
     "fill_up",
     "join_names",
+    "kernels_run",
     "load_learner",
     "make_bench_engine",
     "make_chats",
@@ -192,6 +194,14 @@ def autocast(model, dtype):
     import torch
 
     return torch.autocast(model.device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def kernels_run(model) -> dict[str, int]:
+    """Kernels that ran in the last forward of a quantized model and the number of layers that used each."""
+    from trl_qarl.quantization.swap import quantized_layers
+
+    names = (layer.kernel_name for layer in quantized_layers(model).values())
+    return dict(Counter(name for name in names if name is not None))
 
 
 def join_names(counts: dict[str, int]) -> str:

@@ -22,6 +22,7 @@ from testing_utils import audit_in_this_process, logged, make_tiny_model, make_v
 from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.channels import FileChannel, HTTPChannel
 from trl_qarl.rollout.client import QaRLClient
+from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
 from trl_qarl.wire.protocol import PublishError
@@ -68,7 +69,7 @@ class Server:
     def close(self) -> None:
         """Have it refuse to generate, as before its first publication: an update is begun and given up."""
         client = self.connect()
-        FileChannel(client).begin()
+        ServerEngine(client, FileChannel(client)).begin()
         client.close_session()
         self.wait_until_free()
 
@@ -234,7 +235,7 @@ def test_only_files_in_the_transfer_directory_are_read(server, client, name):
     bystander.write_bytes(b"somebody's weights")
     save_file({"model.norm.weight": torch.zeros(128)}, outside)
     link = server.transfer_dir / "link.safetensors"
-    FileChannel(client).begin()
+    ServerEngine(client, FileChannel(client)).begin()
     assert files_of(server) == [bystander, server.token_file]
     bystander.unlink()
     link.symlink_to(outside)

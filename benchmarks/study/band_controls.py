@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from typing_extensions import override
 
 from trl_qarl.forward import Batch
 from trl_qarl.objectives.objective import Loss
-from trl_qarl.objectives.tbpo import TBPO, tbpo_loss, trust_band_clip
-from trl_qarl.objectives.trust_bands import OPEN, Bands
+from trl_qarl.objectives.tbpo import TBPO, trust_band_clip
+from trl_qarl.objectives.trust_bands import Bands
 
 
 HERE = Path(__file__).parent
 # Generation batches of eight updates whose mean reward is compared, counted from 0: updates 57 to 96.
 COMPARED, FLIPS = slice(7, 12), "quant/code_flip_rate"
 # Patterns of runs, `STUDY LEARNER OBJECTIVE`, and of what each is compared with.
-CHANGES = ("control-open", "control-kept", "control-positive", "control-random", "tbpo-auto-adamw-1e-4")
+CHANGES = ("control-open", "control-kept", "control-positive", "tbpo-auto-adamw-1e-4")
 PAIRS = (
     ("length_* * tbpo", "length_* * grpo-tis"),
     ("*_1000 QaRL tbpo", "*_1000 QaRL grpo-tis"),
@@ -52,22 +52,12 @@ class Control(type(TBPO)):
     Args:
         opened (`tuple[str, ...]`, *optional*):
             Bands, by the names of their options, that bound nothing.
-        is_random (`bool`, *optional*, defaults to `False`):
-            Whether as many answers of each sign as lie outside their band are dropped, but drawn at random.
         by_kept (`bool`, *optional*, defaults to `False`):
             Whether the sum over answers is divided by the number that was kept, instead of by all.
     """
 
     opened: tuple[str, ...] = ()
-    is_random: bool = False
     by_kept: bool = False
-    generator: torch.Generator | None = None
-
-    @override
-    def for_run(self, config: Any) -> "Control":
-        run = super().for_run(config)
-        # One of its own: the rollouts are drawn as without it.
-        return replace(run, generator=torch.Generator().manual_seed(config.seed))
 
     @override
     def _bands(self, config: Any) -> Bands:
@@ -77,24 +67,12 @@ class Control(type(TBPO)):
     def loss(self, config: Any, batch: Batch) -> Loss:
         loss = super().loss(config, batch)
         dropped = loss.metrics["tbpo/dropped/total"] == 1
-        value = loss.value
-        if self.is_random:
-            dropped = shuffle_within_signs(dropped, batch.advantages, self.generator)
-            # An advantage of 0 gives no gradient.
-            chosen = batch._replace(advantages=batch.advantages.masked_fill(dropped, 0.0))
-            value, _ = tbpo_loss(
-                chosen.per_token_logps,
-                chosen.old_per_token_logps,
-                chosen.sampling_per_token_logps,
-                chosen.advantages,
-                chosen.mask,
-                **OPEN._asdict(),
-                mismatch_cap=config.mismatch_cap,
-            )
-        if self.by_kept:
-            value = value * len(dropped) / (~dropped).sum().clamp(min=1)
         few = dropped_by_few_tokens(batch, self._bands(config)).double().masked_fill(~dropped, math.nan)
-        return loss._replace(value=value, metrics=loss.metrics | {"control/dropped_by_few_tokens": few})
+        kept = (~dropped).sum().clamp(min=1) if self.by_kept else len(dropped)
+        return loss._replace(
+            value=loss.value * len(dropped) / kept,
+            metrics=loss.metrics | {"control/dropped_by_few_tokens": few},
+        )
 
 
 @torch.no_grad()
@@ -104,25 +82,6 @@ def dropped_by_few_tokens(batch: Batch, bands: Bands) -> torch.Tensor:
     most = change.abs().topk(math.ceil(change.shape[1] / 100)).indices
     ratio = (change.scatter(1, most, 0.0).sum(1) / batch.mask.sum(1).clamp(min=1)).exp()
     return trust_band_clip(ratio, batch.advantages, **bands._asdict()) == ratio
-
-
-def shuffle_within_signs(
-    dropped: torch.Tensor, advantages: torch.Tensor, generator: torch.Generator | None
-) -> torch.Tensor:
-    """
-    Return as many flags as in `dropped`, `(B,)`, for each sign of `advantages`, but at random places.
-
-    >>> signs = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 0.0])
-    >>> dropped = torch.tensor([True, False, True, True, False, False])
-    >>> shuffled = shuffle_within_signs(dropped, signs, torch.Generator().manual_seed(0))
-    >>> shuffled[signs > 0].sum().item(), shuffled[signs < 0].sum().item(), shuffled[5].item()
-    (1, 2, False)
-    """
-    shuffled = dropped.clone()
-    for rows in (advantages > 0, advantages < 0):
-        places = rows.nonzero()[:, 0]
-        shuffled[places] = dropped[places[torch.randperm(len(places), generator=generator)]]
-    return shuffled
 
 
 def select(cells: list[dict[str, Any]], pattern: str) -> dict[tuple, dict[str, Any]]:

@@ -110,7 +110,6 @@ CHANGED_OBJECTIVES |= {
         "": {},
         "-auto": {"trust_band": "auto"},
         "-auto10": {"trust_band": "auto", "trust_band_share": 0.1},
-        "-auto40": {"trust_band": "auto", "trust_band_share": 0.4},
     }.items()
     for optimizer, name in OPTIMIZERS.items()
     for rate in ("3e-5", "1e-4", "3e-4")
@@ -119,8 +118,6 @@ CHANGED_OBJECTIVES |= {
 CONTROLS = {
     "open": {"opened": list(BANDS)},
     "positive": {"opened": ["negative_epsilon_low", "negative_epsilon_high"]},
-    "negative": {"opened": ["positive_epsilon_high"]},
-    "random": {"is_random": True},
     "kept": {"by_kept": True},
 }
 CHANGED_OBJECTIVES |= {

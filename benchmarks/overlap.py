@@ -50,6 +50,17 @@ def start_server(model: str, scheme: str, folder: Path, port: int) -> subprocess
         )
 
 
+def end_server(server: subprocess.Popen, seconds: float = 30) -> None:
+    """End a server, in the middle of what it does if that takes longer."""
+    server.terminate()
+    try:
+        server.wait(seconds)
+    except subprocess.TimeoutExpired:
+        # A run that was ended left a connection open, which the server waits for.
+        server.kill()
+        server.wait()
+
+
 def digits(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(letter.isdigit() for letter in text)) for text in completions]
 
@@ -182,12 +193,7 @@ def main() -> None:
                     runs.append(run(options, folder, port, delay, ahead=number % 2, seed=number // 2))
                     print(json.dumps(runs[-1]), flush=True)
         finally:
-            server.terminate()
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                # A run that was ended left a connection open, which the server waits for.
-                server.kill()
+            end_server(server)
     print(f"\n{describe_machine()}; seconds of a generation batch, medians.\n\n{summarize(runs)}")
 
 

@@ -21,7 +21,7 @@ from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint
 
 COLORS = ("red", "green", "blue")
 
-# 8 prompts with 8 completions each per batch, in 4 updates.
+# 16 prompts with 8 completions each per batch, in 2 updates.
 FULL = {
     "use_vllm": True,
     "vllm_gpu_memory_utilization": 0.3,
@@ -29,8 +29,8 @@ FULL = {
     "gradient_checkpointing": True,
     "num_generations": 8,
     "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 4,
-    "steps_per_generation": 16,
+    "gradient_accumulation_steps": 16,
+    "steps_per_generation": 32,
     "max_completion_length": 128,
     "learning_rate": 1e-6,
     "max_steps": 200,

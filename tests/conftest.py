@@ -58,6 +58,21 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def masters(tmp_path_factory):
+    from testing_utils import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("masters"))
+
+
+@pytest.fixture(scope="module")
+def export(masters, tmp_path_factory):
+    """A low-bit export of `masters`."""
+    from testing_utils import make_tiny_export
+
+    return make_tiny_export(masters, tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture(scope="module")
 def quick_engines():
     """Engines in this process start in a third of the time, until the end of the file."""
     pytest.importorskip("vllm")

@@ -236,7 +236,7 @@ def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monk
 def files_with_examples():
     files = [*(ROOT / "trl_qarl").rglob("*.py"), *(ROOT / "benchmarks" / "study").glob("*.py")]
     # These two load a model.
-    needs_model = {"rollout/engines.py", "quantization/swap.py"}
+    needs_model = {"rollout/in_process.py", "quantization/swap.py"}
     names = [str(file.relative_to(ROOT)) for file in sorted(files) if "\n    >>> " in file.read_text()]
     return [name for name in names if name.removeprefix("trl_qarl/") not in needs_model]
 

@@ -37,7 +37,7 @@ _MODULES = {
     "convert_model": "quantization.swap",
     "export_checkpoint": "checkpoint.export",
     "get_scheme": "quantization.schemes",
-    "load_engine": "rollout.engines",
+    "load_engine": "rollout.in_process",
     "prepare_model": "quantization.swap",
     "restore_model": "quantization.swap",
 }
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .quantization.linear import QuantizedLinear
     from .quantization.schemes import QuantScheme, get_scheme
     from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model
-    from .rollout.engines import load_engine
+    from .rollout.in_process import load_engine
 
 
 # Before anything imports transformers, which imports torchao.

@@ -13,7 +13,6 @@ published while it was drawn, all of them score that, and each token is of those
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.versions import at_version
 from .rollout.ahead import Ahead
-from .rollout.scoring import prompt_log_probs
 from .telemetry.recorder import Recorder
 
 
@@ -142,7 +140,7 @@ class ScoresRollouts(_BaseTrainer):
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
         # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
         asks = self.use_vllm and self.accelerator.is_main_process and not self._is_stale
-        score = partial(prompt_log_probs, self.vllm_generation) if asks else None
+        score = self.vllm_generation.engine.log_probs if asks else None
         self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
 
     @override

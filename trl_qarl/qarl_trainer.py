@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sized
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,9 @@ from .qarl_config import QaRLConfig, config_for
 from .quantization.swap import quantized_forward
 from .rollout.ahead import Ahead
 from .rollout.answers import checked_rollout_func, vocabulary_size
-from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration
 from .rollout.pictures import check_rows, count_pictures, expanded_prompts
-from .rollout.scoring import prompt_log_probs
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
 from .sharding.accelerate import sharded_by
@@ -153,27 +150,15 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
         """The engine of the rollouts, made in the middle of TRL's constructor, when the policy is prepared."""
-        args, policy = self.args, self.policy
+        policy = self.policy
         self._check_folders_are_free()
         # On a GPU an engine follows what the learner computes with.
         policy.attach_numerics(self.model)
         generation = QaRLVLLMGeneration(
-            **kwargs,
-            dtype=policy.dtype,
-            weight_version=lambda: str(self.state.global_step),
-            server=server_process(args, self.model, policy.dtype) if args.vllm_server_autostart else None,
-            request_timeout=args.vllm_request_timeout,
-            generation_timeout=args.vllm_generation_timeout,
-            token_file=args.vllm_token_file,
-            transport=args.vllm_transport,
-            allow_plain_http=args.vllm_allow_plain_http,
-            ca_certs=args.vllm_ssl_ca_certs,
-            delta_sync=args.vllm_delta_sync,
-            start_command=start_command(args, self.model, policy.dtype),
-            in_flight_updates=args.in_flight_updates,
+            **kwargs, options=self.args, dtype=policy.dtype, weight_version=lambda: str(self.state.global_step)
         )
         if self.numerics == "engine" and self.accelerator.is_main_process:
-            policy.check_engine(generation.engine)
+            policy.check_engine(generation.description)
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
@@ -323,8 +308,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             self._num_compared = 0 if self._are_compared else None
             if self._num_compared is None:
                 self._observe(output)
-            engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
-            self.recorder.probe(output, self.state.global_step, engine)
+            self.recorder.probe(output, self.state.global_step, self.vllm_generation.engine if self.use_vllm else None)
         if self._num_compared is None:
             self._log_scoring()
         return output

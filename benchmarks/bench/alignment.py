@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .engines import TOPICS, autocast, join_names, load_learner, make_prompts, open_engine, open_server
+from .engines import TOPICS, autocast, join_names, kernels_run, load_learner, make_prompts, open_engine, open_server
 
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
 
     from trl_qarl.numerics.attach import engine_numerics
     from trl_qarl.quantization.schemes import SCHEMES, get_scheme
-    from trl_qarl.quantization.swap import kernels_run, restore_model
+    from trl_qarl.quantization.swap import restore_model
 
     rows = []
     for dtype_name in args.dtypes:
@@ -51,7 +51,7 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
             ):
                 publisher.publish("0")
                 samples = _sample(sampler, path, args.tokens, args.new_tokens)
-                engine_kernels = publisher.transport.describe()["kernels"]
+                engine_kernels = publisher.engine.describe()["kernels"]
             learners = ["high precision", "quantized"] if scheme.is_quantized else ["unquantized"]
             if is_repeated or _can_use_engine_numerics(model, dtype):
                 learners.append(f"{learners[-1]}, engine numerics")

@@ -1,6 +1,7 @@
 """Real models, prompts and engines for the modes of `python -m benchmarks.bench` that need vLLM."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "autocast",
     "fill_up",
     "join_names",
+    "kernels_run",
     "load_learner",
     "make_bench_engine",
     "make_chats",
@@ -111,13 +113,12 @@ def _memory_of_engine(model, dtype) -> float:
 def make_bench_engine(model, dtype, max_num_seqs: int):
     import torch
 
-    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.in_process import make_engine
     from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
+    from trl_qarl.rollout.spec import EngineSpec
 
-    llm = make_engine(
-        model,
-        dtype,
+    engine = make_engine(
+        EngineSpec.of(model, dtype),
         on_cpu=not torch.cuda.is_available(),
         distributed_executor_backend="uni",
         max_model_len=512,
@@ -125,7 +126,7 @@ def make_bench_engine(model, dtype, max_num_seqs: int):
         max_num_batched_tokens=4096,
         gpu_memory_utilization=_memory_of_engine(model, dtype),
     )
-    return llm, Publisher(model, dtype, DirectTransport(llm))
+    return engine.llm, Publisher(model, dtype, engine)
 
 
 @contextmanager
@@ -142,22 +143,22 @@ def open_engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, int]]:
+def open_server(model, dtype, make_channel=None) -> Iterator[tuple[Any, Any, int]]:
     """A server in another process: its client, the publisher to it, and the number of its process."""
     import torch
 
+    from trl_qarl.rollout.channels import FileChannel
     from trl_qarl.rollout.client import QaRLClient
     from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.server import ServerEngine
     from trl_qarl.rollout.server_command import build_server_command
     from trl_qarl.rollout.server_process import ServerProcess, free_port
-    from trl_qarl.rollout.transports import FileTransport
+    from trl_qarl.rollout.spec import EngineSpec
 
     port, on_cpu = free_port(), not torch.cuda.is_available()
     memory = [] if on_cpu else ["--gpu-memory-utilization", str(_memory_of_engine(model, dtype))]
     argv, environment = build_server_command(
-        model.name_or_path,
-        _config_of(model),
-        dtype=str(dtype).removeprefix("torch."),
+        EngineSpec.of(model, dtype),
         port=port,
         on_cpu=on_cpu,
         # NCCL refuses two processes on one GPU.
@@ -170,19 +171,12 @@ def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, i
         try:
             server.wait(f"http://127.0.0.1:{port}", START_SECONDS)
             client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
-            publisher = Publisher(model, dtype, (make_transport or FileTransport)(client))
+            publisher = Publisher(model, dtype, ServerEngine(client, (make_channel or FileChannel)(client)))
             publisher.check_engine()
             yield client, publisher, server._process.pid
             client.close_session()
         finally:
             server.stop()
-
-
-def _config_of(model) -> dict[str, Any] | None:
-    from trl_qarl.checkpoint.layout import quantization_config
-    from trl_qarl.quantization.inventory import Inventory
-
-    return quantization_config(Inventory.of(model)) or None
 
 
 def pad(pairs, device):
@@ -200,6 +194,14 @@ def autocast(model, dtype):
     import torch
 
     return torch.autocast(model.device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def kernels_run(model) -> dict[str, int]:
+    """Kernels that ran in the last forward of a quantized model and the number of layers that used each."""
+    from trl_qarl.quantization.swap import quantized_layers
+
+    names = (layer.kernel_name for layer in quantized_layers(model).values())
+    return dict(Counter(name for name in names if name is not None))
 
 
 def join_names(counts: dict[str, int]) -> str:

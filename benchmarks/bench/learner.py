@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qarl.quantization.schemes import SCHEMES
 
+from .engines import kernels_run
 from .machine import describe_machine, forget_peak, peak_bytes
 from .shapes import make_config, random_model
 
@@ -95,7 +96,7 @@ def run_benchmark(
     """
     import torch
 
-    from trl_qarl.quantization.swap import kernels_run, quantized_layers
+    from trl_qarl.quantization.swap import quantized_layers
 
     model = variants[None]
     compute_dtype = getattr(torch, dtype)

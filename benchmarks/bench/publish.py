@@ -36,7 +36,7 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
             with open_engine(model, dtype, max_num_seqs=1) as (_, publisher):
                 rows += _measure_scheme(path, scheme, model, publisher, None, args)
         else:
-            with open_server(model, dtype, make_transport=_transport_of(args)) as (_, publisher, pid):
+            with open_server(model, dtype, make_channel=_channel_of(args)) as (_, publisher, pid):
                 rows += _measure_scheme(path, scheme, model, publisher, pid, args)
     full = [row for row in rows if row["sent"] == "everything"]
     for row in full:
@@ -59,7 +59,7 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
         results, before = [], [_reset_peak(process.pid) for process in processes]
         for repeat in range(repeats):
             prepare()
-            with _parts_timed(publisher.transport, pid is None) as seconds:
+            with _parts_timed(publisher.engine, pid is None) as seconds:
                 result = publisher.publish(f"{time.monotonic_ns()}-{repeat}")
             results.append(result | _parts(result, seconds, "engine" if pid else "reload"))
         growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
@@ -74,7 +74,7 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
     rows = [{"scheme": scheme, "sent": "everything"} | measure(publisher, everything, args.repeats)]
     print(rows[-1], flush=True)
     if args.learning_rates:
-        changes = Publisher(model, publisher.dtype, publisher.transport, delta=True)
+        changes = Publisher(model, publisher.dtype, publisher.engine, delta=True)
         rows_of_copies = measure(changes, lambda: None, 1)
         rows[0]["copy, trainer MiB"] = rows_of_copies["peak memory, trainer MiB"]
         rows[0]["copy, engine MiB"] = rows_of_copies["peak memory, engine MiB"]
@@ -91,23 +91,22 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
 
 
 @contextmanager
-def _parts_timed(transport, with_engine: bool) -> Iterator[dict[str, float]]:
+def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
     """Adds up the seconds spent in what a weight sync consists of, by the names of parts, while it is open."""
-    from trl_qarl.rollout import http_transport, publisher
+    from trl_qarl.rollout import channels, publisher
     from trl_qarl.wire import delta, patches
 
     functions = [(publisher, "fingerprints_of", "fingerprints"), (delta, "_deflate", "compress")]
     if with_engine:
-        engine = transport._worker.weight_transfer_engine
         # The trainer's side imports nothing of what runs in vLLM.
-        plugin = type(engine).__module__.rpartition(".")[0]
+        plugin = type(engine._worker.weight_transfer_engine).__module__.rpartition(".")[0]
         audited_reload = sys.modules[f"{plugin}.audited_reload"]
         functions += [(patches, "apply_delta", "apply")]
         functions += [(audited_reload, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
-    elif isinstance(transport, http_transport.HTTPTransport):
-        functions += [(http_transport, "save", "send"), (transport, "_upload", "send")]
+    elif isinstance(engine.channel, channels.HTTPChannel):
+        functions += [(channels, "save", "send"), (engine.channel, "_upload", "send")]
     else:
-        functions += [(transport, "_write", "send")]
+        functions += [(engine.channel, "_write", "send")]
     seconds: dict[str, float] = defaultdict(float)
 
     def timed(function: Callable, part: str) -> Callable:
@@ -173,15 +172,14 @@ def train(path: str, model, optimizer, dtype, updates: int, seed: int) -> None:
         optimizer.zero_grad()
 
 
-def _transport_of(args):
+def _channel_of(args):
     """What makes the way to the server: files, or HTTP with as many megabits per second as there are to be."""
-    from trl_qarl.rollout.http_transport import HTTPTransport
-    from trl_qarl.rollout.transports import FileTransport
+    from trl_qarl.rollout.channels import FileChannel, HTTPChannel
 
     if args.megabits is None:
-        return HTTPTransport if args.http else FileTransport
+        return HTTPChannel if args.http else FileChannel
 
-    class Throttled(HTTPTransport):
+    class Throttled(HTTPChannel):
         """A line of so many megabits per second, as the client sees it."""
 
         _piece_bytes = 2**18

@@ -72,7 +72,7 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
         model = load_learner(path, scheme, dtype)
         llm, publisher = make_bench_engine(model, dtype, max_num_seqs=max(args.tokens))
         publisher.publish("0")
-        rows[scheme]["engine kernels"] = join_names(publisher.transport.describe()["kernels"])
+        rows[scheme]["engine kernels"] = join_names(publisher.engine.describe()["kernels"])
         # Several learners would take more memory than the engines.
         engines[scheme] = llm, None if args.engines_only else publisher
         if not args.engines_only:

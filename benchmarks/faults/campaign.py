@@ -53,9 +53,10 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
     from datasets import Dataset
     from transformers import TrainerCallback
 
-    from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
+    from trl_qarl import QaRLConfig, QaRLTrainer
+    from trl_qarl.rollout import generation
 
-    real_server_process = qarl_trainer.server_process
+    real_server_process = generation.server_process
 
     def server_process(*args, **kwargs):
         process = real_server_process(*args, **kwargs)
@@ -64,7 +65,7 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             command.write_text(json.dumps([process.argv, process.environment]))
         return process
 
-    qarl_trainer.server_process = server_process
+    generation.server_process = server_process
 
     class Events(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -168,7 +169,7 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import canary, client, http_transport, publisher
+        from trl_qarl.rollout import canary, channels, client, publisher
         from trl_qarl.wire import transfer_dir
 
         # The stand-in has log-probs of the fixed text that no weights have.
@@ -176,7 +177,7 @@ class TrainerProcess:
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000
         # And several pieces to a chunk.
-        http_transport.HTTPTransport._piece_bytes = 30_000
+        channels.HTTPChannel._piece_bytes = 30_000
         # Waits of seconds, between attempts and for servers that are slow to start.
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(seconds / 10)

@@ -38,7 +38,7 @@ ENDPOINTS = (
     "qarl_begin",
     "/start_weight_update",
     "/update_weights",
-    "qarl_expect",
+    "qarl_finish",
     "/reset_prefix_cache",
     "/finish_weight_update",
     "/resume",
@@ -449,7 +449,7 @@ FAMILIES = {
 # One for each way in which a run goes on, or ends, and the undisturbed ones that these are compared with.
 CHOSEN = (
     "refuse /resume first and middle",
-    "500 qarl_expect first and middle, over HTTP",
+    "500 qarl_finish first and middle, over HTTP",
     "400 /finish_weight_update middle and last",
     "hang /v1/completions middle and last, over HTTP",
     "reset /weight_info middle and last, over HTTP",

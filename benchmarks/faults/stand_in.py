@@ -217,7 +217,7 @@ class Engine:
         self.copy = self.copy or {}
         return base_digest(self.published) if is_held else ""
 
-    def qarl_expect(self, fingerprints):
+    def qarl_finish(self, fingerprints):
         self.expected = fingerprints
 
     def start_weight_update(self, body):

@@ -35,7 +35,7 @@ _CALLS = (
     (f"{_OPS}:fused_add_rms_norm", 4, ""),  # rms_norm of the stream
     (f"{_FLASH}:get_flash_attn_version", 0, "head_size"),  # attention
     ("vllm.envs:disable_envs_cache", 0, ""),  # prepare_process
-    (f"{_WORKER}.start_weight_update", 1, ""),  # rollout/transports.py
+    (f"{_WORKER}.start_weight_update", 1, ""),  # rollout/in_process.py
     (f"{_WORKER}.finish_weight_update", 1, ""),
     (f"{_WORKER}.update_weights", 2, ""),
     (f"{_WORKER}.init_weight_transfer_engine", 2, ""),
@@ -217,9 +217,9 @@ def _plugin() -> None:
 
 
 def _transfer_engines() -> None:
-    from trl_qarl.vllm_plugin.weight_transfer import FileEngine, NCCLEngine
+    from trl_qarl.vllm_plugin.weight_transfer import FileChannel, NCCLChannel
 
-    assert not FileEngine.__abstractmethods__ | NCCLEngine.__abstractmethods__
+    assert not FileChannel.__abstractmethods__ | NCCLChannel.__abstractmethods__
 
 
 CUDA_CHECKS: dict[str, Callable[[], None]] = {

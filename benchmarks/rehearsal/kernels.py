@@ -90,7 +90,7 @@ def one_capability(text: str) -> dict[str, dict[str, str]]:
             if reason_against(scheme, gpu):
                 asked = [REFUSED]
             else:
-                arguments = kernel_arguments(quantization, gpu)
+                arguments = kernel_arguments(quantization, "bfloat16", False, gpu)
                 asked = kernels(models[kind], quantization, arguments) if arguments else default
                 experts = [scheme] if kind else []
                 if any(": " in kernel for kernel in asked):

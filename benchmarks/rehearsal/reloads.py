@@ -101,7 +101,7 @@ def _load(path: str, quantization: dict | None, load_format: str, nccl: bool):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
 
-    from trl_qarl.rollout.server_command import kernel_arguments
+    from trl_qarl.rollout.gpu_kernels import kernel_arguments
     from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND
 
     is_dummy = load_format == "dummy"
@@ -116,7 +116,7 @@ def _load(path: str, quantization: dict | None, load_format: str, nccl: bool):
         # Graphs without compiling, whose modules look up operations that fuse others.
         compilation_config={"mode": 0, "cudagraph_mode": "FULL"},
         weight_transfer_config={"backend": NCCL_BACKEND if nccl else FILE_BACKEND},
-        **kernel_arguments(quantization),
+        **kernel_arguments(quantization, "bfloat16", on_cpu=False),
     ).create_engine_config()
     config.device_config.device = torch.device("cpu")
     with set_current_vllm_config(config):
@@ -131,12 +131,12 @@ def _load(path: str, quantization: dict | None, load_format: str, nccl: bool):
 
 
 def _transport(model, config, nccl: bool):
-    """`DirectTransport` to a worker of vLLM that has a model and nothing to run it with."""
+    """`InProcessEngine` to a worker of vLLM that has a model and nothing to run it with."""
     import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
 
-    from trl_qarl.rollout.transports import DirectTransport
+    from trl_qarl.rollout.in_process import InProcessEngine
     from trl_qarl.vllm_plugin.worker import WorkerExtension
 
     class RehearsedWorker(WorkerExtension, Worker):
@@ -163,7 +163,7 @@ def _transport(model, config, nccl: bool):
         reset_mm_cache=lambda: None,
         update_weight_version=lambda version: None,
     )
-    transport = DirectTransport(llm)
+    transport = InProcessEngine(llm)
     if nccl:
         transport.send = MethodType(_broadcast, transport)
     return transport

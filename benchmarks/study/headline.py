@@ -172,15 +172,18 @@ def draw_lengths(cells: list[dict]) -> None:
 
 
 def draw_shapes(cells: list[dict]) -> None:
-    """Rewards over the updates of the picture task, and what the deployed policy solves at the end, each seed a small
-    dot."""
+    """Rewards over the updates of the picture task, each seed a thin line, and what the deployed policy solves at the
+    end, each seed a small dot."""
     groups = {tuple(run): found for (study, _, *run), found in group_cells(cells).items() if study == "shapes"}
     figure, (courses, scores) = _panels(figsize=(9, 3.4))
     for place, run in enumerate(SHAPES_RUNS):
         name, color = RUNS.get(run, ("bf16, GRPO", "ink"))
         color = COLORS[color]
-        course = smooth([cell["course"]["reward"] for cell in groups[run]])
-        courses.plot([8 * i for i in range(1, len(course) + 1)], course, color=color, lw=1.8, label=name)
+        rewards = [cell["course"]["reward"] for cell in groups[run]]
+        updates = [8 * i for i in range(1, len(rewards[0]) + 1)]
+        courses.plot(updates, [statistics.fmean(of) for of in zip(*rewards, strict=True)], color=color, label=name)
+        for course in rewards:
+            courses.plot(updates, course, color=color, lw=0.6, alpha=0.5)
         solved = [cell["scores"]["greedy"] for cell in groups[run]]
         scores.plot([place] * len(solved), solved, "o", ms=4, alpha=0.6, color=color)
         scores.plot(place, statistics.fmean(solved), "_", ms=22, mew=2.5, color=color)

@@ -159,7 +159,10 @@ def read_routes(path: Path) -> dict[str, dict[int, float]]:
 
 
 def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
-    """Means over the updates of each generation batch, to three digits; None where nothing was logged."""
+    """
+    Means over the updates of each generation batch, to three digits; None where nothing was logged. In a study of
+    smaller batches they are over as many updates, of several batches.
+    """
     batches = []
     for first in range(1, steps + 1, UPDATES_PER_BATCH):
         batch = [values[step] for step in range(first, first + UPDATES_PER_BATCH) if step in values]
@@ -310,23 +313,34 @@ def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[st
 
 
 def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points; bold where that exceeds the
-    noise."""
-    header = ["change", "seeds", *(f"{name} (noise)" for name in MEASURES)]
+    """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points, with each objective and, where
+    all have the same number of runs, with all; bold where that exceeds the noise."""
+    header = ["change", "runs", *(f"{name} (noise)" for name in MEASURES)]
     lines = [_row(header), _row(["---"] * len(header))]
-    has_several = len({objective for _, _, objective in groups}) > 1
+    objectives = {objective for _, _, objective in groups}
+    of_all: dict[str, list[tuple[list[Cell], list[Cell]]]] = {}
     for (scheme, *run), cells in groups.items():
         recipe, _, change = scheme.rpartition("-")
-        change += f", {run[1]}" if has_several else ""
-        if (recipe, *run) in groups:
-            texts = []
-            for measure in MEASURES.values():
-                found = compare_groups(*([measure(cell) for cell in of] for of in (cells, groups[recipe, *run])))
-                noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
-                gain = f"{found['difference']:+.0f}"
-                texts.append(f"{f'**{gain}**' if found['verdict'] == 'exceeds' else gain} ({noise})")
-            lines.append(_row([change, str(len(cells)), *texts]))
+        before = groups.get((recipe, *run))
+        if before is not None:
+            name = f"{change}, {run[1]}" if len(objectives) > 1 else change
+            lines.append(_row([name, str(len(cells)), *_gains(cells, before)]))
+            of_all.setdefault(change, []).append((cells, before))
+    for change, pairs in of_all.items():
+        if len(pairs) == len(objectives) > 1 and len({len(cells) for pair in pairs for cells in pair}) == 1:
+            cells, before = ([cell for members in of for cell in members] for of in zip(*pairs, strict=True))
+            lines.append(_row([f"{change}, all", str(len(cells)), *_gains(cells, before)]))
     return lines
+
+
+def _gains(cells: Sequence[Cell], before: Sequence[Cell]) -> list[str]:
+    texts = []
+    for measure in MEASURES.values():
+        found = compare_groups(*([measure(cell) for cell in of] for of in (cells, before)))
+        noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
+        gain = f"{found['difference']:+.0f}"
+        texts.append(f"{f'**{gain}**' if found['verdict'] == 'exceeds' else gain} ({noise})")
+    return texts
 
 
 def reach_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:

@@ -7,11 +7,11 @@ count them right by GRPO.
         --quantize_learner true
     python benchmarks/study/shapes.py train --model MODEL --output_dir DIR --scheme w4a16 --use_vllm
 
-A picture is a row of 12 cells with circles, squares and triangles in three colours. The prompt is `red circle` and the
-picture; the answer counts along the row, `0 1 1 2 2 2 3 3 3 4 4 5`, and only its last number is rewarded. Pretraining
-stops where the model still gets most answers wrong, so that reinforcement learning has something to do. Rollouts come
-from the learner's own layers, or with `--use_vllm` from a vLLM in the process. `DIR/scores.json` has what the policy
-solves at the end.
+A picture is a row of 6 cells with circles, squares and triangles in three colours. The prompt is `red circle` and the
+picture; the answer counts along the row, `0 1 1 2 2 3`, and only its last number is rewarded. Pretraining imitates a
+teacher who overlooks three of five small shapes. So most answers of the pretrained model are wrong, and only rewards
+say that small shapes count. Rollouts come from the learner's own layers, or with `--use_vllm` from a vLLM in the
+process. `DIR/scores.json` has what the policy solves at the end.
 
 It needs torchvision.
 """
@@ -32,21 +32,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 COLORS = {"red": (210, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 210)}
 SHAPES = ("circle", "square", "triangle")
 KINDS = tuple(itertools.product(COLORS, SHAPES))
-NUM_CELLS = 12
+NUM_CELLS = 6
 # Pixels of a cell, of which the model makes one token.
 CELL = 28
+# Sides of shapes in pixels, those of small ones, and the share of the small ones that the teacher overlooks.
+SIZES, SMALL, OVERLOOKED = (11, 20), 15, 0.6
 NUM_TRAINED, NUM_HELD_OUT = 2000, 256
 # The counts and the end, and room for a few more.
 NUM_NEW_TOKENS = NUM_CELLS + 4
-BATCH_SIZE, MAX_BATCHES = 96, 1500
-NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
+# Of pretraining.
+BATCH_SIZE, NUM_BATCHES = 96, 500
+NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 2, 16, 8
 # Options by the name that a cell has; one scale for a whole row of most matrices, as elsewhere in the study.
 VARIANTS: dict[str, dict[str, Any]] = {"bf16": {"scheme": "bf16"}, "w4a16": {"scheme": "w4a16", "group_size": 128}}
 Problem = dict[str, Any]
 
 
-def draw_row(number: int | str) -> tuple[Any, tuple[str, str], list[int]]:
-    """A picture, a kind of shape, and how many there are of it up to each cell. Every count is equally frequent."""
+def draw_row(number: int | str, overlooked: float = 0.0) -> tuple[Any, tuple[str, str], list[int]]:
+    """A picture, a kind of shape, and how many there are of it up to each cell, without a share `overlooked` of the
+    small ones. Every true count is equally frequent."""
     from PIL import Image, ImageDraw
 
     choose = random.Random(number)
@@ -56,10 +60,12 @@ def draw_row(number: int | str) -> tuple[Any, tuple[str, str], list[int]]:
     cells = [kind if place in places else choose.choice(others) for place in range(NUM_CELLS)]
     picture = Image.new("RGB", (NUM_CELLS * CELL, CELL), "white")
     pen = ImageDraw.Draw(picture)
+    counted = []
     for place, cell in enumerate(cells):
+        size = choose.randint(*SIZES)
+        counted.append(cell == kind and not (size <= SMALL and choose.random() < overlooked))
         if cell is not None:
             color, shape = cell
-            size = choose.randint(11, 20)
             left, top = place * CELL + choose.randint(2, 26 - size), choose.randint(2, 26 - size)
             fill = tuple(min(255, max(0, value + choose.randint(-40, 40))) for value in COLORS[color])
             box = left, top, left + size, top + size
@@ -67,12 +73,12 @@ def draw_row(number: int | str) -> tuple[Any, tuple[str, str], list[int]]:
                 pen.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=fill)
             else:
                 (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=fill)
-    return picture, kind, list(itertools.accumulate(cell == kind for cell in cells))
+    return picture, kind, list(itertools.accumulate(counted))
 
 
-def make_problem(number: int | str) -> Problem:
-    """Prompt, picture and answer."""
-    picture, kind, counts = draw_row(number)
+def make_problem(number: int | str, overlooked: float = 0.0) -> Problem:
+    """Prompt, picture and answer; the teacher's answer, if some small shapes are overlooked."""
+    picture, kind, counts = draw_row(number, overlooked)
     content = [{"type": "text", "text": " ".join(kind)}, {"type": "image"}]
     return {
         "prompt": [{"role": "user", "content": content}],
@@ -203,11 +209,11 @@ def score(texts: list[str], problems: Sequence[Problem]) -> float:
 
 
 def pretraining_batches(processor) -> Iterator[dict[str, Any]]:
-    """Batches of problems with their answers; only the answers are learned."""
+    """Batches of problems with the teacher's answers; only the answers are learned."""
     import torch
 
-    for batch in range(MAX_BATCHES):
-        problems = [make_problem(f"pretraining {batch} {number}") for number in range(BATCH_SIZE)]
+    for batch in range(NUM_BATCHES):
+        problems = [make_problem(f"pretraining {batch} {number}", OVERLOOKED) for number in range(BATCH_SIZE)]
         inputs = make_inputs(processor, problems)
         answers = torch.tensor(
             processor.tokenizer([problem["answer"] + " <eos>" for problem in problems])["input_ids"]
@@ -219,7 +225,7 @@ def pretraining_batches(processor) -> Iterator[dict[str, Any]]:
 
 
 def pretrain(args: Namespace) -> None:
-    """Train a new model until a share of 128 training problems are solved by sampling at temperature 1, and save."""
+    """Train a new model, whose learning rates fall linearly to 0 over the second half, and save it."""
     import torch
     from chain_sums import muon_direction
 
@@ -237,6 +243,10 @@ def pretrain(args: Namespace) -> None:
     ]
     args.output_dir.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(args.output_dir)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 - 2 * step / NUM_BATCHES))
+        for optimizer in optimizers
+    ]
     start, history = time.monotonic(), []
     for step, batch in enumerate(pretraining_batches(processor), 1):
         loss = model(**batch).loss
@@ -244,18 +254,17 @@ def pretrain(args: Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for matrix, momentum in momenta.items():
             matrix.grad = muon_direction(matrix.grad, momentum)
-        for optimizer in optimizers:
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-        if step % 10 == 0:
+            schedule.step()
+        if step % 25 == 0 or step == NUM_BATCHES:
             row = {"step": step, "seconds": round(time.monotonic() - start), "loss": round(loss.item(), 4)}
-            if loss < 0.3:
-                row["sampled"] = score(answer_problems(model, processor, probe, 1.0), probe)
+            for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+                row[name] = score(answer_problems(model, processor, probe, temperature), probe)
             history.append(row)
             print(json.dumps(row), flush=True)
-            model.save_pretrained(args.output_dir)
-            if row.get("sampled", 0.0) >= args.target:
-                break
+    model.save_pretrained(args.output_dir)
     (args.output_dir / "pretraining.json").write_text(json.dumps(history))
 
 
@@ -274,7 +283,7 @@ def make_trainer(args: Namespace):
         seed=args.seed,
         learning_rate=args.learning_rate,
         max_steps=max(args.max_steps, 1),
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type="linear",
         warmup_steps=NUM_UPDATES_PER_BATCH,
         optim="adamw_torch_fused",
         adam_beta2=0.95,
@@ -345,7 +354,6 @@ def main() -> None:
     command = commands.add_parser("pretrain", help="teach a new model")
     command.set_defaults(run=pretrain)
     command.add_argument("--output_dir", type=Path, required=True)
-    command.add_argument("--target", type=float, default=0.35, help="stop when this share of sampled answers is right")
     command.add_argument("--learning_rate", type=float, default=2e-3)
     command = commands.add_parser("train", help="train a pretrained model by GRPO")
     command.set_defaults(run=train)
@@ -355,7 +363,7 @@ def main() -> None:
     command.add_argument("--quantize_learner", choices=["true", "false"], default="true")
     command.add_argument("--objective", default="grpo-tis")
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--max_steps", type=int, default=240, help="updates, eight per generation batch")
+    command.add_argument("--max_steps", type=int, default=80, help="updates, two per generation batch")
     command.add_argument("--learning_rate", type=float, default=1e-4)
     command.add_argument("--num_scored", type=int, default=NUM_HELD_OUT, help="held-out problems")
     command.add_argument("--use_vllm", action="store_true", help="draw rollouts in a vLLM in this process")

@@ -178,9 +178,9 @@ def test_an_adapter_is_loaded_on_the_base_that_it_names(tmp_path):
     loaded = load_adapter(tmp_path / "adapter", {}, is_trainable=True)
     assert is_peft_model(loaded) and not is_peft_model(base)
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-    tensors = adapter_tensors(loaded, torch.bfloat16)
+    tensors = adapter_tensors(loaded)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert name in tensors and all(t.dtype is torch.bfloat16 and not t.requires_grad for t in tensors.values())
+    assert name in tensors and not any(t.requires_grad for t in tensors.values())
     assert adapter_config(loaded)["target_modules"] == ["q_proj"]
 
 

@@ -25,8 +25,14 @@ def shapes():
     sys.path[:] = path
 
 
+def shapes_in(shapes, picture):
+    """Colour, shape and side in pixels of what is in each cell, by the pixels that are not white; `None` for none."""
+    size = shapes.CELL
+    cells = [picture.crop((place * size, 0, (place + 1) * size, size)) for place in range(shapes.NUM_CELLS)]
+    return [shape_in(shapes, cell) for cell in cells]
+
+
 def shape_in(shapes, cell):
-    """The colour and the shape in a cell, by the pixels that are not white, and `None` for none."""
     pixels = [(x, y, cell.getpixel((x, y))) for x in range(cell.width) for y in range(cell.height)]
     drawn = [(x, y, color) for x, y, color in pixels if color != (255, 255, 255)]
     if not drawn:
@@ -36,15 +42,23 @@ def shape_in(shapes, cell):
     # A square fills its box, a circle pi / 4 of it, a triangle half.
     share = len(drawn) / (width * height)
     shape = "square" if share > 0.95 else "circle" if share > 0.68 else "triangle"
-    return list(shapes.COLORS)[brightest[0]], shape
+    return list(shapes.COLORS)[brightest[0]], shape, width - 1
 
 
 @pytest.mark.parametrize("number", range(5))
 def test_counts_of_a_drawn_row_are_right_up_to_each_cell(shapes, number):
     picture, kind, counts = shapes.draw_row(number)
-    size = shapes.CELL
-    cells = [picture.crop((place * size, 0, (place + 1) * size, size)) for place in range(shapes.NUM_CELLS)]
-    found = [shape_in(shapes, cell) == kind for cell in cells]
+    found = [shape is not None and shape[:2] == kind for shape in shapes_in(shapes, picture)]
+    assert counts == list(itertools.accumulate(found))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_the_teacher_overlooks_small_shapes_of_the_same_picture(shapes, number):
+    (picture, kind, _), (same, _, counts) = (shapes.draw_row(number, overlooked) for overlooked in (0.0, 1.0))
+    assert picture.tobytes() == same.tobytes()
+    found = [
+        shape is not None and shape[:2] == kind and shape[2] > shapes.SMALL for shape in shapes_in(shapes, picture)
+    ]
     assert counts == list(itertools.accumulate(found))
 
 
@@ -66,13 +80,13 @@ def test_rows_reward_the_last_number(shapes, completion, reward):
 @pytest.mark.slow
 @needs_torchvision
 def test_a_model_is_pretrained_on_pictures_and_a_cell_of_their_study_runs(shapes, tmp_path, monkeypatch):
-    for name, value in {"NUM_TRAINED": 16, "NUM_HELD_OUT": 4, "BATCH_SIZE": 2, "MAX_BATCHES": 10}.items():
+    for name, value in {"NUM_TRAINED": 16, "NUM_HELD_OUT": 4, "BATCH_SIZE": 2, "NUM_BATCHES": 2}.items():
         monkeypatch.setattr(shapes, name, value)
     model, cell = str(tmp_path / "model"), tmp_path / "cell"
     monkeypatch.setattr(sys, "argv", ["shapes.py", "pretrain", "--output_dir", model])
     shapes.main()
     (row,) = json.loads(Path(model, "pretraining.json").read_text())
-    assert row["step"] == 10 and row["loss"] > 0
+    assert row["step"] == 2 and row["loss"] > 0
     options = ["--model", model, "--output_dir", str(cell), "--max_steps", "2", "--quantize_learner", "false"]
     monkeypatch.setattr(sys, "argv", ["shapes.py", "train", *options])
     shapes.main()

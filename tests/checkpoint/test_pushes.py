@@ -21,13 +21,8 @@ from trl_qarl.checkpoint.uploads import PushFailed
 from trl_qarl.rollout.canary import Canary
 
 
-SAVING = {
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "max_steps": 2,
-    "push_to_hub": True,
-    "hub_model_id": "someone/policy",
-}
+SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+SAVING |= {"push_to_hub": True, "hub_model_id": "someone/policy"}
 
 
 def local_files(folder):
@@ -61,15 +56,8 @@ def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, 
     assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
     assert is_export(tmp_path / "run" / "w4a16")
     card = pushed_files(hub)["README.md"].decode()
-    for part in (
-        "vllm serve someone/policy",
-        'from_pretrained("someone/policy")',
-        "org/data",
-        "- mine",
-        "- qarl",
-        "- trl",
-    ):
-        assert part in card
+    serves = ("vllm serve someone/policy", 'from_pretrained("someone/policy")')
+    assert all(part in card for part in (*serves, "org/data", "- mine", "- qarl", "- trl"))
     (reward,) = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     assert f"| reward, last logged | {reward:.4g} |" in card
     inputs = AutoTokenizer.from_pretrained("someone/policy")("23 + 8 =", return_tensors="pt")

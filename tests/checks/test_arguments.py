@@ -1,13 +1,16 @@
 """Arguments of the trainer that are refused, most before the model is loaded."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
-from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, spread
+from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, spread
 from testing_utils.trainings import EXPERTS, arguments, make
 from trl_qarl.checks.arguments import problems_of_pictures
 from trl_qarl.qarl_trainer import QaRLTrainer
@@ -122,11 +125,33 @@ def test_environments_with_pictures_are_refused_with_vllm(tmp_path):
         QaRLTrainer("no/such-model", spread, args, with_pictures(), environment_factory=object)
 
 
-def test_tools_that_return_pictures_are_refused_with_vllm(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path)
-    trainer.use_vllm = True
+def test_tools_that_return_pictures_are_refused_with_vllm(tmp_path):
+    """In TRL's own loop, which calls the tool and asks the engine for what comes after its answer."""
+
+    def look():
+        """Look at the picture."""
+        return [{"type": "image", "image": "a picture"}, {"type": "text", "text": "This."}]
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    trainer = QaRLTrainer(
+        # Longer than the prompt, or TRL leaves the answer out.
+        make_tiny_model(tmp_path, max_position_embeddings=2048),
+        spread,
+        arguments(tmp_path, max_completion_length=256),
+        Dataset.from_dict({"prompt": [[{"role": "user", "content": "?"}]] * 8}),
+        processing_class=tokenizer,
+        tools=[look],
+    )
+    # As with a server, which the refusal comes before.
+    trainer.use_vllm, trainer.vllm_mode = True, "server"
+    # TRL makes them for each generation batch.
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"look": look}], [{}]
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    completion = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    prompt = [{"role": "user", "content": "?"}]
     with pytest.raises(ValueError, match="use_vllm=True"):
-        trainer._generate_single_turn([[4, 5]], [["a picture"]], {}, 1, has_tool_images=True)
+        trainer._tool_call_loop([prompt], [[4, 5]], [[6]], [completion], [[-1.0]], None, {})
 
 
 def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):

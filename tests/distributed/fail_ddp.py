@@ -46,7 +46,7 @@ class Engine:
         ]
 
     check_engine = forget = lambda self: {}
-    get_weight_version = lambda self: self.version  # noqa: E731
+    weight_version = lambda self: self.version  # noqa: E731
 
 
 def run(model, folder, what, failure):
@@ -56,7 +56,7 @@ def run(model, folder, what, failure):
         def _build_engine(self):
             if what == "start" and rank == 1:
                 raise ValueError("a port is taken")
-            self.llm = self.publisher = Engine(what, failure if rank == 1 else None)
+            self.llm = self.engine = self.publisher = Engine(what, failure if rank == 1 else None)
 
     qarl_trainer.QaRLVLLMGeneration = Generation
     try:

@@ -34,7 +34,6 @@ from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import canary
 from trl_qarl.rollout.publisher import Publisher
-from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -102,8 +101,8 @@ def weights_of(model):
 canary.SMALLEST = canary.LARGEST
 
 
-class Engine(FileTransport):
-    """A transport that keeps what is sent, and may fail after the first chunk."""
+class Engine:
+    """An engine that keeps what is sent, and may fail after the first chunk."""
 
     def __init__(self, fails=False):
         self.fails, self.tensors = fails, {}

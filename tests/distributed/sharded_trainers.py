@@ -43,9 +43,11 @@ from trl_qarl.quantization.storage import is_sharded, refresh, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
+from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.rollout.server import ServerEngine
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
@@ -86,7 +88,7 @@ def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
             publisher = Publisher(trainer.model, trainer.policy.dtype, Engine())
             publisher.join() if dist.get_rank() else publisher.publish("1")
             expected = {n: t for n, t in iter_adapter_tensors(ddp.model, trainer.policy.dtype) if dist.get_rank() == 0}
-            sent = publisher.transport.tensors
+            sent = publisher.engine.tensors
             assert (len(expected) > 0) == (mode == "adapter" and dist.get_rank() == 0)
             assert all(torch.equal(sent[name], tensor) for name, tensor in expected.items())
             [weight, *_] = weights_of(trainer.model)
@@ -210,19 +212,54 @@ def playing(failures=(), num_published=None):
             self.vllm_client = Server(self.model)
             self.vllm_client.failures = {"generate": failures}
             self.vllm_client.weight_version = lambda: transport.weight_version
+            self.engine = ServerEngine(self.vllm_client, FileChannel(self.vllm_client))
             self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
             self.publisher.check_engine = dict
-            self._keep_trying()
+            self.vllm_client.generate = self._completions
 
         def _publish(self):
             self.vllm_client.version = num_published.append("sent") or "sent"
-            publication = super()._publish()
+            super()._publish()
             sent = sorted((name, bits(tensor).numpy().tobytes()) for name, tensor in transport.tensors.items())
             self.vllm_client.held = hashlib.sha256(repr(sent).encode()).hexdigest()
-            return publication
 
     with patch.object(qarl_trainer, "QaRLVLLMGeneration", Generation), patch.object(generation, "BACKOFF_SECONDS", 0):
         yield
+
+
+AHEAD = SERVED | {"rollout_ahead": 1, "steps_per_generation": 2, "learning_rate": 1e-2, "save_strategy": "steps"}
+
+
+def assert_draws_ahead(folder, name, launch, callbacks=(None, None), max_steps=6, **options):
+    """
+    Compare a training whose batches are drawn ahead with one of DDP, whatever is lost, and resumed.
+
+    `launch` makes what [`train`] takes, and `callbacks` are those of the launch and of DDP. Returns the last trainer
+    of the launch that was not interrupted.
+    """
+    # In the middle of the last batch but one.
+    options, saved_at = AHEAD | options | {"max_steps": max_steps, "save_steps": max_steps - 3}, max_steps - 3
+    ours, theirs = callbacks
+    with playing():
+        [ddp] = train(folder, f"ahead-{name}-ddp", callbacks=theirs, **options)
+    with playing():
+        for trainer in train(folder, f"ahead-{name}", launch=launch(), callbacks=ours, **options):
+            rows = assert_trained_the_same(trainer, ddp)
+            masters = [whole(p).detach() for p in trainer.model.parameters()]
+            part = f"_{dist.get_rank()}" if is_sharded(trainer.model) else ""
+    begun = [row for row in rows if "rollout/age_updates" in row]
+    assert [row["rollout/age_updates"] for row in begun] == [0, *[2] * (len(begun) - 1)] and len(begun) > 1
+    assert min(row["staleness/abs_logp_mean"] for row in begun[1:]) > 0
+    checkpoint = f"{folder}/ahead-{name}/checkpoint-{saved_at}"
+    assert Path(checkpoint, f"rollout_versions{part}.pt").is_file()
+    lost = [None, ServerLost("no server answers")]
+    for kind, failures, resume in (("lost", lost, None), ("resumed", (), checkpoint)):
+        given = {"resume": resume, "launch": launch(), "callbacks": ours}
+        with playing(failures):
+            for again in train(folder, f"ahead-{name}-{kind}", **given, **options):
+                for (parameter, found), expected in zip(again.model.named_parameters(), masters, strict=True):
+                    assert torch.equal(whole(found).detach(), expected), (name, kind, parameter)
+    return trainer
 
 
 def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
@@ -230,36 +267,12 @@ def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
     checkpoint, are of these."""
     if find_spec("vllm") is None:
         return
-    base = SERVED | {"rollout_ahead": 1, "steps_per_generation": 2, "max_steps": 6, "learning_rate": 1e-2}
-    base |= {"save_strategy": "steps"}
     adapter = {"lora": LORA, "optim": "adamw_torch", "max_steps": 4}
-    launch = {"cpu_ram_efficient_loading": False}
-    for name, options in (
-        ("masters", {}),
-        ("adapter", adapter | {"lora_mode": "adapter"}),
-        ("merged", adapter | {"lora_mode": "merged"}),
-    ):
-        options = base | options
-        # In the middle of the last batch but one.
-        saved_at = options["save_steps"] = options["max_steps"] - 3
-        with playing():
-            [ddp] = train(folder, f"ahead-{name}-ddp", **options)
-        with playing():
-            for trainer in train(folder, f"ahead-{name}", launch=launch, **options):
-                rows = assert_trained_the_same(trainer, ddp)
-                masters = [whole(p.detach()) for p in trainer.model.parameters()]
-        begun = [row for row in rows if "rollout/age_updates" in row]
-        assert [row["rollout/age_updates"] for row in begun] == [0, *[2] * (len(begun) - 1)] and len(begun) > 1
-        assert min(row["staleness/abs_logp_mean"] for row in begun[1:]) > 0
-        assert name != "merged" or max(row.get("quant/code_flip_rate", 0) for row in rows) > 0
-        checkpoint = f"{folder}/ahead-{name}/checkpoint-{saved_at}"
-        assert Path(checkpoint, f"rollout_versions_{dist.get_rank()}.pt").is_file()
-        lost = [None, ServerLost("no server answers")]
-        for kind, failures, resume in (("lost", lost, None), ("resumed", (), checkpoint)):
-            with playing(failures):
-                for again in train(folder, f"ahead-{name}-{kind}", resume=resume, launch=launch, **options):
-                    for (parameter, ours), theirs in zip(again.model.named_parameters(), masters, strict=True):
-                        assert torch.equal(whole(ours.detach()), theirs), (name, kind, parameter)
+    launch = partial(dict, cpu_ram_efficient_loading=False)
+    assert_draws_ahead(folder, "masters", launch)
+    assert_draws_ahead(folder, "adapter", launch, **adapter, lora_mode="adapter")
+    merged = assert_draws_ahead(folder, "merged", launch, **adapter, lora_mode="merged")
+    assert max(row.get("quant/code_flip_rate", 0) for row in merged.state.log_history) > 0
 
 
 def a_server_is_filled_and_filled_again(folder):

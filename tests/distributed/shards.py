@@ -35,6 +35,7 @@ CLAIMS = (
     "zero_resumes_its_own_checkpoints_alone",
     "colocated_engines_are_filled_by_every_process",
     "zero_fills_colocated_engines",
+    "zero_trains_batches_drawn_ahead",
     "pictures_train_what_they_train_with_whole_masters",
     "processes_that_have_pictures_or_none_are_told_so",
 )

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from sharded_runs import (
     train,
     weights_of,
 )
+from sharded_trainers import assert_draws_ahead
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -48,13 +50,13 @@ def without_cpu(init):
     return init_without_cpu
 
 
-def cutting_all(init):
-    def init_cutting_all(self):
+def cutting(init, threshold):
+    def init_cutting(self):
         init(self)
         # Of so small a model, ZeRO-3 would keep all parameters whole.
-        self.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        self.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
 
-    return init_cutting_all
+    return init_cutting
 
 
 OFFLOADED = {
@@ -64,8 +66,9 @@ OFFLOADED = {
 
 
 @contextmanager
-def on_cpu():
-    """Have accelerate and DeepSpeed run on a CPU as on GPUs, and leave nothing behind."""
+def on_cpu(threshold):
+    """Have accelerate and DeepSpeed run on a CPU as on GPUs, and leave nothing behind. ZeRO-3 keeps parameters of so
+    many elements whole."""
     import deepspeed
 
     AcceleratorState._reset_state(True)
@@ -77,7 +80,7 @@ def on_cpu():
             # There is no DeepSpeed for a CPU that is asked for.
             patch.object(PartialState, "__init__", without_cpu(PartialState.__init__)),
             patch.object(AcceleratorState, "__init__", without_cpu(AcceleratorState.__init__)),
-            patch.object(DeepSpeedPlugin, "__post_init__", cutting_all(DeepSpeedPlugin.__post_init__)),
+            patch.object(DeepSpeedPlugin, "__post_init__", cutting(DeepSpeedPlugin.__post_init__, threshold)),
             # ZeRO-3 leaves another operation there.
             patch.object(F, "linear", F.linear),
             # Compiles for minutes.
@@ -92,12 +95,12 @@ def on_cpu():
 
 
 @contextmanager
-def launched(stage, bf16, **more):
+def launched(stage, bf16, threshold=0, **more):
     """Environment as `accelerate launch` makes it of the shipped configuration for a stage, and `more`."""
     shipped = launch_environment(f"deepspeed_zero{stage}.yaml")
     environment = {name: value for name, value in shipped.items() if name.startswith("ACCELERATE_")}
     environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"} | ({} if bf16 else {"ACCELERATE_MIXED_PRECISION": "no"})
-    with patch.dict(os.environ, environment | more), on_cpu():
+    with patch.dict(os.environ, environment | more), on_cpu(threshold):
         yield
 
 
@@ -254,6 +257,25 @@ def zero_fills_colocated_engines(folder):
         for trainer in train(folder, f"zero{stage}-colocated", launch=launch, **options, **numerics):
             assert_sharded(trainer, stage)
             assert_follows(trainer, bound=0.0 if is_exact else 1e-5)
+
+
+def zero_trains_batches_drawn_ahead(folder):
+    """A process keeps whole weights that draw them, and with ZeRO-3 its slices of what is not quantized, of which
+    biases and norms are whole between forwards."""
+    if find_spec("deepspeed") is None or find_spec("vllm") is None:
+        return
+    masters = {"optim": "adamw_torch"}
+    assert_draws_ahead(folder, "zero1", partial(launched, 1, False), **masters)
+    adapter = {"lora": LORA, "lora_mode": "merged", "max_steps": 4}
+    moves = [MovesFrozen()]
+    trainer = assert_draws_ahead(folder, "zero2", partial(launched, 2, False), (moves, moves), **masters, **adapter)
+    assert max(row.get("quant/code_flip_rate", 0) for row in trainer.state.log_history) > 0
+    for old_logps in ("version", "learner", "sampler"):
+        options = masters | {"old_logps": old_logps}
+        launch = partial(launched, 3, False, threshold=300)
+        trainer = assert_draws_ahead(folder, f"zero3-{old_logps}", launch, (None, [AddsUpAsDeepSpeed()]), **options)
+        is_whole = {parameter.ds_persist for parameter in trainer.model.parameters()}
+        assert is_whole == {False, True}
 
 
 def zero_leaves_a_checkpoint_when_a_process_is_killed(folder):

@@ -16,7 +16,7 @@ def test_a_broken_engine_is_a_finding(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no such device\nat all")
 
-    monkeypatch.setattr("trl_qarl.rollout.engines.make_engine", fail)
+    monkeypatch.setattr("trl_qarl.rollout.in_process.make_engine", fail)
     (finding,) = engine.check_engine(get_scheme("w4a16"))
     assert finding.level == "error" and "RuntimeError: no such device" in finding.text
 

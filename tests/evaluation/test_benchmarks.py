@@ -6,22 +6,12 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
-from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, start_engines_quickly
+from testing_utils import complete_greedily, start_engines_quickly
 from trl_qarl.cli import main
 
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 harness = pytest.importorskip("trl_qarl.evaluation.benchmarks")
-
-
-@pytest.fixture(scope="module")
-def masters(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def export(masters, tmp_path_factory):
-    return make_tiny_export(masters, tmp_path_factory.mktemp("export"))
 
 
 def write_task(folder: Path, rows, until=()) -> str:

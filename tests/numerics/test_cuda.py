@@ -18,6 +18,7 @@ from trl_qarl.numerics import backends, cuda
 from trl_qarl.numerics.availability import check_engine_numerics, choose_numerics
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.rollout.spec import EngineSpec
 
 
 pytest.importorskip("vllm")
@@ -130,11 +131,11 @@ def server_arguments():
 
 
 def test_server_of_an_exact_learner_is_started_so(tmp_path):
-    argv, environment = build_server_command("m", None, numerics="engine", transfer_dir=tmp_path)
+    argv, environment = build_server_command(EngineSpec("m", numerics="engine"), transfer_dir=tmp_path)
     assert environment["VLLM_BATCH_INVARIANT"] == "1" and environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     text = " ".join(argv)
     assert "--enforce-eager --attention-backend FLASH_ATTN --block-size 16" in text
-    plain, other = build_server_command("m", None, transfer_dir=tmp_path)
+    plain, other = build_server_command(EngineSpec("m"), transfer_dir=tmp_path)
     assert "VLLM_BATCH_INVARIANT" not in other and "--enforce-eager" not in plain
     # vLLM's own parser takes them.
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -14,10 +14,9 @@ from trl_qarl.numerics import cuda
 from trl_qarl.numerics.attach import attach_engine_numerics
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.numerics.ops import token_log_probs
-from trl_qarl.rollout.engines import make_engine
+from trl_qarl.rollout.in_process import make_engine
 from trl_qarl.rollout.publisher import Publisher
-from trl_qarl.rollout.scoring import engine_log_probs
-from trl_qarl.rollout.transports import DirectTransport
+from trl_qarl.rollout.spec import EngineSpec
 
 
 pytest.importorskip("vllm")
@@ -45,22 +44,21 @@ def test_learner_and_engine_give_every_token_the_same_log_prob(tmp_path, monkeyp
     )
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     attach_engine_numerics(model, temperature=temperature)
-    llm = make_engine(
-        model,
-        torch.bfloat16,
+    engine = make_engine(
+        EngineSpec.of(model, torch.bfloat16),
         on_cpu=False,
         distributed_executor_backend="uni",
         max_model_len=512,
         max_num_seqs=16,
         gpu_memory_utilization=0.2,
     )
-    publisher = Publisher(model, torch.bfloat16, DirectTransport(llm))
-    check_arithmetic(publisher.transport.describe(), on_gpu=True)
+    publisher = Publisher(model, torch.bfloat16, engine)
+    check_arithmetic(publisher.engine.describe(), on_gpu=True)
     publisher.publish("0")
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 90, 300)]
     parameters = SamplingParams(max_tokens=64, logprobs=0, ignore_eos=True, temperature=temperature, seed=0)
-    outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters)]
+    outputs = [o.outputs[0] for o in engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters)]
     differences = []
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt + list(output.token_ids)], device=DEVICE)
@@ -85,9 +83,8 @@ def test_what_a_batch_invariant_engine_repeats_bit_for_bit(tmp_path, monkeypatch
     cuda.prepare_process()
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen3"), dtype=torch.float32).to(DEVICE)
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    llm = make_engine(
-        model,
-        torch.bfloat16,
+    engine = make_engine(
+        EngineSpec.of(model, torch.bfloat16),
         on_cpu=DEVICE == "cpu",
         distributed_executor_backend="uni",
         max_model_len=512,
@@ -95,15 +92,15 @@ def test_what_a_batch_invariant_engine_repeats_bit_for_bit(tmp_path, monkeypatch
         gpu_memory_utilization=0.2,
         **cuda.ENGINE_ARGUMENTS,
     )
-    Publisher(model, torch.bfloat16, DirectTransport(llm)).publish("0")
+    Publisher(model, torch.bfloat16, engine).publish("0")
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 90, 300)]
     parameters = SamplingParams(max_tokens=64, logprobs=0, ignore_eos=True)
-    outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters)]
+    outputs = [o.outputs[0] for o in engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters)]
     differences = []
     for prompt, output in zip(prompts, outputs, strict=True):
         # One sequence at a time: another batch than that of decoding.
-        [scores] = engine_log_probs(llm, [prompt + list(output.token_ids)])
+        [scores] = engine.log_probs([prompt + list(output.token_ids)])
         for token, entry, score in zip(output.token_ids, output.logprobs, scores[len(prompt) - 1 :], strict=True):
             differences.append(abs(entry[token].logprob - score[token]))
     assert len(differences) == 256 and all(map(math.isfinite, differences))

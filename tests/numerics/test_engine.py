@@ -4,7 +4,6 @@ import gc
 import itertools
 import json
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -19,12 +18,11 @@ from trl_qarl.numerics import experts, low_bit, ops
 from trl_qarl.numerics.attach import attach_engine_numerics
 from trl_qarl.numerics.exact import check_arithmetic, describe_difference, largest_difference
 from trl_qarl.rollout import canary
-from trl_qarl.rollout.engines import make_engine
+from trl_qarl.rollout.in_process import make_engine
 from trl_qarl.rollout.publisher import Publisher
-from trl_qarl.rollout.scoring import prompt_log_probs
 from trl_qarl.rollout.server_command import cpu_environment
 from trl_qarl.rollout.server_process import free_port
-from trl_qarl.rollout.transports import DirectTransport
+from trl_qarl.rollout.spec import EngineSpec
 
 
 vllm_envs = pytest.importorskip("vllm.envs")
@@ -197,9 +195,8 @@ def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_p
     path = make_tiny_model(tmp_path, "llama", rope_parameters=rope | {"original_max_position_embeddings": 64})
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
-    llm = make_engine(
-        model,
-        torch.bfloat16,
+    engine = make_engine(
+        EngineSpec.of(model, torch.bfloat16),
         on_cpu=True,
         distributed_executor_backend="uni",
         max_model_len=512,
@@ -209,7 +206,8 @@ def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_p
         enable_prefix_caching=True,
         disable_log_stats=False,
     )
-    Publisher(model, torch.bfloat16, DirectTransport(llm)).publish("0")
+    Publisher(model, torch.bfloat16, engine).publish("0")
+    llm = engine.llm
     generator = torch.Generator().manual_seed(0)
     prefix = torch.randint(4, 260, (300,), generator=generator).tolist()
     prompts = [prefix + torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 50, 90)]
@@ -418,7 +416,7 @@ def test_fast_numerics_are_chosen_with_a_reason(tmp_path, caplog, monkeypatch, a
 
 def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkeypatch):
     settings = cpu_environment() | {"VLLM_CPU_ATTN_SPLIT_KV": "1"}
-    monkeypatch.setattr("trl_qarl.rollout.engines.cpu_environment", lambda: settings)
+    monkeypatch.setattr("trl_qarl.rollout.in_process.cpu_environment", lambda: settings)
     with pytest.raises(ValueError, match=r"is not the learner's:\n  VLLM_CPU_ATTN_SPLIT_KV: learner 0, engine 1\n"):
         make_trainer(tmp_path)
 
@@ -481,7 +479,7 @@ def test_the_first_layer_that_differs_is_named_and_a_warning_lets_training_go_on
     # An engine whose layers are out of reach, as those of a server, is asked for log-probs.
     (batch,) = batches
     batch["old_per_token_logps"] = batch["learner_logps"]
-    score = partial(prompt_log_probs, trainer.vllm_generation)
+    score = trainer.vllm_generation.engine.log_probs
     text = describe_difference(batch, batch["completion_mask"], trainer.model, score=score)
     assert re.search(
         r"learner and sampler give token \d+ of completion \d+ \(id \d+\) log-probs .*; over the same tokens at once, at "

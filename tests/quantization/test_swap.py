@@ -19,7 +19,6 @@ from trl_qarl.quantization.swap import (
     convert_model,
     disable_quantized_forward,
     engine_precision,
-    kernels_run,
     prepare_model,
     quantized_forward,
     quantized_layers,
@@ -101,15 +100,6 @@ def test_restore_gives_the_original_outputs_bit_for_bit():
         assert not torch.equal(model(tokens).logits, before)
         assert restore_model(model) == len(LAYERS)
         assert torch.equal(model(tokens).logits, before)
-
-
-def test_kernels_run_names_what_ran():
-    model = tiny().to(torch.bfloat16)
-    prepare_model(model, "w4a16")
-    assert kernels_run(model) == {}
-    with torch.no_grad():
-        model(torch.randint(0, 200, (2, 8)))
-    assert kernels_run(model) == {"aten::_weight_int4pack_mm_for_cpu": len(LAYERS)}
 
 
 def test_disabled_quantized_forward_is_that_of_the_untouched_model_and_runs_low_bits_inside_the_context_only():

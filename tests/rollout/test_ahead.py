@@ -198,6 +198,56 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_trainer):
     assert torch.equal(weights(trainer), weights(plain))
 
 
+class Writes(TrainerCallback):
+    """Writes to all weights when the first update is made, and when the second was evaluated."""
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model, at=1, **kwargs):
+        if state.global_step == at:
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+
+    def on_evaluate(self, *args, **kwargs):
+        self.on_step_end(*args, at=2, **kwargs)
+
+
+def test_what_a_callback_writes_draws_the_next_batch_and_not_the_one_in_flight(make_trainer, monkeypatch):
+    ask_late(monkeypatch)
+    options = {"rollout_ahead": 1, "steps_per_generation": 2, "max_steps": 6}
+    trainer, server = make_trainer(eval_strategy="steps", eval_steps=2, callbacks=[Writes()], **options)
+    batches, states = record(trainer)
+    held, ask = [], server.ask
+    server.ask = lambda what: (what == "generate" and held.append(server.held), ask(what))[1]
+    trainer.train()
+    drawn_by = [0, 0, 2]
+    assert logged(trainer, "rollout/weight_version") == drawn_by
+    for batch, version in zip(batches, drawn_by, strict=True):
+        assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[version]))
+    # It ends with the training.
+    server.start()
+    expected = []
+    for version in drawn_by:
+        trainer.model.load_state_dict(states[version])
+        server.publish("again")
+        expected.append(server.held)
+    # What the second update has left was evaluated, and drew nothing.
+    first, second, evaluated, third, *_ = held
+    assert [first, second, third] == expected and evaluated not in expected
+
+
+def test_a_reference_that_follows_is_of_the_update_that_a_batch_is_trained_in(make_trainer):
+    """As without batches that are drawn ahead: old log-probs alone are of earlier weights."""
+    reference = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer, server = make_trainer(rollout_ahead=1, max_steps=4, learning_rate=1e-2, **reference)
+    batches, states = record(trainer)
+    trainer.train()
+    for step, batch in enumerate(batches):
+        now, drawn = (scored(trainer, batch, states[version]) for version in (step, max(0, step - 1)))
+        assert torch.equal(batch["ref_per_token_logps"], now)
+        assert torch.equal(batch["old_per_token_logps"], drawn)
+        assert step == 0 or not torch.equal(now, drawn)
+
+
 def test_weights_are_published_when_nothing_is_in_flight(make_trainer):
     trainer, server = make_trainer(rollout_ahead=1)
     backend, events = trainer.vllm_generation, []
@@ -235,7 +285,7 @@ def make_in_flight(make_trainer, name="run", **options):
     """A trainer whose server goes on with what is published, and which weights can have drawn each of its batches."""
     trainer, server = make_trainer(name, rollout_ahead=2, max_steps=6, **options)
     # Without engine numerics, which a played server does not have.
-    trainer.args.in_flight_updates = trainer.vllm_generation.in_flight_updates = True
+    trainer.args.in_flight_updates = True
     drawn_by, take = [], trainer._ahead.take
 
     def take_and_note(prompt_ids):

@@ -109,7 +109,7 @@ def test_a_bias_that_is_stale_or_not_permuted_is_seen_and_rounding_is_not(
         update_masters(publisher.model, number, 0.005)
     assert max(ratios) < canary_module.LIMIT
     publisher.publish("right")
-    learner, transport = publisher.canary.score(), publisher.transport
+    learner, transport = publisher.canary.score(), publisher.engine
     layers = engine_model(publisher).model.layers
     unlike = torch.Generator().manual_seed(1)
     for layer in layers:

@@ -116,7 +116,7 @@ def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(make_traine
 def test_what_a_rollout_func_asks_the_client_for_is_its_own(make_trainer):
     trainer, server = make_trainer()
     trainer.vllm_generation.sync_weights()
-    answer = trainer.vllm_generation.vllm_client.generate(["some text"], 2, 50)
+    answer = trainer.vllm_generation.vllm_client.generate(["some text"], n=2, max_tokens=50)
     assert [len(ids) for ids in answer["completion_ids"]] == [50, 50]
 
 
@@ -126,13 +126,13 @@ def test_a_seed_of_each_request_is_refused_on_a_cpu(make_trainer, monkeypatch, d
     trainer, server = make_trainer()
     backend = trainer.vllm_generation
     monkeypatch.setattr(generation.Publisher, "check_engine", lambda publisher: {"device": device, "kernels": {}})
-    backend._set_publisher(None)
+    backend._use(backend.engine)
     backend.generation_kwargs = {"seed": 1}
     if device == "cpu":
         with pytest.raises(ValueError, match="'seed'"):
-            backend._set_publisher(None)
+            backend._use(backend.engine)
     else:
-        backend._set_publisher(None)
+        backend._use(backend.engine)
 
 
 def test_pictures_reach_the_server_with_their_prompts(make_trainer):

@@ -19,7 +19,8 @@ from trl_qarl.rollout.gpu_kernels import (
     reason_against,
     unexpected_kernels,
 )
-from trl_qarl.rollout.server_command import build_server_command, check_engine_runs
+from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.rollout.spec import EngineSpec
 
 
 GPUS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
@@ -63,11 +64,11 @@ def test_what_vllm_would_compute_otherwise_is_refused_before_an_engine_starts(sc
     [major, minor] = capability
     message = rf"scheme '{scheme}' does not run on NVIDIA X1 \(compute capability {major}.{minor}\) with vLLM 0.32.0: .*{reason}"
     with pytest.raises(ValueError, match=message):
-        check_engine_runs(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu)
+        kernel_arguments(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu)
     with pytest.raises(ValueError, match=message):
-        build_server_command("m", config_of(scheme), gpu=gpu)
+        build_server_command(EngineSpec("m", config_of(scheme)), gpu=gpu)
     assert reason_against(get_scheme(scheme), gpu_of((9, 0))) is None
-    check_engine_runs(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu_of((9, 0)))
+    kernel_arguments(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu_of((9, 0)))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -77,12 +78,12 @@ def test_what_vllm_would_compute_otherwise_is_refused_before_an_engine_starts(sc
 )
 def test_fp4_weights_ask_for_marlin_which_leaves_activations_alone(scheme, backends, capability):
     """vLLM would take Humming on Hopper for NVFP4, and on Blackwell for MXFP4 a kernel that rounds activations."""
-    arguments = kernel_arguments(config_of(scheme), gpu_of(capability))
+    arguments = kernel_arguments(config_of(scheme), "bfloat16", False, gpu_of(capability))
     assert arguments == ({"kernel_config": {"linear_backend_per_quant": backends}} if backends else {})
-    argv, _ = build_server_command("m", config_of(scheme), gpu=gpu_of(capability))
+    argv, _ = build_server_command(EngineSpec("m", config_of(scheme)), gpu=gpu_of(capability))
     found = json.loads(argv[argv.index("--kernel-config") + 1]) if "--kernel-config" in argv else None
     assert found == arguments.get("kernel_config")
-    assert "--kernel-config" not in build_server_command("m", config_of(scheme), on_cpu=True)[0]
+    assert "--kernel-config" not in build_server_command(EngineSpec("m", config_of(scheme)), on_cpu=True)[0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,8 @@ def test_fp4_weights_ask_for_marlin_which_leaves_activations_alone(scheme, backe
 )
 def test_experts_in_int4_ask_for_marlin_where_vllm_would_take_humming(release, capability, backend):
     prepare_model(mixture := make_mixture(), "w4a16", scale_dtype=torch.bfloat16)
-    arguments = kernel_arguments(quantization_config(Inventory.of(mixture)), gpu_of(capability, release))
+    config = quantization_config(Inventory.of(mixture))
+    arguments = kernel_arguments(config, "bfloat16", False, gpu_of(capability, release))
     assert arguments == ({"kernel_config": {"moe_backend": backend}} if backend else {})
 
 
@@ -99,7 +101,7 @@ def test_experts_that_are_not_quantized_are_left_to_vllm():
     """vLLM refuses to start with Marlin for them."""
     prepare_model(mixture := make_mixture(), {"re:.*[qkv]_proj": "w4a16", "re:.*o_proj": "fp8"})
     config = quantization_config(Inventory.of(mixture))
-    assert len(config["config_groups"]) == 2 and kernel_arguments(config, gpu_of((9, 0))) == {}
+    assert len(config["config_groups"]) == 2 and kernel_arguments(config, "bfloat16", False, gpu_of((9, 0))) == {}
 
 
 @pytest.mark.parametrize(

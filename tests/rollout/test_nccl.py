@@ -16,7 +16,7 @@ import torch
 from trl_qarl.rollout import nccl
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost
-from trl_qarl.rollout.transports import NCCLTransport
+from trl_qarl.rollout.nccl import NCCLChannel
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -102,7 +102,7 @@ def broadcast(address, monkeypatch):
         client.session, client.base_url = CheckedSession(1.0, 1.0), f"{address}/{behaviour}"
         client.communicator = communicator
         send.client = client
-        NCCLTransport(client).send([("a", torch.ones(3)), ("b", torch.arange(4, dtype=torch.bfloat16))])
+        NCCLChannel(client).send([("a", torch.ones(3)), ("b", torch.arange(4, dtype=torch.bfloat16))])
 
     return send
 
@@ -152,15 +152,11 @@ def test_a_group_that_is_never_formed_is_a_lost_server_and_is_formed_again(addre
     monkeypatch.setattr(client, "get_server_info", lambda: {"weight_transfer_config": {}}, raising=False)
     monkeypatch.setattr(client, "get_world_size", lambda: 1, raising=False)
     with pytest.raises(PublishError, match="/init_weight_transfer_engine failed with status 500: no"):
-        client.form_communicator("cuda:0")
+        NCCLChannel(client, "cuda:0").connect()
     client.base_url = f"{address}/joins"
     formed = Communicator()
     monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: formed)
-    client.renew_communicator("cuda:0")
+    NCCLChannel(client, "cuda:0").connect()
     assert client.communicator is formed
     # The thread of the first attempt, which is given up.
     released.set()
-    # Without NCCL there is none to form.
-    other = QaRLClient.__new__(QaRLClient)
-    other.renew_communicator("cuda:0")
-    assert other.communicator is None

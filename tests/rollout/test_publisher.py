@@ -14,8 +14,10 @@ from trl_qarl.quantization.precisions import set_precision
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.rollout import publisher
+from trl_qarl.rollout.channels import HTTPChannel
+from trl_qarl.rollout.in_process import InProcessEngine
 from trl_qarl.rollout.publisher import Publisher, largest_chunk
-from trl_qarl.rollout.transports import DirectTransport, ServerTransport
+from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.wire.fingerprint import fingerprint
 from trl_qarl.wire.protocol import PublishError
 
@@ -163,8 +165,12 @@ class Answers:
         return "1"
 
 
+def engine_of(client):
+    return ServerEngine(client, HTTPChannel(client))
+
+
 def test_every_shard_of_a_server_says_what_it_has_lost():
-    transport = ServerTransport(Answers(qarl_begin=[["a", "b"], [], ["b", "c"], None]))
+    transport = engine_of(Answers(qarl_begin=[["a", "b"], [], ["b", "c"], None]))
     assert transport.begin() == ["a", "b", "c"]
 
 
@@ -172,41 +178,41 @@ def test_replicas_that_differ_are_refused_and_the_canary_asks_each():
     first = {"replica": 0, "dtype": "float32", "device": "cuda:0", "published": 3}
     # Two ranks of each.
     like = [first | {"replica": 1, "device": f"cuda:{rank}", "published": 0} for rank in (2, 3)]
-    transport = ServerTransport(Answers(qarl_describe=[first, first | {"device": "cuda:1"}, *like]))
+    transport = engine_of(Answers(qarl_describe=[first, first | {"device": "cuda:1"}, *like]))
     assert transport.describe() == first | {"replicas": 2}
     entries = [None, {"7": {"logprob": -1.5}}]
     transport.client.answers["v1/completions"] = {"choices": [{"prompt_logprobs": entries}]}
     assert transport.score([5, 7]) == [-1.5, -1.5]
     other = Answers(qarl_describe=[first, first | {"replica": 1, "dtype": "bfloat16"}])
     with pytest.raises(ValueError, match="Replica 1 of the server is not like the first one.*: dtype"):
-        ServerTransport(other).describe()
+        engine_of(other).describe()
 
 
 def test_a_server_that_keeps_its_prefix_cache_is_refused():
-    ServerTransport(Answers(reset_prefix_cache={"success": True})).finish({}, "1")
-    ServerTransport(Answers()).finish({}, "1")
+    engine_of(Answers(reset_prefix_cache={"success": True})).finish({}, "1")
+    engine_of(Answers()).finish({}, "1")
     client = Answers(reset_prefix_cache={"success": False})
     with pytest.raises(PublishError, match="could not empty its prefix cache"):
-        ServerTransport(client).finish({}, "1")
+        engine_of(client).finish({}, "1")
     assert "/finish_weight_update" not in dict(client.requests)
 
 
 def test_log_probs_of_the_prompt_are_read_from_a_server():
     entries = [None, {"7": {"logprob": -1.5}, "9": {"logprob": -0.5}}, {"8": {"logprob": None}}]
     client = Answers(**{"v1/completions": {"choices": [{"prompt_logprobs": entries}]}})
-    values = ServerTransport(client).score([5, 7, 8])
+    values = engine_of(client).score([5, 7, 8])
     assert values[0] == -1.5 and math.isnan(values[1])
     # A sampled token would move the state that rollouts draw from.
     assert client.requests[0][1]["temperature"] == 0.0
     with pytest.raises(PublishError, match="no log-probs of the prompt"):
-        ServerTransport(Answers(**{"v1/completions": {"choices": [{}]}})).score([5, 7, 8])
+        engine_of(Answers(**{"v1/completions": {"choices": [{}]}})).score([5, 7, 8])
 
 
 def test_an_answer_that_makes_no_sense_is_a_publish_error():
     with pytest.raises(PublishError, match="something else than JSON: '<html/>'"):
-        ServerTransport(Answers(reset_prefix_cache=b"<html/>")).finish({}, "1")
+        engine_of(Answers(reset_prefix_cache=b"<html/>")).finish({}, "1")
     with pytest.raises(PublishError, match="something else than JSON"):
-        ServerTransport(Answers(**{"v1/completions": b"<html/>"})).score([5, 7])
+        engine_of(Answers(**{"v1/completions": b"<html/>"})).score([5, 7])
 
 
 def make_model(size=8):
@@ -335,7 +341,7 @@ def test_what_the_engines_loader_raises_is_a_publish_error(monkeypatch):
     def load(tensors):
         raise AttributeError("'Model' object has no attribute 'lm_heat'")
 
-    transport = DirectTransport.__new__(DirectTransport)
+    transport = InProcessEngine.__new__(InProcessEngine)
     transport._worker = SimpleNamespace(
         weight_transfer_engine=SimpleNamespace(load=load, device="cpu"), vllm_config=SimpleNamespace()
     )

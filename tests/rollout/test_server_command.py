@@ -7,6 +7,7 @@ from trl_qarl import prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
 
 
@@ -17,7 +18,7 @@ def option(argv, name):
 def test_the_command_holds_everything_a_trainer_needs():
     scheme = {"quant_method": "compressed-tensors"}
     argv, environment = build_server_command(
-        "some/model", scheme, host="10.0.0.7", port=8001, vllm_args=["--max-model-len", "4096"]
+        EngineSpec("some/model", scheme), host="10.0.0.7", port=8001, vllm_args=["--max-model-len", "4096"]
     )
     assert argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert option(argv, "--model") == "some/model"
@@ -33,7 +34,7 @@ def test_the_command_holds_everything_a_trainer_needs():
 
 def test_on_a_cpu_weights_go_through_files(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
-    argv, environment = build_server_command("m", None, on_cpu=True, transfer_dir="/shared/dir")
+    argv, environment = build_server_command(EngineSpec("m"), on_cpu=True, transfer_dir="/shared/dir")
     assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "qarl"}
     assert "--enforce-eager" in argv and "--hf-overrides" not in argv
     assert environment[TRANSFER_DIR_VARIABLE] == "/shared/dir"
@@ -41,21 +42,23 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
     # Not a default: with AMX, vLLM would round activations.
     for name in ("VLLM_CPU_INT4_W4A8", "VLLM_CPU_ATTN_SPLIT_KV"):
         monkeypatch.setenv(name, "1")
-        assert build_server_command("m", None, on_cpu=True)[1][name] == "0"
+        assert build_server_command(EngineSpec("m"), on_cpu=True)[1][name] == "0"
 
 
 def test_a_model_of_pictures_gets_a_server_that_takes_them():
-    argv, _ = build_server_command("m", None, takes_pictures=True)
+    argv, _ = build_server_command(
+        EngineSpec("m", pictures={"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}})
+    )
     assert "--enable-scale-out" in argv and "--no-mm-device-do-normalize" in argv
     assert json.loads(option(argv, "--limit-mm-per-prompt")) == {"video": 0}
-    assert not any("mm-" in argument for argument in build_server_command("m", None)[0])
+    assert not any("mm-" in argument for argument in build_server_command(EngineSpec("m"))[0])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_on_one_host_weights_go_through_files_unless_asked_for(host):
     """A trainer that waits for a server in NCCL waits without a time-out."""
     for transport, backend in ((None, "qarl"), ("nccl", "qarl_nccl")):
-        argv, environment = build_server_command("m", None, host=host, transport=transport)
+        argv, environment = build_server_command(EngineSpec("m"), host=host, transport=transport)
         assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": backend}
         assert (TRANSFER_DIR_VARIABLE in environment) == (backend == "qarl")
 
@@ -90,7 +93,7 @@ def test_on_one_host_weights_go_through_files_unless_asked_for(host):
 )
 def test_what_would_break_publication_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        build_server_command("m", None, **arguments)
+        build_server_command(EngineSpec("m"), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_what_would_break_publication_is_refused(arguments, message):
     ],
 )
 def test_options_that_break_nothing_are_passed_on(arguments):
-    argv, _ = build_server_command("m", None, vllm_args=arguments)
+    argv, _ = build_server_command(EngineSpec("m"), vllm_args=arguments)
     assert argv[-len(arguments) :] == arguments
 
 
@@ -120,10 +123,10 @@ def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, messa
     prepare_model(model, "w4a8")
     config = quantization_config(Inventory.of(model))
     with pytest.raises(ValueError, match=message):
-        build_server_command("m", config, dtype=dtype, on_cpu=on_cpu)
-    assert build_server_command("m", config)  # bfloat16 on a GPU
+        build_server_command(EngineSpec("m", config, dtype), on_cpu=on_cpu)
+    assert build_server_command(EngineSpec("m", config))  # bfloat16 on a GPU
     prepare_model(other := nn.Sequential(nn.Linear(128, 128)), "w4a16")
-    assert build_server_command("m", quantization_config(Inventory.of(other)), dtype=dtype, on_cpu=on_cpu)
+    assert build_server_command(EngineSpec("m", quantization_config(Inventory.of(other)), dtype), on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize("scheme", ["w4a8-int8", "w2a8-int8"])
@@ -132,5 +135,5 @@ def test_int4_with_int8_activations_is_refused_on_a_gpu_with_what_there_is(schem
     prepare_model(model, scheme)
     config = quantization_config(Inventory.of(model))
     with pytest.raises(ValueError, match=f"scheme '{scheme}' does not run on.*Choose 'w4a8'"):
-        build_server_command("m", config)
-    assert build_server_command("m", config, on_cpu=True)
+        build_server_command(EngineSpec("m", config))
+    assert build_server_command(EngineSpec("m", config), on_cpu=True)

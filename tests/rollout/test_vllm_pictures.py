@@ -25,8 +25,8 @@ from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
 from trl_qarl.cli import main
 from trl_qarl.rollout import pictures
 from trl_qarl.rollout.canary import Canary
-from trl_qarl.rollout.engines import load_engine
 from trl_qarl.rollout.failures import EngineLost
+from trl_qarl.rollout.in_process import load_engine
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 
@@ -91,7 +91,7 @@ def test_layers_around_the_language_model_are_left_alone_and_published(trained):
     around = {name for name, why in skipped.items() if why == "outside the language model"}
     assert around and all("vis" in name or "connector" in name for name in around)
     assert trainer.swap_report.converted and not any("vis" in name for name in trainer.swap_report.converted)
-    ignored = trainer.vllm_generation.engine["quantization_config"]["ignore"]
+    ignored = trainer.vllm_generation.description["quantization_config"]["ignore"]
     assert around < {*ignored} and {f"{name}.weight" for name in around} < published.keys()
 
 
@@ -105,20 +105,20 @@ def test_the_canary_sees_a_blanked_tensor_of_the_tower(trained):
     publisher = trainer.vllm_generation.publisher
     assert publish(trainer)["publish/canary_picture_abs_logp"] < 1e-5
     learner = publisher.canary.score()
-    model = publisher.transport._worker.model_runner.model
+    model = publisher.engine._worker.model_runner.model
     name, weight = next((n, p) for n, p in model.named_parameters() if "patch_embed" in n and p.ndim > 1)
     right = weight.detach().clone()
     with torch.no_grad():
         weight.zero_()
     try:
-        publisher.transport._abort_requests()
+        publisher.engine._abort_requests()
         with pytest.raises(PublishError, match="16 fixed tokens after a picture are .* nats from the learner's"):
-            publisher.canary.compare(learner, publisher.transport)
+            publisher.canary.compare(learner, publisher.engine)
     finally:
         with torch.no_grad():
             weight.copy_(right)
-        publisher.transport._abort_requests()
-    publisher.canary.compare(learner, publisher.transport)
+        publisher.engine._abort_requests()
+    publisher.canary.compare(learner, publisher.engine)
 
 
 def test_the_canary_sees_prompts_that_are_expanded_twice(trained, monkeypatch):
@@ -182,7 +182,7 @@ def one_kind(tmp_path_factory):
 
 def test_buffers_that_nothing_fills_and_another_normalization_are_refused(one_kind, tmp_path, monkeypatch):
     """As vLLM makes them by default. The text alone has the learner's log-probs."""
-    monkeypatch.setattr("trl_qarl.rollout.engines.engine_arguments", lambda model: {})
+    monkeypatch.setattr("trl_qarl.rollout.pictures.engine_arguments", lambda model: {})
     with pytest.raises(ValueError, match="pictures.mm_device_do_normalize: learner False, engine True"):
         make_picture_trainer(one_kind, tmp_path, scheme="w4a16")
     monkeypatch.setattr("trl_qarl.rollout.publisher.model_differences", lambda *args: [])
@@ -283,9 +283,9 @@ def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, mo
 
 
 def engine_scores(llm, text):
-    from trl_qarl.rollout.transports import DirectTransport
+    from trl_qarl.rollout.in_process import InProcessEngine
 
-    return torch.tensor(DirectTransport(llm).score(text.token_ids, text.pictures))[-text.num_scored :]
+    return torch.tensor(InProcessEngine(llm).score(text.token_ids, text.pictures))[-text.num_scored :]
 
 
 def test_an_export_is_the_policy_in_transformers_and_in_vllm(one_kind, tmp_path):

@@ -12,7 +12,7 @@ from trl_qarl import load_engine
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.quantization.swap import quantized_layers
-from trl_qarl.rollout.scoring import engine_log_probs
+from trl_qarl.rollout.in_process import InProcessEngine
 
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
     assert logged(trainer, "quant/bits") == options.get("precisions", [])
     assert min(logged(trainer, "quant/code_flip_rate")) > 0 and min(logged(trainer, "publish/tensors")) > 0
     trainer.vllm_generation.sync_weights()
-    published = engine_log_probs(trainer.vllm_generation.llm, PROMPTS)
+    published = trainer.vllm_generation.engine.log_probs(PROMPTS)
 
     folder = trainer.export_model(tmp_path / "export")
     weights = {name: layer.low_bit_weight() for name, layer in layers.items()}
@@ -90,4 +90,4 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
         assert len(levels.unique()) <= 2**layer.scheme.grid.num_bits
     # vLLM answers with the export as it did in training, bit for bit.
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)
-    assert engine_log_probs(engine, PROMPTS) == published
+    assert InProcessEngine(engine).log_probs(PROMPTS) == published

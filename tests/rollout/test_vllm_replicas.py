@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import requests
+import torch
 
 from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
-from trl_qarl.checkpoint.layout import quantization_config
-from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.rollout.http_session import ServerLost
 from trl_qarl.rollout.server_command import build_server_command
 from trl_qarl.rollout.server_process import ServerProcess, free_port
+from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.wire.protocol import WORKER_EXTENSION, PublishError
 
 
@@ -42,7 +42,7 @@ def serving(folder, warm_servers, by):
     options = ["--max-model-len", "128", by, "2"]
     port, on_cpu = free_port(), True
     argv, environment = build_server_command(
-        path, quantization_config(Inventory.of(model)), dtype="float32", port=port, on_cpu=on_cpu, vllm_args=options
+        EngineSpec.of(model, torch.float32), port=port, on_cpu=on_cpu, vllm_args=options
     )
     argv[argv.index(WORKER_EXTENSION)] = "testing_utils.faulty_replica.FaultyReplica"
     environment |= {FAULT_FILE: str(folder / "fault"), "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -104,9 +104,9 @@ def workers(trainer, method):
 @pytest.mark.parametrize(("transport", "ahead"), [("file", 0), ("http", 0), ("http", 1)])
 def test_everything_and_then_changes_reach_both_replicas(server, make_trainer, transport, ahead):
     trainer = make_trainer(vllm_transport=transport, vllm_delta_sync=True, rollout_ahead=ahead)
-    assert trainer.vllm_generation.engine["replicas"] == 2
+    assert trainer.vllm_generation.description["replicas"] == 2
     scored = []
-    transport = trainer.vllm_generation.publisher.transport
+    transport = trainer.vllm_generation.publisher.engine
     score = transport.score
     transport.score = lambda *asked: scored.append(score(*asked)) or scored[-1]
     # As many batches, of which the second is drawn by the weights of the first, and the third by others.

@@ -16,14 +16,14 @@ import pytest
 import requests
 import torch
 from safetensors.torch import save_file
-from test_http_transport import write_certificate
+from test_http_channel import write_certificate
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl.doctor.deep_audit import deep_audit
+from trl_qarl.rollout.channels import FileChannel, HTTPChannel
 from trl_qarl.rollout.client import QaRLClient
-from trl_qarl.rollout.http_transport import HTTPTransport
+from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.rollout.server_process import free_port
-from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
 from trl_qarl.wire.protocol import PublishError
 
@@ -69,7 +69,7 @@ class Server:
     def close(self) -> None:
         """Have it refuse to generate, as before its first publication: an update is begun and given up."""
         client = self.connect()
-        FileTransport(client).begin()
+        ServerEngine(client, FileChannel(client)).begin()
         client.close_session()
         self.wait_until_free()
 
@@ -177,15 +177,17 @@ def files_of(server):
     return sorted(path for path in server.transfer_dir.iterdir() if path.name != server.state()["transfer_mark"])
 
 
-def train_and_check(server, make_trainer, **arguments):
-    """A training that leaves the server with its weights, which learner and engine agree on."""
+def train_and_check(server, make_trainer, drawn_by=(0, 2), **arguments):
+    """A training that leaves the server with its weights, which learner and engine agree on, and whose batches are
+    drawn by those of these updates."""
     trainer = make_trainer(mismatch_probe_steps=1, **arguments)
     trainer.train()
     assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-    assert logged(trainer, "rollout/weight_version") == [0, 2]
+    assert logged(trainer, "rollout/weight_version") == [*drawn_by]
     assert server.complete().status_code == 200
-    assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith("2-")
+    last = 2 * (len(drawn_by) - 1)
+    assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith(f"{last}-")
     assert files_of(server) == [server.token_file]
     return trainer
 
@@ -199,12 +201,20 @@ def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
 
 def test_a_training_that_sends_changes_over_tls_agrees(server, make_trainer):
     trainer = train_and_check(server, make_trainer, vllm_transport="http", learning_rate=1e-5)
-    assert type(trainer.vllm_generation.publisher.transport) is HTTPTransport
+    assert type(trainer.vllm_generation.engine.channel) is HTTPChannel
     everything, changes = logged(trainer, "publish/megabytes")
     # What is not quantized is in float32 here, and all of it changes.
     assert changes < everything / 2, (everything, changes)
     with pytest.raises(ValueError, match="self.signed certificate.*vllm_ssl_ca_certs"):
         make_trainer(vllm_ssl_ca_certs=None)
+
+
+def test_batches_drawn_ahead_over_tls_agree(server, make_trainer, caplog):
+    options = {"vllm_transport": "http", "rollout_ahead": 1, "max_steps": 6}
+    trainer = train_and_check(server, make_trainer, drawn_by=(0, 0, 2), **options)
+    assert type(trainer.vllm_generation.engine.channel) is HTTPChannel
+    assert logged(trainer, "rollout/age_updates") == [0, 2, 2]
+    assert "lost" not in caplog.text
 
 
 def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, client):
@@ -225,7 +235,7 @@ def test_only_files_in_the_transfer_directory_are_read(server, client, name):
     bystander.write_bytes(b"somebody's weights")
     save_file({"model.norm.weight": torch.zeros(128)}, outside)
     link = server.transfer_dir / "link.safetensors"
-    FileTransport(client).begin()
+    ServerEngine(client, FileChannel(client)).begin()
     assert files_of(server) == [bystander, server.token_file]
     bystander.unlink()
     link.symlink_to(outside)
@@ -242,11 +252,11 @@ def test_a_half_applied_update_closes_the_gate_until_a_whole_one_lands(server, m
     publisher = trainer.vllm_generation.publisher
     publisher.publish("whole")
     assert server.complete().status_code == 200
-    publisher.transport.begin()
-    publisher.transport.send([("model.norm.weight", torch.zeros(128))])
+    publisher.engine.begin()
+    publisher.engine.send([("model.norm.weight", torch.zeros(128))])
     assert server.complete().status_code == 503
     with pytest.raises(PublishError, match="the learner sent nothing for it"):
-        publisher.transport.finish({"model.embed_tokens.weight": "x"}, "half")
+        publisher.engine.finish({"model.embed_tokens.weight": "x"}, "half")
     assert server.complete().status_code == 503
     publisher.forget()
     publisher.publish("whole again")

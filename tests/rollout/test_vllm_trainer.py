@@ -182,7 +182,7 @@ class TestOneTraining:
         audit_in_this_process(monkeypatch)
         generation = trainer.vllm_generation
         generation.sync_weights()
-        worker = generation.publisher.transport._worker
+        worker = generation.publisher.engine._worker
         layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.down_proj")
         apply = layer.quant_method.apply
         monkeypatch.setattr(layer.quant_method, "apply", lambda *args, **kwargs: 1.5 * apply(*args, **kwargs))

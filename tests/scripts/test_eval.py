@@ -5,29 +5,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import (
-    complete_greedily,
-    make_tiny_export,
-    make_tiny_mixture,
-    make_tiny_model,
-    start_engines_quickly,
-)
+from testing_utils import complete_greedily, make_tiny_mixture, start_engines_quickly
 from testing_utils.trainings import RECORD, SIGNED
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.record import write_scheme
 from trl_qarl.cli import main
 from trl_qarl.evaluation import scores as evaluation
 from trl_qarl.study.runs import eval_rows, read_evals
-
-
-@pytest.fixture(scope="module")
-def masters(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def export(masters, tmp_path_factory):
-    return make_tiny_export(masters, tmp_path_factory.mktemp("export"))
 
 
 def write(path, rows):
@@ -41,24 +25,14 @@ def test_a_local_file_is_evaluated_as_the_model_completes_it(export, masters, tm
         {"prompt": prompts[0], "answer": complete_greedily(export, prompts[0], 4)},
         {"prompt": prompts[1], "solution": "no"},
     ]
-    options = [
-        "--score",
-        "exact",
-        "--temperature",
-        "0",
-        "--max_new_tokens",
-        "4",
-        "--output",
-        str(tmp_path / "eval.json"),
-    ]
-    main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--compare", masters])
+    options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--compare", masters]
+    options += ["--output", str(tmp_path / "eval.json")]
+    main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options])
     result = json.loads((tmp_path / "eval.json").read_text())
     ours, theirs = result["results"]
     assert ours["scores"] == [1.0, 0.0] and ours["pass@1"] == 0.5
-    assert theirs["scores"] == [
-        float(complete_greedily(masters, prompts[0], 4).strip() == rows[0]["answer"].strip()),
-        0.0,
-    ]
+    is_same = complete_greedily(masters, prompts[0], 4).strip() == rows[0]["answer"].strip()
+    assert theirs["scores"] == [float(is_same), 0.0]
     task = str(tmp_path / "p.jsonl")
     assert ours["task"] == theirs["task"] == task
     assert result["differences"][task]["mean"] == ours["pass@1"] - theirs["pass@1"]

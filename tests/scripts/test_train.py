@@ -137,19 +137,8 @@ def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys
         rf"Policy \(w4a16\) exported to {folder} \(\d\.\d MiB\). To serve it: vllm serve {folder}\n", output
     )
 
-    run_training(
-        [
-            *train_argv,
-            "--max_steps",
-            "1",
-            "--export_dir",
-            str(tmp_path / "policy"),
-            "--scheme",
-            "bf16",
-            "--bf16",
-            "false",
-        ]
-    )
+    argv = [*train_argv, "--max_steps", "1", "--export_dir", str(tmp_path / "policy")]
+    run_training([*argv, "--scheme", "bf16", "--bf16", "false"])
     assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "float32"
     assert not (tmp_path / "run" / "bf16").exists()
 

@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from testing_utils.pictures import make_picture_config, make_picture_model
 from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl.adapters.engine import arguments_for
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.scripts import vllm_serve
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 
@@ -22,11 +24,11 @@ def option(argv, name):
 
 
 def test_a_server_for_an_adapter_is_started_with_its_rank_and_layers(tmp_path, capsys):
-    argv, _ = build_server_command("m", None, max_lora_rank=16, lora_modules=["o_proj", "q_proj"])
+    argv, _ = build_server_command(EngineSpec("m", lora=arguments_for(16, ["o_proj", "q_proj"])))
     assert "--enable-lora" in argv and option(argv, "--max-loras") == "1" and option(argv, "--max-lora-rank") == "16"
     start = argv.index("--lora-target-modules") + 1
     assert argv[start : start + 2] == ["o_proj", "q_proj"]
-    assert not any("lora" in argument for argument in build_server_command("m", None)[0])
+    assert not any("lora" in argument for argument in build_server_command(EngineSpec("m"))[0])
 
     def printed(*options):
         parser = vllm_serve.make_parser("trl-qarl vllm-serve")
@@ -73,7 +75,7 @@ def test_a_model_of_pictures_is_served_with_its_tower_in_high_precision(tmp_path
     prepare_model(model, "w8a16")
     config = quantization_config(Inventory.of(model))
     assert json.dumps({"quantization_config": config}) in command and any("vis" in name for name in config["ignore"])
-    assert "--enable-scale-out --no-mm-device-do-normalize" in command
+    assert "--enable-scale-out" in command and "--no-mm-device-do-normalize" in command
 
 
 def test_unquantized_needs_no_overrides(tmp_path, capsys):

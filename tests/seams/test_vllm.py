@@ -153,9 +153,9 @@ def test_the_weight_transfer_has_the_steps_that_we_check():
         parse_update_info reset_weight_update_target shutdown"""
     for name in names.split():
         assert hasattr(WeightTransferEngine, name), name
-    from trl_qarl.vllm_plugin.weight_transfer import FileEngine, NCCLEngine
+    from trl_qarl.vllm_plugin.weight_transfer import FileChannel, NCCLChannel
 
-    assert not FileEngine.__abstractmethods__ and not NCCLEngine.__abstractmethods__
+    assert not FileChannel.__abstractmethods__ and not NCCLChannel.__abstractmethods__
     source = inspect.getsource(WeightTransferEngine.__init__)
     for name in ("self.model ", "self.model_config", "self.parallel_config", "self.device", "self.vllm_config"):
         assert name in source, name

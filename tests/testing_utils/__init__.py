@@ -147,7 +147,7 @@ def start_engines_quickly(patch) -> None:
     from vllm.v1.engine import core
     from vllm.v1.worker import cpu_worker, gpu_worker
 
-    from trl_qarl.rollout import engines
+    from trl_qarl.rollout import in_process
 
     set_engine_environment(patch)
     # vLLM exempts all objects from collection when an engine starts, and takes it back: six collections of a million
@@ -159,7 +159,7 @@ def start_engines_quickly(patch) -> None:
     patch.setattr(gpu_worker, "freeze_gc_heap", lambda: None)
     # An engine that ends would free earlier ones too, whose end destroys the groups of the engine that is there by
     # then.
-    for module in (engines, parallel_state, core, gpu_worker):
+    for module in (in_process, parallel_state, core, gpu_worker):
         patch.setattr(module, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
     # Something may hold an engine, such as the traceback of a failed test: its end leaves the groups to an engine that
     # came later.
@@ -405,27 +405,27 @@ def push_export(trainer, hub) -> dict[str, bytes]:
 
 
 class Tampering:
-    """A transport that changes what is sent on its way."""
+    """An engine that is sent something else."""
 
-    def __init__(self, transport, change):
-        self.transport, self.change = transport, change
+    def __init__(self, engine, change):
+        self.engine, self.change = engine, change
 
     def __getattr__(self, name):
-        return getattr(self.transport, name)
+        return getattr(self.engine, name)
 
     def send(self, tensors):
-        self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
+        self.engine.send([item for tensor in tensors for item in self.change(*tensor)])
 
 
 @contextmanager
 def tampered(publisher, change):
     """Have what `publisher` sends changed on its way."""
-    transport = publisher.transport
-    publisher.transport = Tampering(transport, change)
+    engine = publisher.engine
+    publisher.engine = Tampering(engine, change)
     try:
         yield
     finally:
-        publisher.transport = transport
+        publisher.engine = engine
 
 
 def launch_environment(config_file: str) -> dict[str, str]:

@@ -18,25 +18,26 @@ def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
 
 def publish_to_engine(model, path, dtype, **arguments):
     """A publisher of `model`, with the tokenizer in the folder `path`, to an engine that is started for it."""
-    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.in_process import make_engine
     from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
+    from trl_qarl.rollout.spec import EngineSpec
 
     arguments = {"max_model_len": 128, "max_num_seqs": 8, "max_logprobs": -1} | arguments
-    llm = make_engine(model, dtype, on_cpu=True, **arguments)
-    return Publisher(model, dtype, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+    engine = make_engine(EngineSpec.of(model, dtype), on_cpu=True, **arguments)
+    return Publisher(model, dtype, engine, AutoTokenizer.from_pretrained(path))
 
 
 def engine_model(publisher):
     """The engine's own model."""
-    return publisher.transport._worker.model_runner.model
+    return publisher.engine._worker.model_runner.model
 
 
 def engine_logps(llm) -> list[list[float]]:
     """Log-prob of each token of [`PROMPTS`] after its first."""
-    from trl_qarl.rollout.scoring import engine_log_probs, log_probs_of_tokens
+    from trl_qarl.doctor.deep_audit import log_probs_of_tokens
+    from trl_qarl.rollout.in_process import InProcessEngine
 
-    return log_probs_of_tokens(engine_log_probs(llm, PROMPTS), PROMPTS)
+    return log_probs_of_tokens(InProcessEngine(llm).log_probs(PROMPTS), PROMPTS)
 
 
 @torch.no_grad()
@@ -57,7 +58,7 @@ def differences(a, b) -> torch.Tensor:
 
 def mismatch(publisher) -> float:
     """How far engine and learner are apart at most, in nats."""
-    return differences(engine_logps(publisher.transport.llm), learner_logps(publisher.model)).max().item()
+    return differences(engine_logps(publisher.engine.llm), learner_logps(publisher.model)).max().item()
 
 
 def update_masters(model, seed, size=0.02):

@@ -43,7 +43,7 @@ class FaultyReplica(WorkerExtension):
             os.kill(os.getpid(), signal.SIGKILL)
         super().qarl_clear_cache()
 
-    def qarl_expect(self, fingerprints):
+    def qarl_finish(self, fingerprints):
         if self._meets("spoiled during"):
             fingerprints = fingerprints | {TENSOR: "something else"}
-        super().qarl_expect(fingerprints)
+        super().qarl_finish(fingerprints)

@@ -10,8 +10,10 @@ from testing_utils import make_vllm_trainer
 from trl_qarl import qarl_trainer
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.rollout import generation
+from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.rollout.http_session import ServerLost
+from trl_qarl.rollout.server import ServerEngine
 
 
 class Server:
@@ -19,9 +21,6 @@ class Server:
     published."""
 
     base_url = "http://server"
-
-    def renew_communicator(self, device):
-        pass
 
     def __init__(self, model):
         self.model = model
@@ -42,10 +41,10 @@ class Server:
             raise ServerLost(f"no server answers {what}")
 
     # What the client does.
-    def generate(self, prompts, n, max_tokens, **kwargs):
+    def generate(self, prompts, features=None, n=1, max_tokens=16, **kwargs):
         self.ask("generate")
         assert self.version is not None, "weights were never published to this server"
-        self.asked = prompts, kwargs.get("features")
+        self.asked = prompts, features
         # Completions depend on the weights and prompts alone, as those of a seeded engine.
         draw = random.Random(f"{self.held} {prompts}")
         tokens = [[draw.randrange(5, 250) for _ in range(max_tokens)] for _ in range(n * len(prompts))]
@@ -59,6 +58,9 @@ class Server:
         if spoil is not None:
             spoil(answer)
         return answer
+
+    def image_features(self, images):
+        return images
 
     def get_server_info(self):
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
@@ -120,8 +122,9 @@ def play_servers(folder, monkeypatch):
 
     class Generation(QaRLVLLMGeneration):
         def _connect(self):
-            self.vllm_client = self.publisher = self.server = Server(self.model)
-            self._keep_trying()
+            self.vllm_client = self.publisher = self.server = client = Server(self.model)
+            self.engine = ServerEngine(client, FileChannel(client))
+            client.generate = self._completions
 
     monkeypatch.setattr(qarl_trainer, "QaRLVLLMGeneration", Generation)
 

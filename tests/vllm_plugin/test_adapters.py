@@ -34,14 +34,14 @@ def publisher(quick_engines, tmp_path_factory):
     freeze_model(model)
     # On a CPU blocks are as long as this model's context otherwise, and what is in no whole block is never cached.
     publisher = publish_to_engine(model, path, torch.float32, block_size=32)
-    publisher.engine = publisher.check_engine()
+    publisher.description = publisher.check_engine()
     publisher.publish("0")
     return publisher
 
 
 def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher):
-    llm, model = publisher.transport.llm, publisher.model
-    assert publisher.engine["lora"] == {
+    llm, model = publisher.engine.llm, publisher.model
+    assert publisher.description["lora"] == {
         "max_rank": 8,
         "dtype": "float32",
         "modules": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
@@ -69,16 +69,16 @@ def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher)
 def test_what_changed_of_an_adapter_is_sent(publisher):
     model = publisher.model
     adapter = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
-    sends_changes = Publisher(model, torch.float32, publisher.transport, publisher.tokenizer, delta=True)
+    sends_changes = Publisher(model, torch.float32, publisher.engine, publisher.tokenizer, delta=True)
     sends_changes.publish("all of it")
-    before = engine_logps(publisher.transport.llm)
+    before = engine_logps(publisher.engine.llm)
     for version in range(2):
         with torch.no_grad():
             for parameter in adapter:
                 parameter[0, :2] += 0.5
         result = sends_changes.publish(str(version))
         assert 0 < result["publish/megabytes"] * 2**20 < 0.2 * sum(p.nbytes for p in adapter)
-        after = engine_logps(publisher.transport.llm)
+        after = engine_logps(publisher.engine.llm)
         assert mismatch(publisher) < 1e-5 < 1e-3 < differences(after, before).max()
         before = after
     publisher.forget()
@@ -168,7 +168,7 @@ def test_a_trainer_without_an_adapter_gets_the_base(publisher):
     """The next trainer of a server; its base happens to be the same."""
     base = AutoModelForCausalLM.from_pretrained(publisher.model.get_base_model().name_or_path, dtype=torch.float32)
     prepare_model(base, "w4a16", scale_dtype=torch.float32)
-    other = Publisher(base.eval(), torch.float32, publisher.transport)
+    other = Publisher(base.eval(), torch.float32, publisher.engine)
     other.publish("base")
     assert mismatch(other) < 1e-5
     publisher.forget()
@@ -180,7 +180,7 @@ def test_no_keys_and_values_of_the_old_adapter_are_left_in_the_prefix_cache(publ
     from vllm import SamplingParams
 
     # Three blocks of 32 tokens, and the rest. Requests for log-probs of the prompt would not read the cache.
-    llm, model, prompt = publisher.transport.llm, publisher.model, list(range(5, 105))
+    llm, model, prompt = publisher.engine.llm, publisher.model, list(range(5, 105))
     parameters = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
     cached = []
 

@@ -224,7 +224,7 @@ CHANGING = (
 
 @pytest.mark.parametrize(
     "method",
-    [None, 7, ["qarl_expect"], "", "save_sharded_state", "update_environment_variables", "qarl_expect ", "load_model"],
+    [None, 7, ["qarl_finish"], "", "save_sharded_state", "update_environment_variables", "qarl_finish ", "load_model"],
 )
 @served
 async def test_workers_do_only_what_a_publication_needs(server, method):

@@ -13,9 +13,9 @@ from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.rollout.engines import make_engine
+from trl_qarl.rollout.in_process import make_engine
 from trl_qarl.rollout.publisher import Publisher
-from trl_qarl.rollout.transports import DirectTransport
+from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -61,14 +61,16 @@ def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_
     for path in (make_tiny_model(tmp_path, "qwen3"), make_tiny_mixture(tmp_path, "qwen3_moe")):
         model = AutoModelForCausalLM.from_pretrained(path)
         prepare_model(model, "bf16")
-        engines.append(make_engine(model, torch.bfloat16, on_cpu=True, max_model_len=128, max_num_seqs=8))
+        engines.append(
+            make_engine(EngineSpec.of(model, torch.bfloat16), on_cpu=True, max_model_len=128, max_num_seqs=8).llm
+        )
     # Neither has been sent weights.
     assert [len(rows) for rows in map(engine_logps, engines)] == [len(PROMPTS)] * 2
 
 
 @needs_engine
 def test_what_is_sent_are_few_tensors_which_the_engine_computes_with(publisher):
-    llm, model = publisher.transport.llm, publisher.model
+    llm, model = publisher.engine.llm, publisher.model
     publisher.forget()
     # Six of experts, two norms, the router, and of attention two norms and three of each of four linear layers.
     assert publisher.publish("all")["publish/tensors"] == 2 * (6 + 2 + 1 + 2 + 12) + 3
@@ -103,7 +105,7 @@ def test_what_is_sent_are_few_tensors_which_the_engine_computes_with(publisher):
 )
 def test_what_does_not_arrive_is_named_by_its_expert(publisher, change, message):
     update_masters(publisher.model, 2)
-    publisher.transport._worker.weight_transfer_engine.published = {}
+    publisher.engine._worker.weight_transfer_engine.published = {}
     with tampered(publisher, change), pytest.raises(PublishError) as error:
         publisher.publish("damaged")
     assert message in str(error.value)
@@ -149,7 +151,7 @@ def test_an_expert_that_has_changed_in_the_engine_is_sent_again(publisher, caplo
         publisher.publish("after")
     [warning] = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
     assert warning.endswith("Sent again: model.layers.1")
-    assert engine_logps(publisher.transport.llm) == learner_logps(publisher.model)
+    assert engine_logps(publisher.engine.llm) == learner_logps(publisher.model)
 
 
 # Other engines: the one above has ended with the first.
@@ -159,7 +161,7 @@ def test_an_expert_that_has_changed_in_the_engine_is_sent_again(publisher, caplo
 )
 def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(quick_engines, tmp_path, arch, scheme):
     publisher = make_mixtures_publisher(tmp_path, arch, scheme)
-    llm, model = publisher.transport.llm, publisher.model
+    llm, model = publisher.engine.llm, publisher.model
     for version in range(2):
         assert publisher.publish(str(version))["publish/canary_abs_logp"] == 0.0
         published = engine_logps(llm)
@@ -181,20 +183,22 @@ def test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last(t
     path = make_tiny_mixture(tmp_path, "qwen3_moe", moe_intermediate_size=128)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().cuda()
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    llm = make_engine(model, torch.bfloat16, on_cpu=False, max_model_len=128, gpu_memory_utilization=0.2)
-    publisher = Publisher(model, torch.bfloat16, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+    engine = make_engine(
+        EngineSpec.of(model, torch.bfloat16), on_cpu=False, max_model_len=128, gpu_memory_utilization=0.2
+    )
+    publisher = Publisher(model, torch.bfloat16, engine, AutoTokenizer.from_pretrained(path))
     publisher.check_engine()
     published = []
     for version in ("0", "again", "changed"):
         publisher.forget()
         assert publisher.publish(version)["publish/canary_abs_logp"] < 0.25
-        published.append(engine_logps(llm))
+        published.append(engine_logps(engine.llm))
         if version == "again":
             update_masters(model, 1)
     assert published[0] == published[1] != published[2]
     routed_experts(publisher).w2_weight_scale.data.view(-1)[0] *= 2
     publisher.publish("healed")
-    assert engine_logps(llm) == published[2]
+    assert engine_logps(engine.llm) == published[2]
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ CASES = [
 def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch, dtype):
     path = make_tiny_model(tmp_path, arch)
     publisher = make_publisher(path, scheme, dtype)
-    llm, model = publisher.transport.llm, publisher.model
+    llm, model = publisher.engine.llm, publisher.model
     publisher.check_engine()
     versions, mismatches = [], []
     for version in range(3):
@@ -108,7 +108,7 @@ NAME = "model.layers.1.mlp.up_proj.weight_packed"
     ids=["missing", "one bit", "norm", "bias"],
 )
 def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(publisher, change, message):
-    transport = publisher.transport
+    transport = publisher.engine
     update_masters(publisher.model, 7)
     transport._worker.weight_transfer_engine.published = {}
     with tampered(publisher, change), pytest.raises(PublishError) as error:
@@ -123,7 +123,7 @@ def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(
 @pytest.fixture
 def deltas(publisher):
     """A publisher to the same engine that sends changes, after its first publication."""
-    deltas = Publisher(publisher.model, publisher.dtype, publisher.transport, publisher.tokenizer, delta=True)
+    deltas = Publisher(publisher.model, publisher.dtype, publisher.engine, publisher.tokenizer, delta=True)
     whole = deltas.publish("whole")
     # What the engine keeps of an earlier trainer is not what this one knows to be confirmed.
     assert whole["publish/unchanged_tensors"] == 0
@@ -152,12 +152,12 @@ def test_an_engine_that_is_sent_changes_computes_with_the_same_weights(publisher
         names, metrics = sent_by(deltas, f"changes {seed}")
         assert metrics["publish/tensors"] > 14 * 2 and metrics["publish/delta_seconds"] > 0
         assert names == ["qarl.delta.model.layers.0", "qarl.delta.model.layers.1"]
-        logps = engine_logps(publisher.transport.llm)
+        logps = engine_logps(publisher.engine.llm)
         assert differences(logps, learner_logps(publisher.model)).max() < 1e-5
     # All of it, tensor by tensor, changes nothing, not even the last bit.
     publisher.forget()
     assert publisher.publish("all")["publish/megabytes"] > 10 * metrics["publish/megabytes"]
-    assert engine_logps(publisher.transport.llm) == logps
+    assert engine_logps(publisher.engine.llm) == logps
 
 
 OLD_BLOCK = {}
@@ -175,7 +175,7 @@ OLD_BLOCK = {}
     ids=["twice", "of an earlier update", "cut off", "lost", "other bits"],
 )
 def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, deltas, change, message):
-    transport = publisher.transport
+    transport = publisher.engine
     flip_codes(publisher.model, 1)
     with tampered(deltas, lambda n, t: [OLD_BLOCK.update({n: t.clone()}), (n, t)][1:]):
         deltas.publish("before")
@@ -190,7 +190,7 @@ def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, del
 
 
 def test_an_engine_that_was_started_again_between_two_updates_gets_everything(publisher, deltas):
-    engine = publisher.transport._worker.weight_transfer_engine
+    engine = publisher.engine._worker.weight_transfer_engine
     flip_codes(publisher.model, 3)
     engine.copy = PatchBook(is_kept=False)
     engine._distrust()
@@ -201,19 +201,19 @@ def test_an_engine_that_was_started_again_between_two_updates_gets_everything(pu
 
 def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
     """The received tensor is right and the loaded parameter is wrong, which only the parameter itself shows."""
-    worker = publisher.transport._worker
+    worker = publisher.engine._worker
     layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.gate_up_proj")
     update_masters(publisher.model, 8)
-    publisher.transport.begin()
+    publisher.engine.begin()
     loaders = [(p.weight_loader, p.weight_loader.__wrapped__) for p in layer._parameters.values() if p is not None]
     for wrapper, load in loaders:
         wrapper.__wrapped__ = lambda p, t, shard=None, load=load: load(p, t, 1 - shard)
-    publisher.transport.begin = lambda: None
+    publisher.engine.begin = lambda: None
     try:
         with pytest.raises(PublishError, match="gate_proj.*: learner int32.*, engine int32"):
             publisher.publish("swapped")
     finally:
-        del publisher.transport.begin
+        del publisher.engine.begin
         for wrapper, load in loaders:
             wrapper.__wrapped__ = load
     publisher.publish("healed")
@@ -222,7 +222,7 @@ def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
 def test_half_a_module_is_refused_although_no_value_changed(publisher):
     """vLLM fills the other half with whatever is in memory."""
     publisher.publish("whole")
-    transport, fingerprints = publisher.transport, dict(publisher._published)
+    transport, fingerprints = publisher.engine, dict(publisher._published)
     tensors = iter_checkpoint_tensors(publisher.model, publisher.dtype)
     transport.begin()
     transport._worker.weight_transfer_engine.published = fingerprints
@@ -253,14 +253,14 @@ def corrupt(tensor):
 )
 def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, caplog, path, named):
     publisher.publish("before")
-    before = engine_logps(publisher.transport.llm)
+    before = engine_logps(publisher.engine.llm)
     corrupt(engine_model(publisher).get_parameter(path))
     with caplog.at_level("WARNING", "trl_qarl"):
         measured = publisher.publish("after")
     warnings = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
     assert len(warnings) == 1 and warnings[0].endswith(f"Sent again: {named}")
     assert measured["publish/tensors"] > 0 and measured["publish/unchanged_tensors"] > 0
-    assert engine_logps(publisher.transport.llm) == before
+    assert engine_logps(publisher.engine.llm) == before
     caplog.clear()
     assert publisher.publish("again")["publish/tensors"] == 0
     assert not [r for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
@@ -270,13 +270,13 @@ def test_nothing_stays_of_a_tensor_that_has_given_nan(publisher):
     """Keys and values that were computed with it lie in the cache, and attention multiplies those of unused slots by
     0."""
     publisher.publish("before")
-    before = engine_logps(publisher.transport.llm)
+    before = engine_logps(publisher.engine.llm)
     norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
     with torch.no_grad():
         norm.fill_(float("nan"))
-    assert any(value != value for row in engine_logps(publisher.transport.llm) for value in row)
+    assert any(value != value for row in engine_logps(publisher.engine.llm) for value in row)
     assert publisher.publish("after")["publish/canary_abs_logp"] < 1e-5
-    assert engine_logps(publisher.transport.llm) == before
+    assert engine_logps(publisher.engine.llm) == before
 
 
 def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
@@ -286,7 +286,7 @@ def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
     with monkeypatch.context() as patch:
         compute = layer.forward
         patch.setattr(layer, "forward", lambda x: (compute(x)[0] * float("nan"), None))
-        engine_logps(publisher.transport.llm)
+        engine_logps(publisher.engine.llm)
         with pytest.raises(PublishError, match="nan nats from the learner's"):
             publisher.publish("broken")
     publisher.publish("after")
@@ -330,13 +330,13 @@ def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
     norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
     with torch.no_grad():
         publisher.model.model.layers[1].mlp.up_proj.weight.add_(0.05)
-    send = publisher.transport.send
-    publisher.transport.send = lambda tensors: (send(tensors), corrupt(norm))
+    send = publisher.engine.send
+    publisher.engine.send = lambda tensors: (send(tensors), corrupt(norm))
     try:
         with pytest.raises(PublishError, match=r"model.layers.0.input_layernorm.weight: .*but the engine runs with"):
             publisher.publish("spoilt")
     finally:
-        del publisher.transport.send
+        del publisher.engine.send
     publisher.publish("healed")
 
 
@@ -356,7 +356,7 @@ def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
 def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     from vllm import SamplingParams
 
-    llm = publisher.transport.llm
+    llm = publisher.engine.llm
     prompt = list(range(10, 74))
     parameters = SamplingParams(max_tokens=30, n=2)
     llm.llm_engine.add_request("interrupted", {"prompt_token_ids": prompt}, parameters)
@@ -389,7 +389,7 @@ def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, 
     other = AutoModelForCausalLM.from_pretrained(publisher.path, dtype=torch.float32)
     prepare_model(other, scheme, scale_dtype=dtype, **swap)
     with pytest.raises(ValueError, match=message):
-        Publisher(other, dtype, publisher.transport).check_engine()
+        Publisher(other, dtype, publisher.engine).check_engine()
 
 
 def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
@@ -416,7 +416,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.eos_token = "<|unk|>"
     tokenizer.save_pretrained(copy)
-    transport = make_publisher(copy).transport
+    transport = make_publisher(copy).engine
     with pytest.raises(ValueError) as error:
         Publisher(publisher.model, torch.float32, transport, publisher.tokenizer).check_engine()
     for line in (
@@ -442,7 +442,7 @@ def test_no_engine_rounds_activations_of_int4_weights_on_a_cpu_with_amx(tmp_path
     from vllm import envs
 
     # Against what an engine's start imposes.
-    monkeypatch.setattr("trl_qarl.rollout.engines.cpu_environment", dict)
+    monkeypatch.setattr("trl_qarl.rollout.in_process.cpu_environment", dict)
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     envs.disable_envs_cache()
     other = make_publisher(path, dtype=torch.bfloat16)

@@ -117,7 +117,7 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
     import torch
     from safetensors.torch import save_file
 
-    from trl_qarl.vllm_plugin.weight_transfer import FileEngine, FileUpdateInfo
+    from trl_qarl.vllm_plugin.weight_transfer import FileChannel, FileUpdateInfo
 
     first, another = tmp_path / "first", tmp_path / "another"
     for directory, value in ((first, 1.0), (another, 2.0)):
@@ -130,7 +130,7 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
         load_config=SimpleNamespace(load_format="auto"),
         model_config=None,
     )
-    engine = FileEngine(None, config, torch.device("cpu"), None)
+    engine = FileChannel(None, config, torch.device("cpu"), None)
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(another))
     received = {}
     engine.load = received.update
@@ -301,8 +301,8 @@ def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client
 def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, tmp_path):
     import torch
 
+    from trl_qarl.rollout.channels import FileChannel
     from trl_qarl.rollout.http_session import ServerLost
-    from trl_qarl.rollout.transports import FileTransport
 
     token, mine, theirs = make_token(), tmp_path / "mine", tmp_path / "theirs"
     for directory in (mine, theirs):
@@ -310,7 +310,7 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(mine))
     started.append(server := Server(token))
     client = make_client(server.url, token=token)
-    transport = FileTransport(client)
+    transport = FileChannel(client)
     server.stop()
     started.append(thief := Thief(server.port, theirs, theirs / "token"))
     # In the middle of a publication, and of a rollout: nothing reaches it, and nothing it says is believed.

@@ -49,7 +49,7 @@ class Learner(Publisher):
     """A publisher of layers that are no model's."""
 
     def __init__(self, engine):
-        self.transport, self._patches, self._delta_seconds = engine, PatchBook(), 0.0
+        self.engine, self._patches, self._delta_seconds = engine, PatchBook(), 0.0
 
     def begin(self, published):
         self._begin_patches(published)
@@ -81,7 +81,7 @@ def test_only_changes_of_what_the_engine_has_confirmed_are_sent():
     # everything.
     for stranger in (Engine(), engine):
         stranger.published = {}
-        learner.transport = stranger
+        learner.engine = stranger
         assert not any(is_delta(name) for name, _ in publish(learner, stranger, LAYER, {"a": "b"}))
     assert not any(is_delta(name) for name, _ in publish(learner, engine, LAYER, {}))
 

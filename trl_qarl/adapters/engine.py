@@ -15,6 +15,7 @@ from .tensors import adapter_config, adapter_tensors
 
 __all__ = [
     "adapter_problems",
+    "arguments_for",
     "iter_adapter_tensors",
     "lora_arguments",
 ]
@@ -36,14 +37,12 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
 
 def lora_arguments(model: nn.Module) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for the adapter of `model`; empty without an adapter."""
-    if not _runs_beside(model):
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": engine_rank(adapter_config(model)["r"]),
-        "lora_target_modules": _targets(model),
-    }
+    return arguments_for(adapter_config(model)["r"], _targets(model)) if _runs_beside(model) else {}
+
+
+def arguments_for(rank: int, targets: list[str]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an adapter of a rank, next to layers whose names end in `targets`."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(rank), "lora_target_modules": targets}
 
 
 def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[str]:

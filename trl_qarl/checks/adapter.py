@@ -38,26 +38,16 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
         if args.lora_mode != "adapter":
             yield f"lora_mode={args.lora_mode!r} was given, but no adapter. Give `peft_config`, or remove it."
         return
-    for is_met, option, reason in (
-        (
-            args.lora_mode == "adapter" or args.is_quantized,
-            f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r}",
-            "nothing is quantized, so there is no low-bit form of base and adapter. Use lora_mode='adapter', which is LoRA as "
-            "usual",
-        ),
-        (
-            args.precisions is None,
-            f"precisions={args.precisions}",
-            "the codes of the base are fixed, so they have one precision. Remove it",
-        ),
-        (
-            not args.sync_ref_model,
-            "sync_ref_model=True",
-            "the reference is the base without its adapter, or the adapter that was given. Remove it",
-        ),
-    ):
-        if not is_met:
-            yield f"{option} with a PEFT adapter is not supported: {reason}."
+    refused = "with a PEFT adapter is not supported"
+    if args.lora_mode != "adapter" and not args.is_quantized:
+        yield (
+            f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r} {refused}: nothing is quantized, so there is no low-bit form of base "
+            "and adapter. Use lora_mode='adapter', which is LoRA as usual."
+        )
+    if args.precisions is not None:
+        yield f"precisions={args.precisions} {refused}: the codes of the base are fixed, so they have one precision. Remove it."
+    if args.sync_ref_model:
+        yield f"sync_ref_model=True {refused}: the reference is the base without its adapter, or the adapter that was given. Remove it."
 
 
 def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
@@ -94,28 +84,22 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
             f"scheme={args.scheme!r} quantizes the forward."
         )
         return
-    for is_met, option, reason in (
-        (
-            has_adapter,
-            "no adapter",
-            "4-bit weights take no gradient, and there are no master weights. Give `peft_config`, or remove "
-            f"`quantization_config`: scheme={args.scheme!r} quantizes the forward",
-        ),
-        (
-            not args.is_quantized,
-            f"scheme={args.scheme!r}",
-            "the layers would be quantized twice. Use scheme='bf16', which is QLoRA as in TRL, or remove `quantization_config`: "
-            "the base of an adapter is frozen in the low bits of the scheme",
-        ),
-        (
-            not args.use_vllm,
-            "use_vllm=True",
-            "vLLM 0.31 has no layers for bitsandbytes' 4 bits. Use `use_vllm=False`, or a low-bit scheme without "
-            "`quantization_config`",
-        ),
-    ):
-        if not is_met:
-            yield f"quantization_config with load_in_4bit=True and {option} is not supported: {reason}."
+    given = "quantization_config with load_in_4bit=True and"
+    if not has_adapter:
+        yield (
+            f"{given} no adapter is not supported: 4-bit weights take no gradient, and there are no master weights. Give `peft_config`, or "
+            f"remove `quantization_config`: scheme={args.scheme!r} quantizes the forward."
+        )
+    if args.is_quantized:
+        yield (
+            f"{given} scheme={args.scheme!r} is not supported: the layers would be quantized twice. Use scheme='bf16', which is QLoRA as in "
+            "TRL, or remove `quantization_config`: the base of an adapter is frozen in the low bits of the scheme."
+        )
+    if args.use_vllm:
+        yield (
+            f"{given} use_vllm=True is not supported: vLLM 0.31 has no layers for bitsandbytes' 4 bits. Use `use_vllm=False`, or a low-bit "
+            "scheme without `quantization_config`."
+        )
 
 
 def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:

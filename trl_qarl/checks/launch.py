@@ -89,11 +89,6 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
             problems += _problem_of_pushes(args, "zero_stage=3")
         raise_problems(problems)
         keep_float32_masters(config)
-    if args.rollout_ahead and deepspeed is not None:
-        raise NotImplementedError(
-            f"rollout_ahead={args.rollout_ahead} with DeepSpeed is not supported in this release: the weights that draw a batch are kept "
-            "next to the parameters, which DeepSpeed moves. Launch with FSDP2 or DDP (`accelerate launch --multi_gpu`), or leave it out."
-        )
     if args.in_flight_updates and state.num_processes > 1:
         raise NotImplementedError(
             f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Leave it out."

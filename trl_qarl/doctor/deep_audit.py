@@ -17,10 +17,17 @@ from pathlib import Path
 from ..adapters.engine import lora_arguments
 from ..checkpoint.export import export_checkpoint
 from ..checkpoint.serving import ADAPTER_FOLDER
-from ..rollout.scoring import engine_log_probs, log_probs_of_tokens, prompt_log_probs
 
 
-__all__ = ["deep_audit"]
+__all__ = ["deep_audit", "log_probs_of_tokens"]
+
+
+def log_probs_of_tokens(scores: list[list[dict[int, float]]], sequences: list[list[int]]) -> list[list[float]]:
+    """Return those of the tokens of `sequences` from what an [`~trl_qarl.rollout.engine.Engine`] expects there."""
+    return [
+        [entry[token] for entry, token in zip(row, ids[1:], strict=True)]
+        for row, ids in zip(scores, sequences, strict=True)
+    ]
 
 
 def deep_audit(generation, sequences: list[list[int]]) -> float:
@@ -32,7 +39,7 @@ def deep_audit(generation, sequences: list[list[int]]) -> float:
     if not sequences or min(map(len, sequences)) < 2:
         raise ValueError("Each sequence needs at least two tokens: the first has no log-prob.")
     generation.sync_weights()
-    live = log_probs_of_tokens(prompt_log_probs(generation, sequences), sequences)
+    live = log_probs_of_tokens(generation.engine.log_probs(sequences), sequences)
     fresh = _score_export(generation, sequences)
     differences = [abs(a - b) for row, other in zip(live, fresh, strict=True) for a, b in zip(row, other, strict=True)]
     return math.inf if any(map(math.isnan, differences)) else max(differences)
@@ -62,7 +69,7 @@ _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def _main(folder: str) -> None:
     """Run as the process of the second engine: score `task.json` with the checkpoint next to it."""
-    from ..rollout.engines import load_engine
+    from ..rollout.in_process import InProcessEngine, load_engine
 
     task = json.loads((Path(folder) / "task.json").read_text())
     llm = load_engine(
@@ -78,8 +85,8 @@ def _main(folder: str) -> None:
 
         # vLLM reads the adapter as PEFT saved it, without any of what a publication does.
         request = LoRARequest("policy", 1, str(Path(folder) / ADAPTER_FOLDER))
-    scores = log_probs_of_tokens(engine_log_probs(llm, task["sequences"], lora_request=request), task["sequences"])
-    (Path(folder) / "scores.json").write_text(json.dumps(scores))
+    scores = InProcessEngine(llm).log_probs(task["sequences"], lora_request=request)
+    (Path(folder) / "scores.json").write_text(json.dumps(log_probs_of_tokens(scores, task["sequences"])))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def check_engine(scheme: QuantPlan | QuantScheme) -> list[Finding]:
 
 def _try_engine(plan: QuantPlan) -> list[Finding]:
     from ..quantization.gemm import has_fast_bf16
-    from ..rollout.engines import make_engine
+    from ..rollout.in_process import make_engine
     from ..rollout.publisher import Publisher
-    from ..rollout.transports import DirectTransport
+    from ..rollout.spec import EngineSpec
 
     on_cpu = not torch.cuda.is_available()
     # `w4a8` runs in no other dtype.
@@ -38,9 +38,8 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
         prepare_model(model, _in_small(plan), scale_dtype=dtype)
-        llm = make_engine(
-            model,
-            dtype,
+        engine = make_engine(
+            EngineSpec.of(model, dtype),
             on_cpu=on_cpu,
             skip_tokenizer_init=True,
             distributed_executor_backend="uni",
@@ -49,13 +48,12 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
             gpu_memory_utilization=0.1,
         )
         try:
-            publisher = Publisher(model, dtype, DirectTransport(llm))
-            publisher.check_engine()
+            publisher = Publisher(model, dtype, engine)
+            kernels = publisher.check_engine()["kernels"]
             result = publisher.publish("doctor")
-            kernels = publisher.transport.describe()["kernels"]
-            samples = sample_twice(llm)
+            samples = sample_twice(engine)
         finally:
-            llm.llm_engine.engine_core.shutdown()
+            engine.close()
     names = ", ".join(kernels) or "unquantized"
     return [
         Finding(
@@ -93,13 +91,10 @@ def _tiny_model(folder: str):
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def sample_twice(llm) -> list[list[int]]:
+def sample_twice(engine) -> list[list[int]]:
     """Token ids of two samples of one prompt."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(n=2, temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], parameters, use_tqdm=False)
-    return [list(completion.token_ids) for completion in output.outputs]
+    sampling = {"n": 2, "temperature": 1.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
+    return engine.generate([[3, 4, 5, 6]], **sampling)["completion_ids"]
 
 
 def check_samples(samples: Sequence[Sequence[int]]) -> Finding:

@@ -2,7 +2,7 @@
 Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
 
 Completions come from transformers, or from vLLM with the kernels of rollouts
-([`~trl_qarl.rollout.engines.load_engine`]). Problems come from a JSON Lines file, or from a benchmark
+([`~trl_qarl.rollout.in_process.load_engine`]). Problems come from a JSON Lines file, or from a benchmark
 ([`~trl_qarl.evaluation.benchmarks`]).
 """
 
@@ -155,29 +155,26 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
     """Return a sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the
     engine."""
     import torch
-    from vllm import SamplingParams
 
-    from ..rollout.engines import load_engine
+    from ..rollout.in_process import InProcessEngine, load_engine
 
     llm = load_engine(path, **({"max_model_len": max_model_len} if max_model_len else {}))
-    tokenizer = llm.get_tokenizer()
+    engine, tokenizer = InProcessEngine(llm), llm.get_tokenizer()
     on_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_new_tokens}
 
     def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         # A seed per prompt: equal prompts differ, and a run repeats itself. On a CPU vLLM dies of one where a prompt
         # is prefilled in pieces ("CPU Generator does not use offset"); there its worker draws from this process'
         # generator.
         if on_cpu:
             torch.manual_seed(seed)
-        seeds = [None if on_cpu else seed * len(prompts) + index for index in range(len(prompts))]
-        options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_new_tokens, "stop": list(stop)}
-        parameters = [SamplingParams(seed=one, **options) for one in seeds]
+        seeds = None if on_cpu else [seed * len(prompts) + index for index in range(len(prompts))]
         # vLLM's incremental decoding leaves out bytes that are no text yet; the tokenizer's is that of transformers.
-        outputs = llm.generate(inputs, parameters)
-        return tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)
+        completion_ids = engine.generate(prompts, seeds=seeds, stop=list(stop), **sampling)["completion_ids"]
+        return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
 
-    return sample, tokenizer, llm.llm_engine.engine_core.shutdown
+    return sample, tokenizer, engine.close
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:

@@ -145,7 +145,7 @@ def describe_difference(
     Return which token of a generation batch differs most, and the first layer, or else the first token, that differs
     when the engine is given the whole sequence. `mask`, `(B, T)`, has the completion tokens that count; `llm` is the
     engine, if it runs in this process; `score` asks another engine for the log-probs of sequences at temperature 1, as
-    [`~trl_qarl.rollout.scoring.prompt_log_probs`] does.
+    `log_probs` of [`~trl_qarl.rollout.engine.Engine`] does.
     """
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)

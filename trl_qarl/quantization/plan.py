@@ -31,6 +31,8 @@ _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of the names of layers that vLLM holds as one matrix, which has one scheme."""
 
+EDGES = ("high_precision_first", "high_precision_last")
+
 
 @dataclass(frozen=True)
 class QuantPlan:
@@ -93,8 +95,7 @@ class QuantPlan:
     @property
     def options(self) -> dict[str, int]:
         """Arguments of [`get_plan`] for the edges that it has."""
-        edges = {"high_precision_first": self.high_precision_first, "high_precision_last": self.high_precision_last}
-        return {name: count for name, count in edges.items() if count}
+        return {name: count for name in EDGES if (count := getattr(self, name))}
 
     @property
     def _edges(self) -> int:
@@ -199,10 +200,7 @@ def get_plan(
         ValueError: for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression that
             is none, or a negative number of layers.
     """
-    for option, count in (
-        ("high_precision_first", high_precision_first),
-        ("high_precision_last", high_precision_last),
-    ):
+    for option, count in zip(EDGES, (high_precision_first, high_precision_last), strict=True):
         if type(count) is not int or count < 0:
             raise ValueError(f"{option}={count!r} must be a number of decoder layers, 0 or more.")
     if isinstance(scheme, QuantPlan):
@@ -306,9 +304,6 @@ def _decoder_layers(names: list[str]) -> dict[str, int]:
             f"{[stack[1:] for stack in chosen] or 'none'}. Name the layers in `exclude_modules`."
         )
     return next(iter(chosen.values()))
-
-
-EDGES = ("high_precision_first", "high_precision_last")
 
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:

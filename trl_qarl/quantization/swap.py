@@ -6,7 +6,6 @@ The weight of a *prepared* layer is the master, which the forward quantizes; tha
 layer that its `filter_fn` lets through, by default the output head too; [`prepare_model`] knows which to leave alone.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ __all__ = [
     "disable_quantized_forward",
     "engine_precision",
     "freeze_model",
-    "kernels_run",
     "prepare_model",
     "quantized_forward",
     "quantized_layers",
@@ -329,12 +327,6 @@ def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
-
-
-def kernels_run(model: nn.Module) -> dict[str, int]:
-    """Kernels that ran in the last forward and the number of layers that used each."""
-    names = (layer.kernel_name for layer in quantized_layers(model).values())
-    return dict(Counter(name for name in names if name is not None))
 
 
 def _check_not_quantized(model: nn.Module) -> None:

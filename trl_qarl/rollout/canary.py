@@ -28,8 +28,8 @@ from ..quantization.names import layer_of
 from ..quantization.swap import quantized_forward
 from ..wire.describe import CANARY_TOKENS, sample_token_ids
 from ..wire.protocol import PublishError
+from .engine import Engine
 from .pictures import canary_prompt, takes_pictures
-from .transports import Transport
 
 
 __all__ = ["Canary"]
@@ -48,19 +48,8 @@ rare.
 
 
 class _Text(NamedTuple):
-    """
-    Args:
-        metric (`str`):
-            What its comparison is published as.
-        token_ids (`list[int]`):
-            The text.
-        num_scored (`int`):
-            How many of its last tokens are compared.
-        inputs (`dict[str, torch.Tensor]`):
-            The rest of the learner's inputs.
-        pictures (`list`):
-            What the engine is shown.
-    """
+    """A text, of which the last `num_scored` tokens are compared; `inputs` are the rest of the learner's, `pictures`
+    what the engine is shown."""
 
     metric: str
     token_ids: list[int]
@@ -70,17 +59,8 @@ class _Text(NamedTuple):
 
 
 class Canary:
-    """
-    The fixed text of one learner, and the fixed picture of one that takes pictures.
-
-    Args:
-        model (`nn.Module`):
-            The learner.
-        dtype (`torch.dtype`):
-            Dtype in which the engine runs the model.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            The learner's; without it nothing is compared.
-    """
+    """The fixed text of one learner, and the fixed picture of one that takes pictures. `dtype` is that in which the
+    engine runs the model; without a `processing_class` nothing is compared."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, processing_class: Any):
         self.model, self.dtype = model, dtype
@@ -108,15 +88,10 @@ class Canary:
                 scores.append((log_probs, (self._log_probs(text) - log_probs).abs().mean().item()))
         return scores
 
-    def compare(self, learner: list[tuple[torch.Tensor, float]], transport: Transport) -> dict[str, float]:
+    def compare(self, learner: list[tuple[torch.Tensor, float]], engine: Engine) -> dict[str, float]:
         """
-        Compare what the engine, or each replica of a server, says of the texts.
-
-        Args:
-            learner:
-                What [`~Canary.score`] has returned.
-            transport ([`Transport`]):
-                The way to the engine.
+        Compare what the engine, or each replica of a server, says of the texts with the `learner`'s
+        [`~Canary.score`].
 
         Returns:
             `publish/canary_abs_logp`, the mean difference in nats, of the replica that is furthest away, and
@@ -129,27 +104,27 @@ class Canary:
         """
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):
-            difference = self._compare(text, log_probs, rounding, transport)
+            difference = self._compare(text, log_probs, rounding, engine)
             found |= {f"{text.metric}_abs_logp": difference, f"{text.metric}_rounding": rounding}
         return found
 
-    def _compare(self, text: _Text, log_probs: torch.Tensor, rounding: float, transport: Transport) -> float:
-        scored = torch.tensor(transport.score(text.token_ids, text.pictures))
+    def _compare(self, text: _Text, log_probs: torch.Tensor, rounding: float, engine: Engine) -> float:
+        scored = torch.tensor(engine.score(text.token_ids, text.pictures))
         replicas = scored.view(-1, len(text.token_ids) - 1)[:, -text.num_scored :]
         differences = (replicas - log_probs).abs().mean(1)
         # `nan` if one difference is not a number.
         worst = int(differences.argmax())
-        engine, difference = replicas[worst], differences[worst].item()
+        theirs, difference = replicas[worst], differences[worst].item()
         limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
         # `not <=` also catches NaN.
         if not difference <= limit:
-            transport.clear_cache()
+            engine.clear_cache()
             name = "the engine" if len(replicas) == 1 else f"replica {worst}"
             raise PublishError(
                 f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
                 f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
                 f"changes in the learner, so one of the two computes nonsense, or a kernel works with a copy of other weights. "
-                f"Engine: {_rounded(engine)}; learner: {_rounded(log_probs)}."
+                f"Engine: {_rounded(theirs)}; learner: {_rounded(log_probs)}."
             )
         return difference
 

@@ -1,6 +1,4 @@
-"""
-The trainer's connection to a vLLM server: TRL's client, holding the server's session while it lives.
-"""
+"""The trainer's connection to a vLLM server: TRL's client, holding the server's session while it lives."""
 
 import json
 import os
@@ -9,24 +7,22 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-import torch
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
 
 from ..wire.handshake import is_proof, proof, read_token_file
-from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
-from .http_session import CheckedSession, ServerLost, check_finished, error_text
-from .nccl import fail, join_group
+from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH
+from .http_session import CheckedSession, ServerLost, check_finished, error_text, refusals
+from .nccl import fail
 from .pictures import PICTURE_PATH, complete_prompts
 
 
@@ -50,16 +46,10 @@ class QaRLClient(VLLMClient):
     left to the caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
-        base_url (`str`):
-            Address of the server, such as `"http://127.0.0.1:8000"`.
-        group_port (`int`, *optional*, defaults to `51216`):
-            Port of the NCCL group.
-        connection_timeout (`float`, *optional*, defaults to `0.0`):
-            Seconds to wait for the server.
-        request_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds to wait for the answer to a request that does not generate.
-        generation_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds to wait for completions.
+        base_url (`str`), group_port (`int`, *optional*, defaults to `51216`):
+            Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
+        connection_timeout, request_timeout, generation_timeout (`float`, *optional*):
+            Seconds to wait for the server, for the answer to a request, and for completions.
         token (`str`, *optional*):
             The secret of a server that was started here.
         token_file (`str` or `Path`, *optional*):
@@ -80,9 +70,7 @@ class QaRLClient(VLLMClient):
     placeholders: frozenset[int] = frozenset()
     """Token ids that stand for pictures."""
     communicator: Any = None
-    _has_group = False
-    """True if weights go over NCCL."""
-    _joining: Future | None = None
+    joining: Future | None = None
     """Outcome of what joins NCCL's group; a request that fails meanwhile decides it."""
 
     def __init__(
@@ -217,55 +205,6 @@ class QaRLClient(VLLMClient):
             self._held.close()
             self._held = self._lines = None
 
-    def form_communicator(self, device: Any) -> None:
-        """
-        Form NCCL's group with the server's workers.
-
-        Raises:
-            ServerLost, PublishError: as [`~QaRLClient.broadcast`].
-        """
-        self._has_group = True
-        self._join_nccl(partial(self.init_communicator, device=device))
-
-    def renew_communicator(self, device: Any) -> None:
-        """Form NCCL's group again, where there was one: a broadcast that failed has left the two sides out of step."""
-        if self._has_group:
-            self.close_communicator()
-            self.form_communicator(device)
-
-    def broadcast(self, metadata: list[tuple[str, str, list[int]]], tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """
-        Send tensors on this process' accelerator over NCCL's group, within an update that has been started.
-
-        Args:
-            metadata (`list[tuple[str, str, list[int]]]`):
-                Name, dtype and shape of each, as TRL's client announces them.
-            tensors (`list[tuple[str, torch.Tensor]]`):
-                Names and values, in the same order.
-
-        Raises:
-            ServerLost: if the server has gone, or does not answer in time.
-            PublishError: if it refuses.
-        """
-        # TRL's client then sends tensors and nothing else.
-        self._updating_weights = True
-        try:
-            self._join_nccl(partial(self.update_named_params, metadata, iter(tensors)))
-        finally:
-            self._updating_weights = False
-
-    def _join_nccl(self, function: Callable[[], None]) -> None:
-        self._joining = Future()
-        try:
-            with _refusals():
-                join_group(self._joining, function, self.session.request_timeout)
-        except (ServerLost, PublishError):
-            # vLLM's gives up what it waits for.
-            getattr(self.communicator, "destroy", lambda: None)()
-            raise
-        finally:
-            self._joining = None
-
     def reconnect(self, timeout: float) -> bool:
         """
         Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server
@@ -314,7 +253,7 @@ class QaRLClient(VLLMClient):
             ServerLost: if the server does not answer or gave the session away.
             PublishError: if the server refuses.
         """
-        with _refusals():
+        with refusals():
             return self.session.post(f"{self.base_url}{path}", json=body or {}, headers=headers)
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
@@ -328,6 +267,11 @@ class QaRLClient(VLLMClient):
     def state(self) -> dict[str, Any]:
         """Return the gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
         return self._get(f"{self.base_url}{STATE_PATH}")
+
+    @override
+    def image_features(self, images, max_concurrent_requests=None):
+        """Return pictures as they are: the server processes them together with their prompts."""
+        return images
 
     @override
     def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
@@ -346,23 +290,9 @@ class QaRLClient(VLLMClient):
         try:
             return check_finished(url, _json(self.session.post(url, **kwargs)))
         except ServerLost as error:
-            if self._joining is not None:
-                fail(self._joining, error)
+            if self.joining is not None:
+                fail(self.joining, error)
             raise
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """
-    Have a request that the server refuses raise [`PublishError`]; one that it does not answer, or has not let in, is
-    lost.
-    """
-    try:
-        yield
-    except ServerLost as error:
-        if error.status in (None, 409):
-            raise
-        raise PublishError(str(error)) from error
 
 
 def _json(response: requests.Response) -> dict:

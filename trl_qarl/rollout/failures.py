@@ -25,10 +25,11 @@ class EngineLost(RuntimeError):
 
     Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them
     stop at the same line instead of waiting for each other.
-    """
 
-    can_be_filled = False
-    """True if another publication may bring the engine back."""
+    Args:
+        can_be_filled (`bool`, *optional*, defaults to `False`):
+            Whether another publication may bring the engine back.
+    """
 
     def __init__(self, *args, can_be_filled: bool = False):
         super().__init__(*args)
@@ -71,25 +72,23 @@ def as_lost(error: Exception, doing: str) -> EngineLost:
     return EngineLost(f"{doing}: {error}", can_be_filled=isinstance(error, (ServerLost, PublishError)))
 
 
-def persistently(doing: str, attempt: Callable[[], Any], recover: Callable[[int], Any]) -> Any:
+def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
     """
-    Return the result of the first `attempt` that does not lose the engine. Between two, `recover` gets it back, and is
-    told how many have failed.
+    Return the result of the first `attempt` that does not lose the engine. Each is told how many have failed before,
+    and gets the engine back if any has.
 
     Raises:
         EngineLost: after [`MAX_ATTEMPTS`], or at once where another publication does not help.
     """
-    for number in range(1, MAX_ATTEMPTS + 1):
+    for failed in range(MAX_ATTEMPTS):
         try:
-            if number > 1:
-                recover(number - 1)
-            return attempt()
+            return attempt(failed)
         except Exception as error:
             # Not always of an engine that was lost: a server started in its place may be for something else.
             lost = as_lost(error, f"{doing} failed")
             if not lost.can_be_filled:
                 raise lost from error
-            logger.warning("Attempt %d of %d: %s", number, MAX_ATTEMPTS, lost)
+            logger.warning("Attempt %d of %d: %s", failed + 1, MAX_ATTEMPTS, lost)
     last = str(lost).removeprefix(f"{doing} failed: ")
     raise EngineLost(f"{doing} failed {MAX_ATTEMPTS} times. The last error: {last}")
 

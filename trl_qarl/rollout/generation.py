@@ -20,15 +20,17 @@ from typing_extensions import override
 from ..quantization.parameters import writes_to
 from .ahead import InFlight
 from .answers import BadAnswer, check_answer, vocabulary_size
+from .channels import choose_channel, sends_changes
 from .client import QaRLClient
-from .engines import make_engine, share_engine
+from .engine import Engine
 from .failures import EngineLost, all_or_none, as_lost, persistently
 from .http_session import ServerLost
-from .http_transport import choose_transport, sends_changes
+from .in_process import make_engine, share_engine
 from .pictures import placeholders_of, takes_pictures, with_pictures
-from .publisher import Publisher
+from .publisher import Publisher, largest_chunk
+from .server import ServerEngine, server_process, start_command
 from .server_process import ServerProcess
-from .transports import DirectTransport, NCCLTransport
+from .spec import EngineSpec
 
 
 __all__ = ["QaRLVLLMGeneration"]
@@ -41,30 +43,22 @@ BACKOFF_SECONDS = 2.0
 _GATHERS = "the main process gathers what it publishes"
 """Message to the other processes before the outcome of a publication, in which they then take part."""
 
-_GENERATING = "Generating with vLLM"
+_GENERATING, _PUBLISHING = "Generating with vLLM", "Publishing to vLLM"
 
 _ANSWER = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
 
 
 class QaRLVLLMGeneration(VLLMGeneration):
     """
-    [`~trl.generation.vllm_generation.VLLMGeneration`] for a learner prepared by [`prepare_model`].
+    TRL's backend for a learner prepared by [`prepare_model`].
 
     Args:
+        options ([`QaRLConfig`]):
+            How the server is started, reached and waited for.
         dtype (`torch.dtype`):
             Dtype in which the engine runs the model.
         weight_version (`Callable[[], str]`):
             Gives the name of the learner's current weights.
-        server ([`ServerProcess`], *optional*):
-            A server to start, and to start again when it ends.
-        request_timeout (`float`, *optional*, defaults to `300.0`), generation_timeout (`float`, *optional*, defaults
-            to `1800.0`): Seconds that a server has to answer, and to generate.
-        token_file (`str`, *optional*):
-            File with the secret of a server that was started otherwise.
-        start_command (`str`, *optional*):
-            What starts a server, for the error where none answers.
-        in_flight_updates (`bool`, *optional*, defaults to `False`):
-            Whether what is launched goes on with weights that are published meanwhile, in place of being waited for.
 
     All other arguments are those of the parent class.
 
@@ -73,39 +67,21 @@ class QaRLVLLMGeneration(VLLMGeneration):
             Measurements of the last publication.
         published_version (`str` or `None`):
             What the last publication has stamped on the engine's weights.
-        engine (`dict[str, Any]`):
+        engine ([`~trl_qarl.rollout.engine.Engine`]):
+            What generates; of a server only in the main process.
+        description (`dict[str, Any]`):
             The engine's description of itself.
+        server ([`ServerProcess`] or `None`):
+            The server that the main process has started, and starts again when it ends.
     """
 
-    def __init__(
-        self,
-        *args,
-        dtype: torch.dtype,
-        weight_version: Callable[[], str],
-        server: ServerProcess | None = None,
-        request_timeout: float = 300.0,
-        generation_timeout: float = 1800.0,
-        token_file: str | None = None,
-        transport: str = "auto",
-        allow_plain_http: bool = False,
-        ca_certs: str | None = None,
-        delta_sync: bool | None = None,
-        start_command: str = "trl-qarl vllm-serve",
-        in_flight_updates: bool = False,
-        **kwargs,
-    ):
-        self.dtype = dtype
-        self.weight_version = weight_version
-        self.server = server
-        self.request_timeout = request_timeout
-        self.generation_timeout = generation_timeout
-        self.token_file = token_file
-        self.transport, self.allow_plain_http, self.ca_certs = transport, allow_plain_http, ca_certs
-        self.delta_sync = delta_sync
-        self.start_command, self.in_flight_updates = start_command, in_flight_updates
+    def __init__(self, *args, options: Any, dtype: torch.dtype, weight_version: Callable[[], str], **kwargs):
+        self.options, self.dtype, self.weight_version = options, dtype, weight_version
+        self.server: ServerProcess | None = None
         self.publication: dict[str, float] = {}
         self.published_version: str | None = None
-        self.engine: dict[str, Any] = {}
+        self.engine: Any = None
+        self.description: dict[str, Any] = {}
         self._published_parameters: list[tuple[int, ...]] | None = None
         self._in_flight: InFlight | None = None
         self._launched: list[InFlight] = []
@@ -123,55 +99,49 @@ class QaRLVLLMGeneration(VLLMGeneration):
             elif self.accelerator.is_main_process:
                 self._connect()
             else:
-                self._follower = Publisher(self.model, self.dtype, None, self.processing_class)
+                self.publisher = Publisher(self.model, self.dtype, None, self.processing_class)
 
     def _connect(self) -> None:
+        options, spec = self.options, EngineSpec.of(self.model, self.dtype)
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        if self.server is not None:
+        if options.vllm_server_autostart:
+            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
-        self.vllm_client = QaRLClient(
+        self.vllm_client = client = QaRLClient(
             base_url,
             self.group_port,
             self.server_timeout,
-            self.request_timeout,
-            self.generation_timeout,
+            options.vllm_request_timeout,
+            options.vllm_generation_timeout,
             token=None if self.server is None else self.server.token,
-            token_file=self.token_file,
-            ca_certs=self.ca_certs,
-            start_command=self.start_command,
+            token_file=options.vllm_token_file,
+            ca_certs=options.vllm_ssl_ca_certs,
+            start_command=start_command(options, spec),
         )
         try:
-            self.vllm_client.placeholders = placeholders_of(self.processing_class)
-            transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
-            logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
-            transport.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
-            self.delta_sync = sends_changes(transport, self.delta_sync)
-            if isinstance(transport, NCCLTransport):
-                self.vllm_client.form_communicator(self.accelerator.device)
-            self._set_publisher(transport)
+            client.placeholders = placeholders_of(self.processing_class)
+            device, allow_plain_http = self.accelerator.device, options.vllm_allow_plain_http
+            channel, reason = choose_channel(client, options.vllm_transport, allow_plain_http, device)
+            logger.info("Weights reach the server by %s: %s.", type(channel).__name__, reason)
+            delta = sends_changes(channel, options.vllm_delta_sync)
+            channel.connect()
+            engine = ServerEngine(client, channel)
+            engine.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
+            self._use(engine, delta)
         except BaseException:
             # A trainer that the engine does not fit must not keep the server until it is garbage-collected.
-            self.vllm_client.close_session()
+            client.close_session()
             raise
-        self._keep_trying()
-
-    def _keep_trying(self) -> None:
-        """Have answers to TRL's client be checked, and what fails reach every process with the completions."""
-        generate = self.vllm_client.generate
-        self.vllm_client.generate = lambda *args, **kwargs: self._completions(
-            partial(generate, *args, **kwargs), kwargs
-        )
-        # The server processes pictures together with their prompts.
-        self.vllm_client.image_features = lambda images: images
+        # TRL asks the client, as a `rollout_func` may.
+        client.generate = self._completions
 
     def _build_engine(self) -> None:
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
         if group is not None:
             self.tp_group = group
-        self.llm = make_engine(
-            self.model,
-            self.dtype,
+        engine = make_engine(
+            EngineSpec.of(self.model, self.dtype),
             **shared,
             on_cpu=self.accelerator.device.type == "cpu",
             gpu_memory_utilization=self.gpu_memory_utilization,
@@ -183,22 +153,25 @@ class QaRLVLLMGeneration(VLLMGeneration):
             max_num_batched_tokens=4096,
             trust_remote_code=self.trust_remote_code,
         )
+        self.llm = engine.llm
         if takes_pictures(self.model):
             self.llm.generate = with_pictures(self.llm.generate, placeholders_of(self.processing_class))
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
-        self._set_publisher(DirectTransport(self.llm))
+        self._use(engine)
 
-    def _set_publisher(self, transport) -> None:
-        self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class, bool(self.delta_sync))
-        self.engine = self.publisher.check_engine()
-        if self.engine["device"] == "cpu" and "seed" in self.generation_kwargs:
+    def _use(self, engine: Engine, delta: bool = False) -> None:
+        """Have an engine generate that was made for the learner."""
+        self.engine = engine
+        self.publisher = Publisher(self.model, self.dtype, engine, self.processing_class, delta)
+        self.description = self.publisher.check_engine()
+        if self.description["device"] == "cpu" and "seed" in self.generation_kwargs:
             raise ValueError(
                 f"generation_kwargs={self.generation_kwargs} has a seed, and the engine runs on a CPU: there vLLM dies of a request "
                 "with one whose prompt is prefilled in pieces. Remove it; `seed` of the configuration stays."
             )
-        logger.info("vLLM engine on %s, kernels %s", self.engine["device"], self.engine["kernels"])
+        logger.info("vLLM engine on %s, kernels %s", self.description["device"], self.description["kernels"])
 
     @override
     def sync_weights(self):
@@ -207,25 +180,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
         but with `in_flight_updates`. What fails is [`EngineLost`]: from a server on every process, from an engine in
         this process on this one.
         """
-        while self._launched and not self.in_flight_updates:
-            self._launched.pop().wait()
         if self.mode == "colocate":
             self._publish_directly()
         else:
-            outcome: list[Any] = [None]
-            if self.accelerator.is_main_process:
-                try:
-                    self._publish_alone()
-                    outcome = [self.publication]
-                except EngineLost as error:
-                    outcome = [error]
-            broadcast_object_list(outcome, from_process=0)
-            while outcome[0] == _GATHERS:
-                self._follower.join()
-                broadcast_object_list(outcome, from_process=0)
-            if isinstance(outcome[0], EngineLost):
-                raise outcome[0]
-            self.publication = outcome[0]
+            persistently(_PUBLISHING, self._publish_to_server)
         self._published_parameters = self._parameter_versions()
 
     def is_published(self) -> bool:
@@ -246,10 +204,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
         published, are a failure. A server that was lost is filled again, in which every process has a part; what fails
         is [`EngineLost`].
         """
-        request = partial(self._generate_once, prompts, images, num_generations, profiler)
-        if self.mode == "colocate":
-            return request()
-        return persistently(_GENERATING, request, lambda attempt: self.sync_weights())
+
+        def attempt(failed: int) -> tuple:
+            if failed:
+                self._publish_to_server(failed)
+            return self._generate_once(prompts, images, num_generations, profiler)
+
+        return attempt(0) if self.mode == "colocate" else persistently(_GENERATING, attempt)
 
     def launch(self, prompts: list[list[int]], num_generations: int) -> InFlight:
         """Have a thread of the main process ask the server for completions of every process' prompts; all have to
@@ -279,7 +240,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 # On each process for its own prompts. A server's are checked when they arrive.
                 answer = dict(zip(_ANSWER, output, strict=True))
                 self._check_answer(answer, prompts, num_generations=1)
-                self._check_weight_version(self.llm.get_weight_version())
+                self._check_weight_version()
         except Exception as error:
             raise as_lost(error, f"{_GENERATING} failed") from error
         finally:
@@ -292,8 +253,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             check_answer(answer, prompts, num_generations, self.max_completion_length, vocab_size)
         except BadAnswer as error:
             raise BadAnswer(
-                f"The completions make no sense: {error} The engine runs {self.engine.get('kernels')} on "
-                f"{self.engine.get('device')}."
+                f"The completions make no sense: {error} The engine runs {self.description.get('kernels')} on "
+                f"{self.description.get('device')}."
             ) from None
 
     @override
@@ -301,7 +262,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         """Return the pictures as they are: the server finds their places itself."""
         return features
 
-    def _check_weight_version(self, stamped: str) -> None:
+    def _check_weight_version(self) -> None:
+        stamped = self.engine.weight_version()
         if stamped != self.published_version:
             raise EngineLost(
                 f"The completions were sampled with weights of version {stamped!r}, but version {self.published_version!r} was "
@@ -320,15 +282,11 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self.vllm_client.close_session()
             self.server.stop()
 
-    def _publish(self) -> dict[str, float]:
+    def _publish(self) -> None:
         # The step is not enough: training can begin again at 0, and another trainer has steps of the same number.
         version = f"{self.weight_version()}-{secrets.token_hex(4)}"
-        if self.mode == "server" and self.publisher.takes_all_processes:
-            # The others are where it ends.
-            broadcast_object_list([_GATHERS], from_process=0)
-        publication = self.publisher.publish(version)
+        self.publication = self.publisher.publish(version)
         self.published_version = version
-        return publication
 
     def _publish_directly(self) -> None:
         if self.enable_sleep_mode:
@@ -339,32 +297,50 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self.publisher.forget()
             self._llm_weights_sleeping = False
         try:
-            self.publication = self._publish()
+            self._publish()
         except Exception as error:
-            raise as_lost(error, "Publishing to vLLM failed") from error
+            raise as_lost(error, f"{_PUBLISHING} failed") from error
 
-    def _publish_alone(self, attempt: int = 0) -> None:
-        if attempt and self.publisher.takes_all_processes:
-            raise EngineLost("A `rollout_func` has lost the server, which takes all processes to fill.")
-        self.publication = persistently("Publishing to vLLM", self._publish, self._recover)
+    def _publish_to_server(self, failed: int) -> None:
+        """Publish from the main process, after getting the server back if attempts have failed. The others, which all
+        have to call, take part where masters are sharded, and raise what it raises."""
+        while self._launched and not self.options.in_flight_updates:
+            self._launched.pop().wait()
+        outcome: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                if failed:
+                    self._recover(failed)
+                if self.publisher.takes_all_processes:
+                    broadcast_object_list([_GATHERS], from_process=0)
+                self._publish()
+                outcome = [self.publication]
+            except Exception as error:
+                outcome = [as_lost(error, f"{_PUBLISHING} failed")]
+        broadcast_object_list(outcome, from_process=0)
+        if outcome[0] == _GATHERS:
+            self.publisher.join()
+            broadcast_object_list(outcome, from_process=0)
+        if isinstance(outcome[0], EngineLost):
+            raise outcome[0]
+        self.publication = outcome[0]
 
-    def _completions(self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any]) -> dict[str, Any]:
+    def _completions(self, *args, **kwargs) -> dict[str, Any]:
         """Returns an error in place of the completions, so that every process raises it. A launched request has none
         yet."""
         is_own, in_flight = self._is_generating, self._in_flight
         # Not by a thread that does not know what is published meanwhile.
-        checks_version = in_flight is None or not self.in_flight_updates
-        request = partial(self._generate_and_check, generate, asked if is_own else None, checks_version)
+        checks_version = in_flight is None or not self.options.in_flight_updates
+        request = partial(self._ask, is_own, checks_version, *args, **kwargs)
         try:
             if not is_own:
-                # A `rollout_func` asks, only on this process.
-                return persistently(_GENERATING, request, self._publish_alone)
+                return persistently(_GENERATING, partial(self._ask_alone, request))
             if in_flight is None:
                 return request()
             if in_flight.is_started:
                 completions = in_flight.answer()
-                if self.in_flight_updates:
-                    self._check_weight_version(self.vllm_client.weight_version())
+                if self.options.in_flight_updates:
+                    self._check_weight_version()
                 return completions
             in_flight.start(request)
             self._launched = [*(other for other in self._launched if other.is_running), in_flight]
@@ -372,13 +348,20 @@ class QaRLVLLMGeneration(VLLMGeneration):
         except Exception as error:
             return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
 
-    def _generate_and_check(
-        self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any] | None, checks_version: bool
-    ) -> dict[str, Any]:
+    def _ask_alone(self, request: Callable[[], dict[str, Any]], failed: int) -> dict[str, Any]:
+        """Have a `rollout_func` ask, only in this process."""
+        if failed:
+            if self.publisher.takes_all_processes:
+                raise EngineLost("A `rollout_func` has lost the server, which takes all processes to fill.")
+            self._recover(failed)
+            self._publish()
+        return request()
+
+    def _ask(self, is_own: bool, checks_version: bool, prompts, features=None, *args, **sampling) -> dict[str, Any]:
         try:
-            completions = generate()
-            if asked is not None:
-                self._check_answer(completions, asked["prompts"], asked["n"])
+            completions = self.engine.generate(prompts, features, *args, **sampling)
+            if is_own:
+                self._check_answer(completions, prompts, sampling["n"])
         except BadAnswer as error:
             raise ServerLost(str(error)) from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -386,10 +369,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
             raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
         # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
         if checks_version:
-            self._check_weight_version(self.vllm_client.weight_version())
+            self._check_weight_version()
         return completions
 
-    def _recover(self, attempt: int) -> None:
+    def _recover(self, failed: int) -> None:
         """
         Get back to a server that can take a publication: the same one, or one that was started in its place.
 
@@ -397,7 +380,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             ServerLost: if there is none, or if starting one fails.
         """
         self.vllm_client.close_session()
-        time.sleep(min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), 30.0))
+        time.sleep(min(BACKOFF_SECONDS * 2.0 ** (failed - 1), 30.0))
         try:
             if self.server is not None and not (self.server.is_running and self.vllm_client.is_healthy()):
                 # Also where the server still runs: one whose engine has died does not end by itself. Where it does
@@ -406,9 +389,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self.server.start()
                 self.server.wait(self.vllm_client.base_url, self.server_timeout)
             self.publisher.forget()
-            if self.vllm_client.reconnect(self.server_timeout):
+            if self.engine.reconnect(self.server_timeout):
                 logger.warning("The vLLM server was restarted; all weights are published again.")
-            self.vllm_client.renew_communicator(self.accelerator.device)
         except (OSError, RuntimeError, ValueError) as error:
             raise ServerLost(str(error)) from error
-        self.engine = self.publisher.check_engine()
+        self.description = self.publisher.check_engine()

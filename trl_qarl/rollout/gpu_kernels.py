@@ -9,7 +9,6 @@ engine is asked for the kernel whose reload was rehearsed, and any other that it
 `benchmarks/rehearsal/` records what each release chooses; docs/schemes.md says what such a rehearsal cannot show.
 """
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ __all__ = [
     "choose_kernels",
     "kernel_arguments",
     "reason_against",
-    "schemes_of",
     "unexpected_kernels",
 ]
 
@@ -111,30 +109,51 @@ def reason_against(scheme: QuantScheme, gpu: Gpu) -> str | None:
     return f"scheme {scheme.name!r} does not run on {gpu}: {choice.refusal}. Choose {choice.instead}."
 
 
-def schemes_of(quantization_config: Mapping[str, Any] | None) -> list[QuantScheme]:
-    """Return the schemes of a [`~trl_qarl.checkpoint.layout.quantization_config`] that are known here; of `None` there
-    are none."""
-    groups = (quantization_config or {}).get("config_groups", {}).items()
-    return [scheme for scheme in itertools.starmap(scheme_of_group, groups) if scheme is not None]
-
-
-def kernel_arguments(quantization_config: Mapping[str, Any] | None, gpu: Gpu | None = None) -> dict[str, Any]:
+def kernel_arguments(
+    quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool, gpu: Gpu | None = None
+) -> dict[str, Any]:
     """
-    Return the arguments of `vllm.LLM` with which an engine takes the kernels of [`choose_kernels`] on `gpu`, by
-    default the one that is here. Where there is none, as for a command that another machine will run, they are those
-    of Hopper, which ask for most.
+    Return the arguments of `vllm.LLM` with which an engine takes the kernels of [`choose_kernels`]; none on a CPU.
+
+    Args:
+        quantization_config (`Mapping` or `None`):
+            From [`~trl_qarl.checkpoint.layout.quantization_config`].
+        dtype (`str`):
+            Dtype of everything that is not quantized.
+        on_cpu (`bool`):
+            Whether the engine runs on a CPU.
+        gpu ([`Gpu`], *optional*):
+            The GPU of an engine that does not. Defaults to the one that is here; without one, as for a command that
+            another machine will run, to Hopper, which runs most schemes.
+
+    Raises:
+        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for what [`choose_kernels`] refuses.
     """
+    groups = (quantization_config or {}).get("config_groups", {})
+    schemes = {name: scheme for name, group in groups.items() if (scheme := scheme_of_group(name, group)) is not None}
+    has_w4a8 = any(scheme.has_fp8_scales for scheme in schemes.values())
+    if has_w4a8 and on_cpu:
+        raise ValueError(
+            "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
+            "after its weights are reloaded. Use 'w4a8-int8', which has INT8 activations, `use_vllm=False`, or a GPU of compute capability 9.0."
+        )
+    if has_w4a8 and dtype != "bfloat16":
+        raise ValueError(
+            f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`)."
+        )
+    if on_cpu:
+        return {}
     gpu = gpu or Gpu.here() or Gpu((9, 0))
-    linear, experts = [], []
-    for name, group in (quantization_config or {}).get("config_groups", {}).items():
-        scheme = scheme_of_group(name, group)
-        if scheme is not None:
-            linear.append(choose_kernels(scheme, gpu))
-            # "Linear" stands for experts too where there are some; a dense model does not look at what is asked for
-            # them.
-            if group["targets"] == ["Linear"] or any("experts" in target for target in group["targets"]):
-                experts.append(linear[-1])
-    config = _kernel_config(linear, experts)
+    if reasons := [reason for scheme in schemes.values() if (reason := reason_against(scheme, gpu))]:
+        raise ValueError("\n".join(reasons))
+    linear = {name: choose_kernels(scheme, gpu) for name, scheme in schemes.items()}
+    # "Linear" stands for experts too where there are some; a dense model does not look at what is asked for them.
+    experts = [
+        choice
+        for name, choice in linear.items()
+        if groups[name]["targets"] == ["Linear"] or any("experts" in target for target in groups[name]["targets"])
+    ]
+    config = _kernel_config(linear.values(), experts)
     return {"kernel_config": config} if config else {}
 
 
@@ -149,17 +168,9 @@ def unexpected_kernels(
     kernels: Iterable[str], linear: Iterable[QuantScheme], experts: Iterable[QuantScheme], gpu: Gpu
 ) -> Iterator[str]:
     """
-    Yield, in words, each kernel of an engine that is not the one to expect.
-
-    Args:
-        kernels (`Iterable[str]`):
-            Class names of the kernels that run quantized linear layers and experts, as the engine reports them.
-        linear (`Iterable[QuantScheme]`):
-            Schemes of the learner's linear layers.
-        experts (`Iterable[QuantScheme]`):
-            Schemes of its experts; none where they are not quantized, whose kernels are vLLM's own affair.
-        gpu ([`Gpu`]):
-            The engine's.
+    Yield, in words, each kernel of an engine that is not the one to expect: of `kernels`, class names of those that
+    run quantized linear layers and experts, for the schemes of the learner's `linear` layers and `experts`. Experts
+    that are not quantized have none, as their kernels are vLLM's own affair.
     """
     for kernel in kernels:
         of_experts = "Experts" in kernel or "MoE" in kernel

@@ -2,7 +2,8 @@
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,26 +12,35 @@ import requests
 from requests.adapters import HTTPAdapter
 from typing_extensions import override
 
+from ..wire.protocol import PublishError
 
-__all__ = ["CheckedSession", "LocalSession", "ServerLost", "check_finished", "error_text", "is_local"]
+
+__all__ = ["CheckedSession", "LocalSession", "ServerLost", "check_finished", "error_text", "is_local", "refusals"]
 
 _CONNECT_SECONDS = 10
 
 
 class ServerLost(ConnectionError):
-    """
-    A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
-
-    Args:
-        message (`str`):
-            What failed.
-        status (`int`, *optional*):
-            The status of the answer, if there was one.
-    """
+    """A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
+    `status` is that of the answer, if there was one."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """
+    Have a request that the server refuses raise [`PublishError`]; one that it does not answer, or has not let in, is
+    lost.
+    """
+    try:
+        yield
+    except ServerLost as error:
+        if error.status in (None, 409):
+            raise
+        raise PublishError(str(error)) from error
 
 
 class LocalSession(requests.Session):
@@ -45,13 +55,7 @@ class LocalSession(requests.Session):
 class CheckedSession(LocalSession):
     """
     Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in
-    time.
-
-    Args:
-        request_timeout (`float`), generation_timeout (`float`):
-            Seconds to wait for an answer, and for completions.
-        ca_certs (`str` or `Path`, *optional*):
-            File with the certificates that vouch for the server's. Defaults to those that `requests` comes with.
+    time. Its arguments are those of [`~trl_qarl.rollout.client.QaRLClient`].
 
     Raises:
         ValueError: for a server whose certificate is not to be trusted.

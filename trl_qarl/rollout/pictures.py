@@ -21,6 +21,7 @@ from trl.generation.vllm_client import parse_logprobs
 
 from ..quantization.names import architecture
 from ..wire.describe import sample_token_ids
+from ..wire.protocol import PublishError
 from .answers import BadAnswer
 
 
@@ -29,6 +30,7 @@ __all__ = [
     "PICTURE_PATH",
     "ExpandedPrompt",
     "canary_prompt",
+    "check_prompt",
     "check_rows",
     "complete_prompts",
     "count_pictures",
@@ -109,6 +111,19 @@ def sent_ids(prompt: list[int]) -> list[int]:
     return getattr(prompt, "sent", prompt)
 
 
+def check_prompt(theirs: list[int] | None, ours: list[int]) -> None:
+    """Raise [`PublishError`] unless the prompt that an engine has computed is the learner's."""
+    if theirs != ours:
+        raise PublishError(
+            f"The engine makes another prompt of the same picture and text: {_described(theirs)}, the learner {_described(ours)}. Its image "
+            "processor, or what it was sent, is not the learner's."
+        )
+
+
+def _described(ids: list[int] | None) -> str:
+    return "nothing" if ids is None else f"{len(ids)} tokens {ids}"
+
+
 def count_pictures(prompts: Sequence[Any]) -> list[int]:
     """Return the number of pictures of each prompt."""
     messages = [prompt if isinstance(prompt, list) else [] for prompt in prompts]
@@ -119,15 +134,8 @@ def count_pictures(prompts: Sequence[Any]) -> list[int]:
 def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:
     """
     Raise a `ValueError` for rows of which some have pictures and others none, where these cannot be told apart
-    afterwards: one process has to keep grids of patches, as it does for Qwen's models.
-
-    Args:
-        counts (`list[int]`):
-            Pictures of each prompt of a generation batch, of all processes.
-        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The learner's.
-        num_processes (`int`):
-            Processes that train.
+    afterwards: one process has to keep grids of patches, as it does for Qwen's models. `counts` has the pictures of
+    each prompt of a generation batch, of all processes.
     """
     if 0 not in counts or not any(counts):
         return
@@ -147,17 +155,8 @@ def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int)
 def expanded_prompts(
     prompt_ids: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Any
 ) -> list[ExpandedPrompt]:
-    """
-    Return the prompts of a rollout, also as they are sent.
-
-    Args:
-        prompt_ids (`list[list[int]]`):
-            Token ids from the processor.
-        texts (`list[str]`):
-            The same prompts as text, from the chat template: with one placeholder for each picture.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The processor's.
-    """
+    """Return the prompts of a rollout from the processor's token ids, and from the chat template's texts, which have
+    one placeholder for each picture."""
     prompts = []
     for ids, text in zip(prompt_ids, texts, strict=True):
         # As processors do: the template has written the first special token, or the tokenizer does.
@@ -192,20 +191,9 @@ def draw_again(
     draw: Callable[[list[int]], Sequence[_Output]],
 ) -> list[_Output]:
     """
-    Replace completions in which the placeholder of a picture was sampled, which the learner would take for a picture.
-
-    What is left is drawn from the policy on condition that it has none. A trained model gives a placeholder no weight;
-    one with random weights and a small vocabulary does.
-
-    Args:
-        outputs (`list`):
-            Completions.
-        tokens_of (`Callable`):
-            Gives the token ids of one.
-        placeholders (`frozenset[int]`):
-            Token ids that must not be in it.
-        draw (`Callable`):
-            Gives other completions for those at the places in a list.
+    Replace completions in which the placeholder of a picture was sampled, which the learner would take for a picture:
+    `draw` gives others for those at the places in a list. A trained model gives a placeholder no weight; one with
+    random weights and a small vocabulary does.
 
     Raises:
         BadAnswer: if there is one after [`MAX_DRAWS`] attempts.
@@ -245,19 +233,8 @@ def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -
 
 
 def picture_request(model: str, prompt: list[int], pictures: Sequence[Any] | None, **sampling: Any) -> dict[str, Any]:
-    """
-    Return the body of a request to [`PICTURE_PATH`], whose answer has the expanded prompt.
-
-    Args:
-        model (`str`):
-            The server's name for its model.
-        prompt (`list[int]`):
-            Token ids, an [`ExpandedPrompt`] where there are pictures.
-        pictures (`list[PIL.Image.Image]`, *optional*):
-            Its pictures.
-        sampling:
-            Parameters of `vllm.SamplingParams`.
-    """
+    """Return the body of a request to [`PICTURE_PATH`], whose answer has the expanded prompt. `model` is the server's
+    name for its model, `sampling` are parameters of `vllm.SamplingParams`."""
     body = {
         "model": model,
         "token_ids": list(sent_ids(prompt)),
@@ -279,21 +256,8 @@ def complete_prompts(
     sampling: Mapping[str, Any],
     placeholders: frozenset[int],
 ) -> dict[str, Any]:
-    """
-    Have a server complete prompts, and return what TRL's client returns, with the server's prompts.
-
-    Args:
-        post (`Callable`):
-            Sends a body to [`PICTURE_PATH`] as `json` and returns the answer.
-        model (`str`):
-            The server's name for its model.
-        prompts (`list[list[int]]`), pictures (`list`):
-            Token ids and the pictures, or `None`, of each.
-        sampling (`Mapping[str, Any]`):
-            Parameters of `vllm.SamplingParams`, with `n`, the completions of each prompt.
-        placeholders (`frozenset[int]`):
-            Token ids that stand for pictures.
-    """
+    """Have a server complete prompts, and return what TRL's client returns, with the server's prompts. `post` sends a
+    body to [`PICTURE_PATH`]; the rest is that of [`picture_request`], of several prompts."""
     num_each = sampling["n"]
 
     def draw(place: int, count: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 Publication: after an optimizer step, give the engine exactly the low-bit tensors the learner computes with.
 
 [`Publisher`] walks the model layer by layer, takes the fingerprint of every tensor, skips decoder layers in which
-nothing changed, and hands chunks of bounded size to a [`Transport`]. The engine then compares what it holds with the
+nothing changed, and sends the rest in chunks of bounded size. The engine then compares what it holds with the
 fingerprints of *all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and refuses to generate if anything differs.
 """
 
@@ -34,8 +34,8 @@ from ..wire.fingerprint import fingerprints as fingerprints_of
 from ..wire.patches import PatchBook
 from ..wire.protocol import is_adapter_tensor, load_order
 from .canary import Canary
+from .engine import Engine, Tensors, num_bytes_of
 from .gpu_kernels import Gpu, reason_against, unexpected_kernels
-from .transports import Tensors, Transport, num_bytes_of
 
 
 __all__ = ["Publisher", "largest_chunk"]
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 
 class Publisher:
     """
-    Publishes one model through one transport.
+    Publishes one model to one engine.
 
     Args:
         model (`nn.Module`):
             The learner, prepared by [`prepare_model`] or unquantized.
         dtype (`torch.dtype`):
             Dtype in which the engine runs the model; tensors that are not quantized are rounded to it.
-        transport ([`Transport`], *optional*):
-            The way to the engine; `None` in a process that only takes part in gathering ([`~Publisher.join`]).
+        engine ([`Engine`], *optional*):
+            `None` in a process that only takes part in gathering ([`~Publisher.join`]).
         tokenizer ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each
             publication.
@@ -68,13 +68,13 @@ class Publisher:
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, transport: Transport | None, tokenizer=None, delta: bool = False
+        self, model: nn.Module, dtype: torch.dtype, engine: Engine | None, tokenizer=None, delta: bool = False
     ):
         if problem := problem_of_mixture(Inventory.of(model)):
             raise NotImplementedError(problem)
         self.model = model
         self.dtype = dtype
-        self.transport = transport
+        self.engine = engine
         self.processing_class = tokenizer
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.canary = Canary(model, dtype, tokenizer)
@@ -98,31 +98,31 @@ class Publisher:
         Raises:
             ValueError: naming both values of everything that differs.
         """
-        engine = self.transport.describe()
+        theirs = self.engine.describe()
         inventory = Inventory.of(self.model)
-        problems = config_differences(quantization_config(inventory), engine["quantization_config"])
+        problems = config_differences(quantization_config(inventory), theirs["quantization_config"])
         for name, value in (
             ("dtype", str(self.dtype).removeprefix("torch.")),
             ("logprobs_mode", "processed_logprobs"),
         ):
-            if engine[name] != value:
-                problems.append(f"{name}: learner {value!r}, engine {engine[name]!r}")
+            if theirs[name] != value:
+                problems.append(f"{name}: learner {value!r}, engine {theirs[name]!r}")
         config = getattr(self.model, "config", None)
         if config is not None:
             ours = describe_model(config.get_text_config())
-            problems += model_differences("model", ours, engine.get("model") or {})
+            problems += model_differences("model", ours, theirs.get("model") or {})
             image_processor = getattr(self.processing_class, "image_processor", None)
             ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
-            problems += model_differences("pictures", ours, engine.get("pictures") or {})
+            problems += model_differences("pictures", ours, theirs.get("pictures") or {})
         if self.tokenizer is not None:
             ours = describe_tokenizer(self.tokenizer)
-            problems += model_differences("tokenizer", ours, engine.get("tokenizer") or {})
-        problems += [*_unsupported_settings(engine), *adapter_problems(self.model, engine)]
-        problems += _kernel_problems(inventory, engine)
+            problems += model_differences("tokenizer", ours, theirs.get("tokenizer") or {})
+        problems += [*_unsupported_settings(theirs), *adapter_problems(self.model, theirs)]
+        problems += _kernel_problems(inventory, theirs)
         has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in inventory.layers.values())
-        if has_fp8_scales and engine["tensor_parallel_size"] != 1:
+        if has_fp8_scales and theirs["tensor_parallel_size"] != 1:
             problems.append(
-                f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {engine['tensor_parallel_size']}: vLLM would round the "
+                f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {theirs['tensor_parallel_size']}: vLLM would round the "
                 "scales of each shard on its own"
             )
         if problems:
@@ -132,7 +132,7 @@ class Publisher:
                 + "\nStart it with `trl-qarl "
                 "vllm-serve` and the same model, tokenizer, scheme, group_size, exclude_modules and dtype."
             )
-        return engine
+        return theirs
 
     def publish(self, weight_version: str) -> dict[str, float]:
         """
@@ -163,7 +163,7 @@ class Publisher:
             # Finish the collectives: the other ranks do not know of the failure.
             for _ in layers if self.takes_all_processes else ():
                 pass
-        canary = self.canary.compare(learner, self.transport)
+        canary = self.canary.compare(learner, self.engine)
         self._published = fingerprints
         return {
             "publish/seconds": time.perf_counter() - start,
@@ -186,7 +186,7 @@ class Publisher:
         sent."""
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
-        lost = self.transport.begin() or []
+        lost = self.engine.begin() or []
         if self._patches is not None:
             published = self._begin_patches(published)
         changed = [name for name in lost if published.pop(name, None) is not None]
@@ -196,25 +196,25 @@ class Publisher:
                 ", ".join(sorted({_layer_of(name) for name in changed})),
             )
             # Keys and values of corrupt weights stay in blocks that attention reads whole, and 0 times NaN is NaN.
-            self.transport.clear_cache()
+            self.engine.clear_cache()
         chunk: Tensors = []
         for layer in self._changed_layers(layers, published, fingerprints):
             num_tensors += len(layer)
             layer = self._pack(layer)
             if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
-                self.transport.send(chunk)
+                self.engine.send(chunk)
                 chunk = []
             chunk += layer
             num_bytes += num_bytes_of(layer)
         if chunk:
-            self.transport.send(chunk)
-        self.transport.finish(fingerprints, weight_version)
+            self.engine.send(chunk)
+        self.engine.finish(fingerprints, weight_version)
         return num_bytes, num_tensors
 
     def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
         """Return nothing where the engine does not hold exactly what it has confirmed, as one that was started again:
         all is sent."""
-        if self.transport.keep_copy() != base_digest(published):
+        if self.engine.keep_copy() != base_digest(published):
             published = {}
         self._patches.confirm(published)
         return published

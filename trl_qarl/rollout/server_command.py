@@ -7,79 +7,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
+from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir
-from .gpu_kernels import Gpu, kernel_arguments, reason_against, schemes_of
+from .gpu_kernels import Gpu
+from .spec import EngineSpec
 
 
-__all__ = ["LOCAL_HOSTS", "build_server_command", "check_engine_runs", "cpu_environment"]
+__all__ = ["LOCAL_HOSTS", "build_server_command", "cpu_environment"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Addresses at which only the server's own host reaches it."""
 
-_NO_DRAFT = "no weights are published to a draft model"
-
-_LORA = "it follows from --max_lora_rank"
-
-_SOME_EXPERTS = "a rank holds some experts, and the audit sees whole models only"
-
-_PICTURES = "a picture must become what it is in the learner"
-
-_ONE_SERVER = "all replicas must be behind one server, which takes the weights; use only --data-parallel-size"
-
-# vLLM options that are set here or left at their defaults, with the reason why a user may not set them.
-_IMPOSED = {
-    "--load-format": "weights come from the trainer",
-    "--hf-overrides": "it carries the scheme",
-    "--quantization": "it follows from --scheme",
-    "-q": "it follows from --scheme",
-    "--logprobs-mode": "the learner compares with log-probs after temperature",
-    "--weight-transfer-config": "it names the engine that receives the weights",
-    "--worker-extension-cls": "it carries the audit",
-    "--enable-sleep-mode": "a server that sleeps forgets its weights without the trainer knowing",
-    "--root-path": "the gate looks at paths",
-    "--api-server-count": "the gate that refuses to generate with unpublished weights lives in one API process",
-    "--config": "the file could hold any of the options that are set here; give its options one by one",
-    "--quantization-config": "it follows from --scheme",
-    "--kv-cache-dtype": "the learner does not round keys and values, which in FP8 moves log-probs by 0.1 nats per token (docs/vllm.md)",
-    "--generation-config": "the trainer decides how tokens are sampled",
-    "--override-generation-config": "the trainer decides how tokens are sampled",
-    "--speculative-config": _NO_DRAFT,
-    "-sc": _NO_DRAFT,
-    "--spec-method": _NO_DRAFT,
-    "--spec-model": _NO_DRAFT,
-    "--spec-tokens": _NO_DRAFT,
-    "--pipeline-parallel-size": "a stage holds a part of the model, and the audit sees whole models only",
-    "-pp": "a stage holds a part of the model, and the audit sees whole models only",
-    "--enable-expert-parallel": _SOME_EXPERTS,
-    "--mm-device-do-normalize": _PICTURES,
-    "--no-mm-device-do-normalize": _PICTURES,
-    "--mm-processor-kwargs": _PICTURES,
-    "--mm-encoder-attn-dtype": _PICTURES,
-    "--mm-encoder-tp-mode": "the audit compares the weights of each rank, so ranks do not share pictures out",
-    "-ep": _SOME_EXPERTS,
-    "--enable-eplb": _SOME_EXPERTS,
-    "--enable-lora": _LORA,
-    "--max-loras": _LORA,
-    "--max-cpu-loras": _LORA,
-    "--max-lora-rank": _LORA,
-    "--lora-target-modules": _LORA,
-    "--lora-dtype": "an adapter has the dtype of the model, as in the learner",
-    "--lora-modules": "the adapter comes from the trainer",
-    "--default-mm-loras": "the adapter comes from the trainer",
-    "--data-parallel-rank": _ONE_SERVER,
-    "-dpn": _ONE_SERVER,
-    "--data-parallel-start-rank": _ONE_SERVER,
-    "-dpr": _ONE_SERVER,
-    "--data-parallel-hybrid-lb": _ONE_SERVER,
-    "-dph": _ONE_SERVER,
-    "--data-parallel-external-lb": _ONE_SERVER,
-    "-dpe": _ONE_SERVER,
-    "--data-parallel-multi-port-external-lb": _ONE_SERVER,
-    "-dpm": _ONE_SERVER,
-    "--data-parallel-backend": "Ray starts processes that do not know where weights arrive",
-    "-dpb": "Ray starts processes that do not know where weights arrive",
+# Options of vLLM that are set here or left at their defaults, by the reason why a user may not set them.
+_REASONS = {
+    "weights come from the trainer": "--load-format",
+    "it carries the scheme": "--hf-overrides",
+    "it follows from --scheme": "--quantization -q --quantization-config",
+    "the learner compares with log-probs after temperature": "--logprobs-mode",
+    "it names the engine that receives the weights": "--weight-transfer-config",
+    "it carries the audit": "--worker-extension-cls",
+    "a server that sleeps forgets its weights without the trainer knowing": "--enable-sleep-mode",
+    "the gate looks at paths": "--root-path",
+    "the gate that refuses to generate with unpublished weights lives in one API process": "--api-server-count",
+    "the file could hold any of the options that are set here; give its options one by one": "--config",
+    "the learner does not round keys and values, which in FP8 moves log-probs by 0.1 nats per token (docs/vllm.md)": "--kv-cache-dtype",
+    "the trainer decides how tokens are sampled": "--generation-config --override-generation-config",
+    "no weights are published to a draft model": "--speculative-config -sc --spec-method --spec-model --spec-tokens",
+    "a stage holds a part of the model, and the audit sees whole models only": "--pipeline-parallel-size -pp",
+    "a rank holds some experts, and the audit sees whole models only": "--enable-expert-parallel -ep --enable-eplb",
+    "a picture must become what it is in the learner": (
+        "--mm-device-do-normalize --no-mm-device-do-normalize --mm-processor-kwargs --mm-encoder-attn-dtype"
+    ),
+    "the audit compares the weights of each rank, so ranks do not share pictures out": "--mm-encoder-tp-mode",
+    "it follows from --max_lora_rank": "--enable-lora --max-loras --max-cpu-loras --max-lora-rank --lora-target-modules",
+    "an adapter has the dtype of the model, as in the learner": "--lora-dtype",
+    "the adapter comes from the trainer": "--lora-modules --default-mm-loras",
+    "all replicas must be behind one server, which takes the weights; use only --data-parallel-size": (
+        "--data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-hybrid-lb -dph "
+        "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm"
+    ),
+    "Ray starts processes that do not know where weights arrive": "--data-parallel-backend -dpb",
 }
+_IMPOSED = {option: reason for reason, options in _REASONS.items() for option in options.split()}
 
 
 def _reason_against(argument: str) -> str | None:
@@ -113,92 +82,34 @@ def cpu_environment() -> dict[str, str]:
     }
 
 
-def check_engine_runs(
-    quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool, gpu: Gpu | None = None
-) -> None:
-    """
-    Raise for a scheme that vLLM cannot run here, before it is started.
-
-    Args:
-        quantization_config (`Mapping` or `None`):
-            From [`~trl_qarl.checkpoint.layout.quantization_config`].
-        dtype (`str`):
-            Dtype of everything that is not quantized.
-        on_cpu (`bool`):
-            Whether the engine runs on a CPU.
-        gpu ([`Gpu`], *optional*):
-            The GPU of an engine that does not. Defaults to the one that is here; without one, to Hopper, which runs
-            most schemes.
-
-    Raises:
-        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for what [`choose_kernels`] refuses.
-    """
-    schemes = schemes_of(quantization_config)
-    has_w4a8 = any(scheme.has_fp8_scales for scheme in schemes)
-    if has_w4a8 and on_cpu:
-        raise ValueError(
-            "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
-            "after its weights are reloaded. Use 'w4a8-int8', which has INT8 activations, `use_vllm=False`, or a GPU of compute capability 9.0."
-        )
-    if has_w4a8 and dtype != "bfloat16":
-        raise ValueError(
-            f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`)."
-        )
-    gpu = None if on_cpu else gpu or Gpu.here() or Gpu((9, 0))
-    if gpu is not None and (reasons := [reason for scheme in schemes if (reason := reason_against(scheme, gpu))]):
-        raise ValueError("\n".join(reasons))
-
-
 def build_server_command(
-    model: str,
-    quantization_config: Mapping[str, Any] | None,
+    spec: EngineSpec,
     *,
-    dtype: str = "bfloat16",
     host: str = "127.0.0.1",
     port: int = 8000,
     on_cpu: bool = False,
     transport: str | None = None,
     transfer_dir: str | Path | None = None,
-    max_lora_rank: int | None = None,
-    lora_modules: Sequence[str] = (),
-    numerics: str = "fast",
     gpu: Gpu | None = None,
-    takes_pictures: bool = False,
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
     Command line and environment of vLLM's own OpenAI server, ready for a trainer.
 
     Args:
-        model (`str`):
-            Hub id or directory of the model; its configuration and tokenizer are read, its weights are not.
-        quantization_config (`Mapping` or `None`):
-            From [`~trl_qarl.checkpoint.layout.quantization_config`]; `None` for an unquantized engine.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`):
-            Dtype of everything that is not quantized; the learner's.
+        spec ([`EngineSpec`]):
+            Of the learner.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
             Address to listen on.
         port (`int`, *optional*, defaults to `8000`):
             Port to listen on.
-        on_cpu (`bool`, *optional*, defaults to `False`):
-            Whether the engine runs on a CPU.
+        on_cpu (`bool`, *optional*, defaults to `False`), gpu ([`Gpu`], *optional*):
+            What the engine runs on. The GPU defaults to the one that is here.
         transport (`str`, *optional*):
             `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and where only this host can reach the server; to
             `"nccl"` else.
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
-        max_lora_rank (`int`, *optional*):
-            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.checkpoint.serving.ENGINE_RANKS`]; none
-            without.
-        lora_modules (`Sequence[str]`, *optional*):
-            Last components of the names of the layers that may have an adapter.
-        numerics (`str`, *optional*, defaults to `"fast"`):
-            The learner's. On a GPU `"engine"` gives a slower engine, whose arithmetic the learner can repeat
-            ([`trl_qarl.numerics.cuda`]); on a CPU every engine is one.
-        gpu ([`Gpu`], *optional*):
-            The GPU that the engine runs on. Defaults to the one that is here.
-        takes_pictures (`bool`, *optional*, defaults to `False`):
-            Whether the model is one of pictures and text.
         vllm_args (`Sequence[str]`, *optional*):
             Further arguments of `vllm serve`.
 
@@ -209,7 +120,7 @@ def build_server_command(
         ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run
             here.
     """
-    check_engine_runs(quantization_config, dtype, on_cpu, gpu)
+    arguments = spec.arguments(on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")
     if transport not in ("file", "nccl"):
         raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
@@ -218,41 +129,35 @@ def build_server_command(
     for argument in vllm_args:
         if argument.startswith("-") and (reason := _reason_against(argument)):
             raise ValueError(f"{argument.partition('=')[0]} is set by trl-qarl: {reason}. Remove it.")
-    backend = FILE_BACKEND if transport == "file" else NCCL_BACKEND
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    argv += ["--model", model, "--host", host, "--port", str(port), "--dtype", dtype]
-    argv += ["--load-format", "dummy"]
-    if quantization_config:
-        argv += ["--hf-overrides", json.dumps({"quantization_config": quantization_config})]
-    # -1: a deep audit asks for the log-probs of a whole prompt.
-    argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    argv += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    argv += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", GATE]
-    if max_lora_rank is not None:
-        argv += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_lora_rank)]
-        argv += ["--lora-target-modules", *lora_modules]
-    if takes_pictures:
-        # Pictures come with token ids, and the processor normalizes them as the learner's does.
-        argv += [
-            "--enable-scale-out",
-            "--no-mm-device-do-normalize",
-            "--limit-mm-per-prompt",
-            json.dumps({"video": 0}),
-        ]
+    arguments |= {
+        "host": host,
+        "port": port,
+        # A deep audit asks for the log-probs of a whole prompt.
+        "max_logprobs": -1,
+        "weight_transfer_config": {"backend": FILE_BACKEND if transport == "file" else NCCL_BACKEND},
+        "middleware": GATE,
+    }
+    if spec.pictures:
+        # They come with token ids.
+        arguments["enable_scale_out"] = True
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if transport == "file":
         environment[TRANSFER_DIR_VARIABLE] = str(transfer_dir or default_transfer_dir(port))
     if on_cpu:
-        # Compiling takes minutes there, and the compiled graph would not see the learner's kernels.
-        argv += ["--enforce-eager"]
         environment |= cpu_environment()
-    else:
-        for name, value in kernel_arguments(quantization_config, gpu).items():
-            argv += [f"--{name.replace('_', '-')}", json.dumps(value)]
-        if numerics == "engine":
-            from ..numerics import cuda
+    elif spec.numerics == "engine":
+        from ..numerics import cuda
 
-            environment |= cuda.ENVIRONMENT
-            for name, value in cuda.ENGINE_ARGUMENTS.items():
-                argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        environment |= cuda.ENVIRONMENT
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in arguments.items():
+        argv += _as_option(name.replace("_", "-"), value)
     return [*argv, *vllm_args], environment
+
+
+def _as_option(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, Mapping):
+        return [f"--{name}", json.dumps(value)]
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

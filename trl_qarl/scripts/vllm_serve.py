@@ -82,26 +82,25 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
         import torch
 
-        from ..checkpoint.serving import engine_rank
+        from ..adapters.engine import arguments_for
         from ..rollout.pictures import engine_arguments
         from ..rollout.publisher import largest_chunk
+        from ..rollout.spec import EngineSpec
 
         model = _shapes(args)
         chunk = largest_chunk(model, getattr(torch, args.dtype))
-        takes_pictures, layers = bool(engine_arguments(model)), _linear_layers(model) if args.max_lora_rank else ()
+        pictures = engine_arguments(model)
+        lora = arguments_for(args.max_lora_rank, _linear_layers(model)) if args.max_lora_rank else {}
+        spec = EngineSpec(
+            args.model, _quantization_config(args, model), args.dtype, lora, pictures, numerics=args.numerics
+        )
         argv, environment = build_server_command(
-            args.model,
-            _quantization_config(args, model),
-            dtype=args.dtype,
+            spec,
             host=args.host,
             port=args.port,
             on_cpu=not torch.cuda.is_available(),
             transport=args.transport,
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, chunk),
-            max_lora_rank=args.max_lora_rank and engine_rank(args.max_lora_rank),
-            lora_modules=layers,
-            numerics=args.numerics,
-            takes_pictures=takes_pictures,
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
     environment[CPU_WEIGHTS_VARIABLE] = args.cpu_weights

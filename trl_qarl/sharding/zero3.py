@@ -10,6 +10,8 @@ Partitioned parameters are detected by their attributes, because DeepSpeed is op
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +46,16 @@ class Slices(Storage):
         return tensor.ds_tensor
 
     @override
+    @contextmanager
+    def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
+        held = tensor.ds_tensor.data
+        _put(tensor, local)
+        try:
+            yield
+        finally:
+            _put(tensor, held)
+
+    @override
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, which has no
         gradient."""
@@ -57,6 +69,16 @@ class Slices(Storage):
 
 
 BACKENDS.append(Slices())
+
+
+def _put(tensor: Any, local: torch.Tensor) -> None:
+    """Have `local` be this process' slice, also where DeepSpeed keeps the whole parameter, as it does small ones."""
+    is_whole = tensor.ds_status.name == "AVAILABLE"
+    if is_whole:
+        tensor.partition()
+    tensor.ds_tensor.data = local
+    if is_whole:
+        tensor.all_gather()
 
 
 def forget_order(engine: Any) -> None:

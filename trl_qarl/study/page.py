@@ -27,6 +27,7 @@ _WORDS = {"fine": "fine", "watch": "look at it", "bad": "not healthy", "": ""}
 _TIMES = {
     "step_time": "update without optimizer, s",
     "rollout/seconds": "rollout, s",
+    "rollout/wait_seconds": "waiting for a rollout drawn ahead, s",
     "publish/seconds": "weight sync, s",
     "step/scoring_seconds": "rewards and log-probs of a rollout, s",
     "step/forward_backward_seconds": "forward and backward, s",

@@ -174,17 +174,10 @@ class Recorder(TrainerCallback):
     def observe_staleness(self, now: torch.Tensor, batch: Batch) -> None:
         """Measure how far the learner has gone from the weights that drew a batch: `now`, `(B, T)`, are its log-probs
         when it begins with the batch or a micro-batch, whose old log-probs are of the weights that drew it."""
-        old, mask = batch.old_per_token_logps, batch.mask
-        sums, maximum = mismatch_sums(now, old, mask)
-        weights = self.accelerator.gather(mismatch_weight(now, old, mask, self.args.mismatch_cap))
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        measured = mismatch_metrics(sums, self.accelerator.gather(maximum).max(), weights)
-        staleness = {
-            name.replace("mismatch/", "staleness/"): value
-            for name, value in measured.items()
-            if name not in ("mismatch/unknown_tokens", "mismatch/k1")
-        }
-        self.log(staleness)
+        measured, _ = self._compare(now, batch.old_per_token_logps, batch.mask)
+        for name in ("mismatch/unknown_tokens", "mismatch/k1"):
+            measured.pop(name, None)
+        self.log({name.replace("mismatch/", "staleness/"): value for name, value in measured.items()})
 
     def _add_to_row(self, values: Mapping[str, float]) -> None:
         self._batches[-1] |= values
@@ -192,33 +185,33 @@ class Recorder(TrainerCallback):
             # Apart, as a row of the log is a mean over batches.
             self.log({f"{name}/{self._precision}": values[name] for name in _BY_BITS if name in values})
 
+    def _compare(
+        self, ours: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[dict[str, float], torch.Tensor]:
+        """Return the [`mismatch_metrics`] of two log-probs `(B, T)` over all processes, and the weights of all
+        sequences."""
+        sums, maximum = mismatch_sums(ours, theirs, mask)
+        weights = self.accelerator.gather(mismatch_weight(ours, theirs, mask, self.args.mismatch_cap))
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        return mismatch_metrics(sums, self.accelerator.gather(maximum).max(), weights), weights
+
     def _mismatch(self, batch: Batch, ratio: torch.Tensor | None) -> dict[str, float]:
         old, sampling, mask = batch.rollout
-        sums, maximum = mismatch_sums(old, sampling, mask)
+        metrics, weights = self._compare(old, sampling, mask)
         splits, maxima = split_sums(old, sampling, batch.advantages, mask)
-        if sums.device.type == "mps":
-            sums, splits, maxima = sums.float(), splits.float(), maxima.float()
-        weights = self.accelerator.gather(mismatch_weight(old, sampling, mask, self.args.mismatch_cap))
-        advantages = self.accelerator.gather(batch.advantages)
         maxima = self.accelerator.gather(maxima).view(-1, len(maxima)).amax(0)
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        splits = self.accelerator.reduce(splits, reduction="sum")
-        maximum = self.accelerator.gather(maximum).max()
-        metrics = {
-            **mismatch_metrics(sums, maximum, weights),
-            **split_metrics(splits, maxima),
-            **weight_metrics(weights, advantages),
-        }
+        metrics |= split_metrics(self.accelerator.reduce(splits, reduction="sum"), maxima)
+        metrics |= weight_metrics(weights, self.accelerator.gather(batch.advantages))
         if ratio is not None and self._objective.rejects(self.args):
             counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
             metrics["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
         return metrics
 
-    def probe(self, output: dict[str, Any], step: int, engine: Callable[..., Any] | None) -> None:
+    def probe(self, output: dict[str, Any], step: int, engine: Any) -> None:
         """
         Compare learner and engine over the whole vocabulary on the first few completions of a generation batch, where
-        it is time to after `step` updates. `engine` is [`~trl_qarl.rollout.scoring.prompt_log_probs`]; `None` where
-        the learner generates.
+        it is time to after `step` updates. `engine` is the [`~trl_qarl.rollout.engine.Engine`]; without one the
+        learner generates.
         """
         every = self.args.mismatch_probe_steps
         is_server = self.args.use_vllm and self.args.vllm_mode == "server"
@@ -257,13 +250,13 @@ class Recorder(TrainerCallback):
             return learner_log_probs(self.model, torch.tensor(ids, device=self.accelerator.device), count)
 
     def _compare_with_engine(
-        self, ids: list[int], count: int, engine: Callable[..., Any] | None, learner_logps: torch.Tensor | None
+        self, ids: list[int], count: int, engine: Any, learner_logps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.accelerator.device
         if learner_logps is None:
             learner_logps = self._learner_log_probs(ids, count)
         if engine is not None:
-            engine_ids, engine_logps = likeliest(engine([ids], TOP_K)[0][-count:])
+            engine_ids, engine_logps = likeliest(engine.log_probs([ids], TOP_K)[0][-count:])
         else:
             with quantized_forward(self.model):
                 engine_ids, engine_logps = top_log_probs(self._learner_log_probs(ids, count))

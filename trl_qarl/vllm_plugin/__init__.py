@@ -36,7 +36,7 @@ def register() -> None:
     if take_token() or TOKEN_FILE_VARIABLE in os.environ:
         hear_every_replica()
     _end_with_parent()
-    for backend, name in ((FILE_BACKEND, "FileEngine"), (NCCL_BACKEND, "NCCLEngine")):
+    for backend, name in ((FILE_BACKEND, "FileChannel"), (NCCL_BACKEND, "NCCLChannel")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)
     if current_platform.is_cpu():

@@ -1,7 +1,7 @@
 """
 Reloads of a model that runs in vLLM: load a learner's tensors, and check what arrived and where it lies.
 
-One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_expect` with the
+One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_finish` with the
 fingerprints of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer
 in checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
 

@@ -31,7 +31,7 @@ from .uploads import Uploads
 __all__ = ["WORKER_METHODS", "PublicationGate"]
 
 # Methods that `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
-WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_expect", "qarl_keep_copy"])
+WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_finish", "qarl_keep_copy"])
 
 # Methods that change nothing in any of vLLM's routes.
 _READING_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])

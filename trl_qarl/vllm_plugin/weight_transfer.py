@@ -25,7 +25,7 @@ from .adapters import on_bare_model
 from .audited_reload import AuditedReload
 
 
-__all__ = ["FileEngine", "NCCLEngine"]
+__all__ = ["FileChannel", "NCCLChannel"]
 
 
 @dataclass
@@ -44,7 +44,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     file: str
 
 
-class FileEngine(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+class FileChannel(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     """Takes weights from safetensors files in one directory, shared memory or a shared filesystem."""
 
     init_info_cls = FileInitInfo
@@ -74,7 +74,7 @@ class FileEngine(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInf
         """Nothing to close."""
 
 
-class NCCLEngine(AuditedReload, NCCLWeightTransferEngine):
+class NCCLChannel(AuditedReload, NCCLWeightTransferEngine):
     """vLLM's NCCL transfer with the same checks."""
 
     @on_bare_model

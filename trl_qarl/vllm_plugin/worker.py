@@ -113,7 +113,7 @@ class WorkerExtension:
             for tensor in cache if isinstance(cache, list | tuple) else [cache]:
                 tensor.zero_()
 
-    def qarl_expect(self, fingerprints: dict[str, str]) -> None:
+    def qarl_finish(self, fingerprints: dict[str, str]) -> None:
         """Say what a complete publication consists of."""
         engine = self.weight_transfer_engine
         serve_adapter(self.model_runner, engine.activate_adapter, engine.adapter)

@@ -23,16 +23,8 @@ __all__ = [
 
 
 def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """
-    Return what differs between two `quantization_config` entries in a way that changes numbers, as
-    `"setting: ours, theirs"`.
-
-    Args:
-        ours (`Mapping[str, Any]`):
-            The learner's, from [`~trl_qarl.checkpoint.layout.quantization_config`]; empty for an unquantized model.
-        theirs (`Mapping[str, Any]`):
-            The engine's.
-    """
+    """Return what differs between the `quantization_config` of learner and engine, empty for an unquantized model, in
+    a way that changes numbers, as `"setting: ours, theirs"`."""
     lines = []
     for name in ("quant_method", "format"):
         if ours.get(name) != theirs.get(name):
@@ -132,13 +124,8 @@ _NOT_NUMERIC = frozenset(
 
 
 def describe_model(config) -> dict[str, Any]:
-    """
-    Return what of a model's configuration decides the numbers that it computes, as JSON has it.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the text model (`get_text_config()`), or of a vision tower.
-    """
+    """Return what of the configuration of a text model (`get_text_config()`), or of a vision tower, decides its
+    numbers, as JSON has it."""
     settings = {
         name: value
         for name, value in config.to_dict().items()
@@ -153,14 +140,7 @@ def describe_model(config) -> dict[str, Any]:
 def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:
     """
     Return what decides the numbers that a model computes from a picture, as JSON has it; empty for a model of text.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the whole model.
-        image_processor ([`~transformers.BaseImageProcessor`], *optional*):
-            What makes tensors of pictures.
-        engine (`Mapping[str, Any]`):
-            Options of an engine's `MultiModalConfig`; the learner's are [`PICTURE_OPTIONS`].
+    `engine` has options of vLLM's `MultiModalConfig`, of which the learner's are [`PICTURE_OPTIONS`].
     """
     vision = getattr(config, "vision_config", None)
     if vision is None or image_processor is None:

@@ -46,13 +46,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 @torch.no_grad()
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """
-    Return the [`fingerprint`] of each tensor by its name, and wait for each of their devices once.
-
-    Args:
-        tensors (`Iterable[tuple[str, torch.Tensor]]`):
-            Names and tensors of any dtype, shape and device.
-    """
+    """Return the [`fingerprint`] of each tensor by its name, and wait for each of their devices once."""
     described, sums = {}, {}
     for name, tensor in tensors:
         described[name] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -156,15 +150,8 @@ def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, 
 
 def fingerprint_differences(expected: Mapping[str, str], received: Mapping[str, str], limit: int = 5) -> list[str]:
     """
-    Return what differs between the fingerprints a learner announced and those an engine computed, one line per tensor.
-
-    Args:
-        expected (`Mapping[str, str]`):
-            The learner's, by checkpoint name.
-        received (`Mapping[str, str]`):
-            The engine's, by checkpoint name.
-        limit (`int`, *optional*, defaults to `5`):
-            Longest number of lines of each kind.
+    Return what differs between the fingerprints a learner announced and those an engine computed, by checkpoint name,
+    one line per tensor, and at most `limit` lines of each kind.
     """
     missing = [f"{name}: the engine received nothing" for name in expected.keys() - received.keys()]
     unknown = [f"{name}: the learner did not announce it" for name in received.keys() - expected.keys()]

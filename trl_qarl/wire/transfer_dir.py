@@ -40,14 +40,9 @@ def transfer_bases() -> list[Path]:
 
 def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
     """
-    Shared memory where it has room, else the temporary directory, else the one with more room; one directory per user
-    and port. Containers often have 64 MiB of shared memory, less than one chunk of weights.
-
-    Args:
-        port (`int`):
-            Port of the server.
-        num_bytes (`int`, *optional*, defaults to `0`):
-            Size of the largest chunk.
+    Return shared memory where it has room for the largest chunk, `num_bytes`, else the temporary directory, else the
+    one with more room; one directory per user and port. Containers often have 64 MiB of shared memory, less than one
+    chunk of weights.
     """
     bases = transfer_bases()
     free = [shutil.disk_usage(base).free for base in bases]
@@ -125,15 +120,8 @@ def owned_prefix() -> str:
 
 
 def remove_leftovers(directory: str | Path, also: str | None = None) -> None:
-    """
-    Remove from `directory` what trainers of this user left that were killed on this host.
-
-    Args:
-        directory (`str` or `Path`):
-            A transfer directory, or the one in which they are.
-        also (`str`, *optional*):
-            What comes after the prefix in names that nobody alive can use, whoever made them.
-    """
+    """Remove from a transfer directory, or the one in which they are, what trainers of this user left that were killed
+    on this host, and names with `also` after their prefix, which nobody alive can use, whoever made them."""
     for path in Path(directory).glob("trl-qarl-*"):
         name = _OWNED.fullmatch(path.name)
         if name is None:

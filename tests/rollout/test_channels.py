@@ -8,8 +8,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from trl_qarl.rollout import transports
-from trl_qarl.rollout.transports import FileTransport
+from trl_qarl.rollout import channels
+from trl_qarl.rollout.channels import FileChannel
+from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.wire.protocol import PublishError
 from trl_qarl.wire.transfer_dir import owned_prefix
 
@@ -37,7 +38,7 @@ class Client:
 def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
     client, umask = Client(tmp_path), os.umask(0o022)
     try:
-        transport, mine = FileTransport(client), tmp_path / "model.safetensors"
+        transport, mine = FileChannel(client), tmp_path / "model.safetensors"
         transport.begin()
         transport.send([("a", torch.ones(3))])
         assert client.modes == [0o600] and client.tensors["a"].tolist() == [1, 1, 1]
@@ -78,7 +79,7 @@ def test_only_what_dead_trainers_left_is_removed(tmp_path):
     unfinished = tmp_path / f"{dead_prefix()}{another}-y"
     unfinished.mkdir()
     (unfinished / ".tmp").write_bytes(b"weights")
-    FileTransport(client).begin()
+    FileChannel(client).begin()
     assert sorted(os.listdir(tmp_path)) == sorted(stays)
 
 
@@ -87,10 +88,10 @@ def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(transports, "save_file", full)
-    monkeypatch.setattr(transports.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    monkeypatch.setattr(channels, "save_file", full)
+    monkeypatch.setattr(channels.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
     with pytest.raises(PublishError) as caught:
-        FileTransport(Client(tmp_path)).send([("a", torch.ones(2**18))])
+        FileChannel(Client(tmp_path)).send([("a", torch.ones(2**18))])
     for part in (str(tmp_path), "1.0 MiB", "No space left", "64 MiB are free", "--transfer_dir", "--shm-size"):
         assert part in str(caught.value)
     assert os.listdir(tmp_path) == []
@@ -98,11 +99,11 @@ def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
 
 def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
     with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
-        FileTransport(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
+        FileChannel(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
 
 
 def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
-    transport = FileTransport(client := Client(tmp_path / "transfer"))
+    transport = FileChannel(client := Client(tmp_path / "transfer"))
     # One of another host is not.
     with pytest.raises(PublishError, match="which this host cannot write to"):
         transport.begin()
@@ -125,7 +126,7 @@ def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
 def test_only_completions_of_this_trainer_go_on_with_what_is_published(tmp_path):
     client, asked = Client(tmp_path), []
     client.control = lambda path, body=None: asked.append(path)
-    transport = FileTransport(client)
+    transport = ServerEngine(client, FileChannel(client))
     transport.begin()
     transport.is_drawing = lambda: True
     transport.begin()

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trl_qarl.rollout.channels import FileChannel, HTTPChannel, choose_channel, sends_changes
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost
-from trl_qarl.rollout.http_transport import HTTPTransport, choose_transport, sends_changes
+from trl_qarl.rollout.nccl import NCCLChannel
+from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.rollout.server_process import free_port
-from trl_qarl.rollout.transports import FileTransport, NCCLTransport
 from trl_qarl.vllm_plugin.gate import PublicationGate
 from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND, UPLOAD_PATH, PublishError
 from trl_qarl.wire.transfer_dir import make_transfer_dir
@@ -104,10 +105,11 @@ def connect(server, **options):
     return QaRLClient(server.url, connection_timeout=20, request_timeout=5, token=SECRET, **options)
 
 
-def publish(transport, tensors=TENSORS):
-    transport.begin()
-    transport.send(tensors)
-    transport.finish({name: "x" for name, _ in tensors}, "1")
+def publish(channel, tensors=TENSORS):
+    engine = ServerEngine(channel.client, channel)
+    engine.begin()
+    engine.send(tensors)
+    engine.finish({name: "x" for name, _ in tensors}, "1")
 
 
 def arrived(server, tmp_path, monkeypatch, transport):
@@ -135,8 +137,8 @@ def test_weights_reach_a_server_over_tls(serve, tmp_path, monkeypatch):
     # Of an environment that names certificates for everything else.
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(key))
     client = connect(server, ca_certs=certificate)
-    transport, reason = choose_transport(client, "http")
-    assert type(transport) is HTTPTransport and reason == "asked for"
+    transport, reason = choose_channel(client, "http")
+    assert type(transport) is HTTPChannel and reason == "asked for"
     transport._piece_bytes = 2**16
     assert is_sent(arrived(server, tmp_path, monkeypatch, transport))
     assert server.between.pieces[:6] == [2**16] * 6 and len(server.between.pieces) == 7
@@ -175,7 +177,7 @@ def test_a_certificate_that_is_unknown_or_of_another_time_is_refused_at_once(ser
 def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_path, monkeypatch):
     server = serve()
     client = connect(server)
-    transport = HTTPTransport(client)
+    transport = HTTPChannel(client)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.between.limit, server.between.hiccups = 100_000, [503, 502, 504]
     assert is_sent(arrived(server, tmp_path, monkeypatch, transport))
@@ -198,7 +200,7 @@ def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_
 
 
 def test_an_answer_that_never_advances_is_an_error():
-    transport = HTTPTransport(SimpleNamespace(has_lost_session=lambda: False))
+    transport = HTTPChannel(SimpleNamespace(has_lost_session=lambda: False))
     transport._post = lambda *piece: {"received": 5}
     with pytest.raises(PublishError, match="pieces of weights had no effect"):
         transport._upload(memoryview(bytes(100)))
@@ -218,18 +220,16 @@ class Described:
 def test_the_transport_is_that_of_the_servers_place(tmp_path):
     (tmp_path / "trl-qarl-here").touch()
     here = Described("http://10.0.0.7:8000", transfer_dir=str(tmp_path))
-    assert type(choose_transport(here)[0]) is FileTransport
-    assert type(choose_transport(Described("http://10.0.0.7:8000", NCCL_BACKEND))[0]) is NCCLTransport
-    # A server of an earlier release says no mark.
-    assert type(choose_transport(Described("http://10.0.0.7:8000", transfer_mark=None))[0]) is FileTransport
+    assert type(choose_channel(here)[0]) is FileChannel
+    assert type(choose_channel(Described("http://10.0.0.7:8000", NCCL_BACKEND))[0]) is NCCLChannel
     for url in ("https://10.0.0.7:8000", "http://127.0.0.1:8000", "http://localhost:8000"):
-        transport, reason = choose_transport(Described(url))
-        assert type(transport) is HTTPTransport and reason == "this host does not see the server's transfer directory"
-    assert type(choose_transport(here, "http", allow_plain_http=True)[0]) is HTTPTransport
+        transport, reason = choose_channel(Described(url))
+        assert type(transport) is HTTPChannel and reason == "this host does not see the server's transfer directory"
+    assert type(choose_channel(here, "http", allow_plain_http=True)[0]) is HTTPChannel
 
 
 def test_changes_alone_are_sent_over_http_unless_said_otherwise():
-    http, file, nccl = HTTPTransport(None), FileTransport(None), NCCLTransport(None)
+    http, file, nccl = HTTPChannel(None), FileChannel(None), NCCLChannel(None)
     assert [sends_changes(transport, None) for transport in (http, file, nccl)] == [True, False, False]
     assert [sends_changes(transport, True) for transport in (http, file)] == [True, True]
     assert not sends_changes(http, False)
@@ -240,7 +240,7 @@ def test_changes_alone_are_sent_over_http_unless_said_otherwise():
 @pytest.mark.parametrize("wanted", ["auto", "http"])
 def test_weights_do_not_travel_in_clear_text_unless_that_is_said(wanted):
     with pytest.raises(ValueError, match="vllm_allow_plain_http=True"):
-        choose_transport(Described("http://10.0.0.7:8000"), wanted)
+        choose_channel(Described("http://10.0.0.7:8000"), wanted)
 
 
 @pytest.mark.parametrize(
@@ -252,4 +252,4 @@ def test_weights_do_not_travel_in_clear_text_unless_that_is_said(wanted):
 )
 def test_a_transport_that_the_server_does_not_have_is_refused(wanted, backend, message):
     with pytest.raises(ValueError, match=message):
-        choose_transport(Described("https://a", backend), wanted)
+        choose_channel(Described("https://a", backend), wanted)

@@ -10,8 +10,9 @@ from testing_utils import make_tiny_model, make_trainer, set_engine_environment,
 from trl_qarl import QaRLConfig, export_checkpoint, load_engine, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.rollout.engines import start_command
+from trl_qarl.rollout.server import start_command
 from trl_qarl.rollout.server_process import free_port
+from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.scripts import vllm_serve
 
 
@@ -44,7 +45,7 @@ def test_the_command_of_a_plan_starts_a_server_with_the_learners_layers(tmp_path
     args = QaRLConfig(str(tmp_path / "out"), exclude_modules=["layers.2.mlp.down_proj"], **options)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, args.plan, exclude_modules=args.exclude_modules, scale_dtype=torch.float32)
-    _, _, *argv = shlex.split(start_command(args, model, torch.float32))
+    _, _, *argv = shlex.split(start_command(args, EngineSpec.of(model, torch.float32)))
     given = vllm_serve.make_parser("vllm-serve").parse_args(argv)
     config = vllm_serve._quantization_config(given, vllm_serve._shapes(given))
     assert config == quantization_config(Inventory.of(model)) and config["format"] == "mixed-precision"

@@ -1,0 +1,213 @@
+"""
+Channels to a server, and the choice of one.
+
+| channel | between | how |
+|---|---|---|
+| [`FileChannel`] | trainer and server on one host, or hosts with a shared filesystem | files in one directory |
+| [`HTTPChannel`] | trainer and server anywhere | pieces of safetensors files |
+| [`~trl_qarl.rollout.nccl.NCCLChannel`] | GPUs of trainer and server | vLLM's weight transfer through TRL's client |
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save, save_file
+
+from ..wire.protocol import NCCL_BACKEND, UPLOAD_HEADER, UPLOAD_PATH, PublishError
+from ..wire.transfer_dir import check_transfer_dir, make_transfer_dir, owned_prefix, remove_leftovers
+from .engine import Channel, Tensors, num_bytes_of
+from .http_session import ServerLost, is_local
+from .nccl import NCCLChannel
+
+
+__all__ = ["FileChannel", "HTTPChannel", "choose_channel", "sends_changes"]
+
+_PIECE_BYTES = 8 * 2**20
+# Smallest piece: a proxy that refuses it ends the weight sync.
+_SMALLEST_PIECE = 2**16
+_MAX_FAILURES = 5
+
+logger = logging.getLogger(__name__)
+
+
+class FileChannel(Channel):
+    """Writes each chunk to the server's transfer directory, which must be the same directory on both hosts."""
+
+    _known_dir: str | None = None
+    """A directory that has been seen on this host."""
+
+    def begin(self) -> None:
+        directory = self.client.transfer_dir
+        if directory and directory == self._known_dir and not os.path.lexists(directory):
+            # Cleaners of temporary directories remove folders that look unused.
+            self._make_again(directory)
+        if not directory or not os.access(directory, os.W_OK | os.X_OK):
+            raise PublishError(
+                f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
+                "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory both hosts share."
+            )
+        check_transfer_dir(directory)
+        self._known_dir = directory
+        # Remove files of killed trainers only: another server may use the same directory.
+        remove_leftovers(directory, also=self.client.instance)
+
+    def _make_again(self, directory: str) -> None:
+        logger.warning("Something has removed the transfer directory %s; it is made again.", directory)
+        try:
+            make_transfer_dir(directory)
+        except (OSError, ValueError) as error:
+            raise PublishError(
+                f"The transfer directory {directory!r} was removed and cannot be created again: {error}"
+            ) from error
+
+    def send(self, tensors: Tensors) -> None:
+        directory = self.client.transfer_dir
+        try:
+            path = self._write(tensors, directory)
+        except (OSError, SafetensorError) as error:
+            raise PublishError(_cannot_write(directory, num_bytes_of(tensors), error)) from error
+        try:
+            self.client.control("/update_weights", {"update_info": {"file": path.name}})
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _write(self, tensors: Tensors, directory: str) -> Path:
+        # In a folder of its own, as safetensors writes to a temporary file first and chooses the mode of the file.
+        folder = Path(tempfile.mkdtemp(prefix=f"{owned_prefix()}{self.client.instance}-", dir=directory))
+        try:
+            written = folder / "chunk.safetensors"
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, written)
+            written.chmod(0o600)
+            return written.rename(folder.with_name(f"{folder.name}.safetensors"))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cannot_write(directory: str, num_bytes: int, error: Exception) -> str:
+    try:
+        free = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free there"
+    except OSError as missing:
+        free = str(missing)
+    return (
+        f"A chunk of weights of {num_bytes / 2**20:.1f} MiB could not be written to the transfer directory {directory!r} ({error}); "
+        f"{free}. Make room, start the server with `trl-qarl vllm-serve --transfer_dir DIR` on a larger file system, or give a "
+        "container more shared memory (`docker run --shm-size 2g`)."
+    )
+
+
+class HTTPChannel(Channel):
+    """
+    Sends each chunk to the server's gate in pieces, each a request with a time-out of its own. A piece whose
+    connection is dropped is sent again from where the server has it; one that a proxy takes for too large (status 413)
+    in smaller pieces.
+    """
+
+    _piece_bytes = _PIECE_BYTES
+
+    def send(self, tensors: Tensors) -> None:
+        data = save({name: tensor.cpu().contiguous() for name, tensor in tensors})
+        self.client.control("/update_weights", {"update_info": {"file": self._upload(memoryview(data))}})
+
+    def _upload(self, data: memoryview) -> str:
+        """Send a file and return its name on the server."""
+        digest, offset, failures = hashlib.sha256(data).hexdigest(), 0, 0
+        while True:
+            piece = data[offset : offset + self._piece_bytes]
+            try:
+                answer = self._post(digest, len(data), offset, piece)
+                if isinstance(answer.get("file"), str):
+                    return answer["file"]
+                received = int(answer["received"])
+                failures = 0 if received > offset else failures + 1
+                offset = min(received, len(data) - 1)
+            except ServerLost as error:
+                if error.status == 413 and self._piece_bytes > _SMALLEST_PIECE:
+                    self._piece_bytes //= 2
+                    logger.warning(
+                        "A proxy between trainer and server refuses large bodies; sending pieces of %d bytes.",
+                        self._piece_bytes,
+                    )
+                    continue
+                if error.status not in (None, 502, 503, 504):
+                    raise PublishError(str(error)) from error
+                failures += 1
+                if failures > _MAX_FAILURES or self.client.has_lost_session():
+                    raise
+                time.sleep(min(0.1 * 2.0**failures, 5.0))
+            except (KeyError, TypeError, ValueError) as error:
+                raise PublishError(
+                    f"{UPLOAD_PATH} did not answer with the number of bytes that arrived: {error!r}"
+                ) from error
+            if failures > _MAX_FAILURES:
+                raise PublishError(f"{UPLOAD_PATH}: {failures} pieces of weights had no effect.")
+
+    def _post(self, digest: str, size: int, offset: int, piece: memoryview) -> dict:
+        headers = {UPLOAD_HEADER: f"{digest} {size} {offset}", "Content-Type": "application/octet-stream"}
+        response = self.client.session.post(f"{self.client.base_url}{UPLOAD_PATH}", data=bytes(piece), headers=headers)
+        return response.json()
+
+
+def choose_channel(
+    client, wanted: str = "auto", allow_plain_http: bool = False, device: torch.device | None = None
+) -> tuple[Channel, str]:
+    """
+    Return the channel to a server, and why it is that one in words.
+
+    Args:
+        wanted (`str`, *optional*, defaults to `"auto"`):
+            `"file"`, `"nccl"`, `"http"` or `"auto"`, which is NCCL for a server that was started for it, else files if
+            the server's transfer directory is on this host too, else HTTP.
+        allow_plain_http (`bool`, *optional*, defaults to `False`):
+            Whether weights may travel to another host in clear text.
+        device (`torch.device`, *optional*):
+            What NCCL sends from.
+
+    Raises:
+        ValueError: for a channel that the server was not started for, or clear text to another host.
+    """
+    backend = client.call_workers("qarl_describe")[0]["backend"]
+    if (wanted == "nccl") != (backend == NCCL_BACKEND) and wanted != "auto":
+        raise ValueError(
+            f"vllm_transport={wanted!r}, but the server was started for {'NCCL' if backend == NCCL_BACKEND else 'files and HTTP'}. "
+            f"Start it with `--transport {'nccl' if wanted == 'nccl' else 'file'}`, or leave out vllm_transport."
+        )
+    if backend == NCCL_BACKEND:
+        return NCCLChannel(client, device), "the server was started for it"
+    if wanted == "file":
+        return FileChannel(client), "asked for"
+    if wanted == "auto" and Path(client.transfer_dir or "", client.transfer_mark or "").is_file():
+        return FileChannel(client), "the server's transfer directory is on this host"
+    url = urlsplit(client.base_url)
+    if url.scheme != "https" and not is_local(url.hostname) and not allow_plain_http:
+        raise ValueError(
+            f"Weights would travel to {client.base_url} in clear text: this host does not see the server's transfer directory "
+            f"{client.transfer_dir!r}. Start the server with `--ssl-certfile` and `--ssl-keyfile` and use https:// (and "
+            "`vllm_ssl_ca_certs` for a certificate of your own), give both a directory with `--transfer_dir`, or set "
+            "`vllm_allow_plain_http=True` for a private network."
+        )
+    reason = "asked for" if wanted == "http" else "this host does not see the server's transfer directory"
+    return HTTPChannel(client), reason
+
+
+def sends_changes(channel: Channel, wanted: bool | None) -> bool:
+    """
+    Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes longer
+    than sending everything.
+
+    Raises:
+        ValueError: if it is wanted over NCCL.
+    """
+    if wanted and isinstance(channel, NCCLChannel):
+        raise ValueError(
+            "vllm_delta_sync=True, but the server takes weights over NCCL, which is faster than finding out what changed. Leave it "
+            "out, or start the server with `--transport file`."
+        )
+    return isinstance(channel, HTTPChannel) if wanted is None else wanted

@@ -1,0 +1,257 @@
+"""vLLM in this process: engines for a prepared learner and for an export, and how tensors reach them."""
+
+import gc
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from ..checkpoint.export import is_export
+from ..numerics import cuda
+from ..wire.protocol import FILE_BACKEND, PublishError
+from .engine import Tensors
+from .pictures import check_prompt, sent_ids
+from .server_command import cpu_environment
+from .spec import EngineSpec
+
+
+__all__ = ["InProcessEngine", "load_engine", "make_engine", "share_engine"]
+
+
+class InProcessEngine:
+    """
+    The [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors as they are.
+
+    Args:
+        llm (`vllm.LLM`):
+            Engine whose worker runs in this process (`distributed_executor_backend` `"uni"` or `"external_launcher"`).
+    """
+
+    def __init__(self, llm):
+        self.llm = llm
+        worker = llm.llm_engine.model_executor.driver_worker
+        self._worker = getattr(worker, "worker", worker)
+
+    def describe(self) -> dict[str, Any]:
+        return self._worker.qarl_describe()
+
+    def begin(self) -> list[str]:
+        self._abort_requests()
+        try:
+            changed = self._worker.qarl_begin()
+        except RuntimeError as error:
+            raise PublishError(str(error)) from error
+        self._worker.start_weight_update()
+        return changed
+
+    def keep_copy(self) -> str:
+        return self._worker.qarl_keep_copy()
+
+    def _abort_requests(self) -> None:
+        """Abort requests of an interrupted rollout, whose completions would be returned with the next ones."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        if not self.llm.reset_prefix_cache():
+            raise PublishError(
+                "vLLM could not empty its prefix cache, which holds keys and values of the old weights: a rollout was interrupted "
+                "in the middle of a step. Build the engine again."
+            )
+        # Embeddings of images, computed with the old weights.
+        self.llm.reset_mm_cache()
+        engine.reset_encoder_cache()
+
+    def send(self, tensors: Tensors) -> None:
+        from vllm.config import set_current_vllm_config
+
+        engine = self._worker.weight_transfer_engine
+        with set_current_vllm_config(self._worker.vllm_config):
+            try:
+                engine.load((name, tensor.to(engine.device)) for name, tensor in tensors)
+            except Exception as error:
+                # vLLM's loaders raise whatever comes of a name or shape they do not expect.
+                raise PublishError(
+                    f"The engine could not load {tensors[0][0]} to {tensors[-1][0]}: {type(error).__name__}: {error}"
+                ) from error
+
+    def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
+        self._worker.qarl_finish(fingerprints)
+        try:
+            self._worker.finish_weight_update()
+        except RuntimeError as error:
+            raise PublishError(str(error)) from error
+        self.llm.update_weight_version(weight_version)
+
+    def weight_version(self) -> str:
+        return self.llm.get_weight_version()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        pictures: Sequence[Any] | None = None,
+        seeds: Sequence[int] | None = None,
+        **sampling: Any,
+    ) -> dict[str, Any]:
+        """Return completions; `seeds`, one for each prompt, makes equal prompts differ and a run repeat itself."""
+        from trl.generation.vllm_generation import extract_logprobs
+        from vllm import SamplingParams
+
+        rows = [_prompt(*row) for row in zip(prompts, pictures or [None] * len(prompts), strict=True)]
+        parameters = [SamplingParams(**sampling, seed=seed) for seed in seeds or [None]]
+        outputs = self.llm.generate(rows, parameters if seeds else parameters[0], use_tqdm=False)
+        logprobs, logprob_token_ids = extract_logprobs(outputs)
+        return {
+            "prompt_ids": [output.prompt_token_ids for output in outputs],
+            "completion_ids": [list(completion.token_ids) for output in outputs for completion in output.outputs],
+            "logprobs": logprobs,
+            "logprob_token_ids": logprob_token_ids,
+        }
+
+    def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
+        if self.llm.llm_engine.is_sleeping():
+            # The weights are awake; what follows a publication is a rollout, which needs the cache too.
+            self.llm.wake_up(tags=["kv_cache"])
+        # Greedy: a sample would move the random state of the rollout.
+        (output,) = self._read([_prompt(token_ids, pictures)], temperature=0.0)
+        check_prompt(output.prompt_token_ids, token_ids)
+        return [
+            entry[token].logprob if entry else math.nan
+            for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+        ]
+
+    def log_probs(
+        self, sequences: list[list[int]], num_top: int = 0, lora_request: Any = None
+    ) -> list[list[dict[int, float]]]:
+        prompts = [_prompt(ids) for ids in sequences]
+        return [
+            [{token: value.logprob for token, value in entry.items()} for entry in output.prompt_logprobs[1:]]
+            for output in self._read(prompts, num_top, lora_request=lora_request)
+        ]
+
+    def _read(self, prompts: list[dict[str, Any]], num_top: int = 0, lora_request: Any = None, **sampling: Any):
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=num_top, **sampling)
+        return self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora_request)
+
+    def clear_cache(self) -> None:
+        # Sleep mode has discarded the cache and freed its memory.
+        if not self.llm.llm_engine.is_sleeping():
+            self._worker.qarl_clear_cache()
+
+    def close(self) -> None:
+        """End the engine."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _prompt(token_ids: list[int], pictures: Sequence[Any] | None = None) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": sent_ids(token_ids)}
+    return prompt | {"multi_modal_data": {"image": list(pictures)}} if pictures else prompt
+
+
+def load_engine(export_dir: str | Path, **vllm_arguments):
+    """
+    Load an export as it is deployed: a vLLM engine in this process, with the dtype, kernels and log-probs (those after
+    temperature) of the engine that made the rollouts.
+
+    vLLM's engines of one process share its process groups, which the first one to end takes with it: `del` one before
+    the next is loaded.
+
+    Args:
+        export_dir (`str` or `Path`):
+            Folder written by [`export_checkpoint`] with its tokenizer, or by `trl-qarl export`.
+        vllm_arguments:
+            Further arguments of `vllm.LLM`, such as `max_model_len` or `gpu_memory_utilization`.
+
+    Returns:
+        The `vllm.LLM`.
+
+    Raises:
+        ValueError: for a folder that holds no export, or a scheme that vLLM cannot run here.
+
+    Example:
+
+    ```python
+    >>> engine = load_engine("outputs/quickstart/w4a16", max_model_len=128)
+    >>> engine.generate("23 + 8 =")[0].outputs[0].text
+    ```
+    """
+    folder = Path(export_dir)
+    if not is_export(folder):
+        raise ValueError(
+            f"{str(export_dir)!r} holds no export of trl_qarl. Masters, and checkpoints of a training, become one with "
+            "`trl-qarl export` or `export_checkpoint`."
+        )
+    config = json.loads((folder / "config.json").read_text())
+    spec = EngineSpec(str(folder), config.get("quantization_config"), config["dtype"], is_export=True)
+    return _start(spec, not torch.cuda.is_available(), **vllm_arguments)
+
+
+def make_engine(spec: EngineSpec, *, on_cpu: bool, **arguments) -> InProcessEngine:
+    """Start an engine that waits for a learner's weights; `arguments` are further ones of `vllm.LLM`."""
+    return InProcessEngine(_start(spec, on_cpu, **arguments))
+
+
+def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
+    """
+    Let processes that share an engine, `size` of them each, find each other. Every process must call it.
+
+    Returns:
+        Arguments of [`make_engine`], and the processes with which this one shares its engine, `None` where it has one
+        of its own.
+
+    Raises:
+        ValueError: if `size` does not divide the number of processes.
+    """
+    from trl.trainer.utils import ensure_master_addr_port
+
+    count = accelerator.num_processes
+    if count % size != 0:
+        raise ValueError(f"vllm_tensor_parallel_size={size} must divide the number of processes, {count}.")
+    group = None
+    if size > 1:
+        ranks = [list(range(start, start + size)) for start in range(0, count, size)]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+    if count > 1:
+        # vLLM's launcher reads these. With one process they are left out, as other libraries would take them for a
+        # launcher's.
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(count)
+        ensure_master_addr_port()
+    arguments = {
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "uni" if count == 1 else "external_launcher",
+        # The processes of one engine must draw the same samples.
+        "seed": accelerator.process_index // size,
+    }
+    return arguments, group
+
+
+def _start(spec: EngineSpec, on_cpu: bool, **arguments):
+    """Return a `vllm.LLM` whose worker lives in this process."""
+    arguments = spec.arguments(on_cpu) | arguments
+    # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if on_cpu:
+        os.environ.update(cpu_environment())
+    elif spec.numerics == "engine":
+        cuda.prepare_process()
+    from vllm import LLM
+    from vllm.distributed import parallel_state
+
+    # A garbage-collected engine destroys the process group that the next engine shares.
+    # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine,
+    # too.
+    gc.unfreeze()
+    gc.collect()
+    # vLLM keeps the groups of an earlier dense engine and adds no group of experts for a mixture.
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state.destroy_model_parallel()
+    # The transfer backend also selects our kernels, without a weight sync too.
+    return LLM(**({"weight_transfer_config": {"backend": FILE_BACKEND}} | arguments))

@@ -1,0 +1,192 @@
+"""vLLM in a server: the engine on the trainer's side, and the command and process of a server for a learner."""
+
+import json
+import math
+import secrets
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..wire.protocol import PublishError
+from ..wire.transfer_dir import default_transfer_dir, owned_prefix
+from .engine import Channel, Tensors
+from .pictures import PICTURE_PATH, check_prompt, picture_request
+from .server_command import build_server_command
+from .server_process import ServerProcess
+from .spec import EngineSpec
+
+
+__all__ = ["ServerEngine", "server_process", "start_command"]
+
+
+class ServerEngine:
+    """
+    The [`~trl_qarl.rollout.engine.Engine`] of a server, whose replicas are alike.
+
+    Attributes:
+        is_drawing (`Callable[[], bool]`):
+            Tells whether completions of this trainer are in flight that are to go on with what is published.
+    """
+
+    def __init__(self, client, channel: Channel):
+        self.client, self.channel = client, channel
+        self.is_drawing: Callable[[], bool] = lambda: False
+        self._replicas = 1
+
+    def describe(self) -> dict[str, Any]:
+        first, *others = self.client.call_workers("qarl_describe")
+        for other in others:
+            # The ranks of one replica are compared by their fingerprints instead.
+            if (replica := other.get("replica")) != first.get("replica") and (names := _differing(first, other)):
+                raise ValueError(
+                    f"Replica {replica} of the server is not like the first one. They differ in: {', '.join(names)}."
+                )
+        self._replicas = len({worker.get("replica") for worker in (first, *others)})
+        return {**first, "replicas": self._replicas}
+
+    def begin(self) -> list[str]:
+        self.channel.begin()
+        # Abort other clients' requests: they must not finish with other weights than they began with. Of kept ones
+        # vLLM drops keys and values, and computes them again with the new weights.
+        self.client.control(f"/pause?mode={'keep' if self.is_drawing() else 'abort'}")
+        # Union of the names that each rank has lost.
+        changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
+        self.client.control("/start_weight_update")
+        return sorted(changed)
+
+    def keep_copy(self) -> str:
+        held = set(self.client.call_workers("qarl_keep_copy"))
+        return held.pop() if len(held) == 1 else ""
+
+    def send(self, tensors: Tensors) -> None:
+        self.channel.send(tensors)
+
+    def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
+        self.client.call_workers("qarl_finish", fingerprints=fingerprints)
+        # Empty the cache before the gate opens.
+        reset = self.client.control("/reset_prefix_cache")
+        if reset.content and not _json(reset).get("success", True):
+            raise PublishError(
+                "/reset_prefix_cache: the server could not empty its prefix cache, which holds keys and values of the old weights."
+            )
+        self.client.control("/finish_weight_update", {"weight_version": weight_version})
+        self.client.control("/resume")
+        stamped = self.weight_version()
+        if stamped != weight_version:
+            raise PublishError(f"Published weight version {weight_version!r}, but the server says {stamped!r}.")
+
+    def weight_version(self) -> str:
+        return self.client.weight_version()
+
+    def generate(self, prompts: list[list[int]], pictures: Sequence[Any] | None = None, *args, **sampling):
+        # The class' own: a trainer has its client's call this.
+        return type(self.client).generate(self.client, prompts, pictures, *args, **sampling)
+
+    def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        path, body = "/v1/completions", {"model": self.client.model, "prompt": token_ids, **sampling}
+        if pictures:
+            path, body = PICTURE_PATH, picture_request(self.client.model, token_ids, pictures, **sampling)
+        return [
+            value for replica in range(self._replicas) for value in self._score_with(replica, path, body, token_ids)
+        ]
+
+    def _score_with(self, replica: int, path: str, body: dict[str, Any], token_ids: list[int]) -> list[float]:
+        answer = _json(self.client.control(path, body, {"X-data-parallel-rank": str(replica)}))
+        if path == PICTURE_PATH:
+            check_prompt(answer.get("prompt_token_ids"), token_ids)
+        entries = (answer if path == PICTURE_PATH else answer["choices"][0]).get("prompt_logprobs")
+        if not entries or len(entries) != len(token_ids):
+            raise PublishError(f"{path}: the server returned no log-probs of the prompt.")
+        values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
+        return [math.nan if value.get("logprob") is None else value["logprob"] for value in values]
+
+    def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
+        body = {"model": self.client.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": num_top}
+        choices = self.client._post(f"{self.client.base_url}/v1/completions", json=body)["choices"]
+        return [
+            [
+                {int(token): value["logprob"] for token, value in entry.items()}
+                for entry in choice["prompt_logprobs"][1:]
+            ]
+            for choice in choices
+        ]
+
+    def clear_cache(self) -> None:
+        self.client.call_workers("qarl_clear_cache")
+
+    def reconnect(self, timeout: float) -> bool:
+        """
+        Open a session again, for up to `timeout` seconds, and return whether it is another server process.
+
+        Raises:
+            ServerLost: if no server answers in time.
+        """
+        is_other = self.client.reconnect(timeout)
+        self.channel.connect()
+        return is_other
+
+
+def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return in what two replicas differ that must not: they are on devices of their own, and one may have been
+    started again."""
+    own = ("device", "published", "replica")
+    return sorted(name for name in first if name not in own and other.get(name) != first[name])
+
+
+def _json(response) -> dict[str, Any]:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise PublishError(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
+
+
+def start_command(args, spec: EngineSpec) -> str:
+    """Return the command with which a user starts a server for the learner of a [`QaRLConfig`]."""
+    options = {
+        "model": spec.model,
+        "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
+        "group_size": args.group_size if isinstance(args.scheme, str) else None,
+        "exclude_modules": args.exclude_modules,
+        **args.plan.options,
+        "dtype": spec.dtype,
+        "max_lora_rank": spec.lora.get("max_lora_rank"),
+        "numerics": None if spec.numerics == "fast" else spec.numerics,
+        "cpu_weights": None if args.cpu_weights == "expanded" else args.cpu_weights,
+        "port": None if args.vllm_server_base_url else args.vllm_server_port,
+    }
+    argv = ["trl-qarl", "vllm-serve"]
+    for name, value in options.items():
+        if value:
+            argv += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return shlex.join(argv)
+
+
+def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
+    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner of a [`QaRLConfig`], which
+    sends chunks of at most `chunk_bytes`."""
+    vllm_args = []
+    if args.vllm_max_model_length is not None:
+        vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
+    on_cpu = args.use_cpu or not torch.cuda.is_available()
+    vllm_args += ["--model-impl", args.vllm_model_impl]
+    if not on_cpu:
+        vllm_args += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+        vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]
+    if args.trust_remote_code:
+        vllm_args.append("--trust-remote-code")
+    # The next trainer tells from the name whether this one was killed.
+    name = f"{owned_prefix()}{secrets.token_hex(8)}"
+    argv, environment = build_server_command(
+        spec,
+        port=args.vllm_server_port,
+        on_cpu=on_cpu,
+        # NCCL refuses two processes on one GPU, which is what a child without settings of its own gets.
+        transport="file",
+        transfer_dir=default_transfer_dir(args.vllm_server_port, chunk_bytes).with_name(name),
+        vllm_args=vllm_args,
+    )
+    return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

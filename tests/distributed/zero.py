@@ -66,7 +66,7 @@ OFFLOADED = {
 
 
 @contextmanager
-def on_cpu(threshold):
+def on_cpu(threshold=0):
     """Have accelerate and DeepSpeed run on a CPU as on GPUs, and leave nothing behind. ZeRO-3 keeps parameters of so
     many elements whole."""
     import deepspeed

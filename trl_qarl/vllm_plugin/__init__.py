@@ -62,8 +62,7 @@ def register() -> None:
 def _wait_without_spinning() -> None:
     """
     Have processes of vLLM sleep when no message has come for two milliseconds. vLLM's own poll shared memory for a
-    second after each (`SpinCondition`), on a core that the learner computes on: of two cores it took one, and a weight
-    sync 1.3 to 1.4 times as long.
+    second after each (`SpinCondition`), on a core that the learner computes on.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 

@@ -14,12 +14,17 @@ class BackgroundCall:
     A call in a daemon thread, or several, one after the other. A thread of `concurrent.futures` would be joined when
     the interpreter ends, so a trainer that dies would wait for its server.
 
+    Args:
+        in_thread (`bool`, *optional*, defaults to `True`):
+            With `False` a call has ended when `start` returns.
+
     Attributes:
         seconds (`float`):
             How long it took.
     """
 
-    def __init__(self):
+    def __init__(self, in_thread: bool = True):
+        self.in_thread = in_thread
         self.seconds = 0.0
         self._thread: threading.Thread | None = None
         self._answer: Any = None
@@ -36,8 +41,10 @@ class BackgroundCall:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, function: Callable[[], Any]) -> None:
-        """Have a thread call the `function`."""
-        self._thread = threading.Thread(target=self.run, args=(function,), name="trl-qarl-call", daemon=True)
+        """Call the `function`. What it raises is raised by `answer`."""
+        if not self.in_thread:
+            return self._run(function)
+        self._thread = threading.Thread(target=self._run, args=(function,), name="trl-qarl-call", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -52,8 +59,7 @@ class BackgroundCall:
             raise self._error
         return self._answer
 
-    def run(self, function: Callable[[], Any]) -> None:
-        """Call the `function` in this thread; what it raises is raised by `answer`."""
+    def _run(self, function: Callable[[], Any]) -> None:
         start = time.perf_counter()
         self._answer = self._error = None
         try:

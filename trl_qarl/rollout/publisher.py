@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -191,11 +192,9 @@ class Publisher:
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
         layers = self._with_fingerprints(layers)
-        call = BackgroundCall()
-        start = call.start if self.engine.works_meanwhile else call.run
-        try:
+        with _calls_of(self.engine) as call:
             # The engine compares what it holds, and then loads a chunk, while the next one is quantized.
-            start(self.engine.begin)
+            call.start(self.engine.begin)
             first = _take_while_running(call, layers)
             lost = call.answer() or []
             if self._patches is not None:
@@ -211,17 +210,13 @@ class Publisher:
                 layer = self._pack(layer)
                 if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
                     call.answer()
-                    start(partial(self.engine.send, chunk))
+                    call.start(partial(self.engine.send, chunk))
                     chunk = []
                 chunk += layer
                 num_bytes += num_bytes_of(layer)
             call.answer()
             if chunk:
                 self.engine.send(chunk)
-        except Exception:
-            # The next attempt must not meet this one.
-            call.wait()
-            raise
         self.engine.finish(fingerprints, weight_version)
         return num_bytes, num_tensors
 
@@ -267,6 +262,22 @@ class Publisher:
             current = fingerprints_of(layer)
             self._audit_seconds += time.perf_counter() - start
             yield layer, current
+
+
+@contextmanager
+def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
+    """Calls of an engine, one after the other. After an exception none is running that the next attempt could meet."""
+    call, num_threads = BackgroundCall(in_thread=engine.works_meanwhile), torch.get_num_threads()
+    if engine.works_meanwhile:
+        # The engine needs the other cores: threads poll for one that has none, and quantizing takes five times as long.
+        torch.set_num_threads(max(1, num_threads // 2))
+    try:
+        yield call
+    except Exception:
+        call.wait()
+        raise
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _take_while_running(

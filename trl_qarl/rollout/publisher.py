@@ -269,7 +269,8 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
     """Calls of an engine, one after the other. After an exception none is running that the next attempt could meet."""
     call, num_threads = BackgroundCall(in_thread=engine.works_meanwhile), torch.get_num_threads()
     if engine.works_meanwhile:
-        # The engine needs the other cores: threads poll for one that has none, and quantizing takes five times as long.
+        # The engine needs the other cores: threads poll for one that has none, and quantizing takes several times as
+        # long.
         torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield call

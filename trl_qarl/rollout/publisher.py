@@ -278,7 +278,8 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
         call.wait()
         raise
     finally:
-        torch.set_num_threads(num_threads)
+        if engine.works_meanwhile:
+            torch.set_num_threads(num_threads)
 
 
 def _take_while_running(

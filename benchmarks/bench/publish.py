@@ -6,7 +6,8 @@ First everything is sent, as after a step that changed every matrix. With learni
 real training steps too: policy gradients on random answers, half of which were good.
 
 Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called,
-and what is left is the engine's. Those of an engine in this process are timed too, so that what is left is its reload.
+and what is left is the engine's. Through shared memory the engine works while the trainer quantizes, and what is left
+is what the trainer waits for it. Those of an engine in this process are timed too, so that what is left is its reload.
 """
 
 import statistics
@@ -57,11 +58,12 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
 
     def measure(publisher, prepare, repeats: int) -> dict[str, Any]:
         results, before = [], [_reset_peak(process.pid) for process in processes]
+        rest = "waiting" if publisher.engine.works_meanwhile else "engine" if pid else "reload"
         for repeat in range(repeats):
             prepare()
             with _parts_timed(publisher.engine, pid is None) as seconds:
                 result = publisher.publish(f"{time.monotonic_ns()}-{repeat}")
-            results.append(result | _parts(result, seconds, "engine" if pid else "reload"))
+            results.append(result | _parts(result, seconds, rest))
         growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
         return _publish_row(model, publisher.dtype, results, growth)
 
@@ -105,8 +107,6 @@ def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
         functions += [(audited_reload, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
     elif isinstance(engine.channel, channels.HTTPChannel):
         functions += [(channels, "save", "send"), (engine.channel, "_upload", "send")]
-    else:
-        functions += [(engine.channel, "_write", "send")]
     seconds: dict[str, float] = defaultdict(float)
 
     def timed(function: Callable, part: str) -> Callable:

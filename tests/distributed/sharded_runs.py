@@ -104,6 +104,8 @@ canary.SMALLEST = canary.LARGEST
 class Engine:
     """An engine that keeps what is sent, and may fail after the first chunk."""
 
+    works_meanwhile = False
+
     def __init__(self, fails=False):
         self.fails, self.tensors = fails, {}
 

@@ -1,5 +1,7 @@
 import json
 import math
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,8 @@ from trl_qarl.wire.protocol import PublishError
 
 class Recorder:
     """A transport that keeps what it is given."""
+
+    works_meanwhile = False
 
     def __init__(self):
         self.chunks, self.fingerprints, self.versions, self.num_cleared = [], {}, [], 0
@@ -272,6 +276,94 @@ def test_a_failed_publication_is_followed_by_a_whole_one():
     del transport.send
     publisher.publish("2")
     assert transport.names == list(model.state_dict()) and transport.versions == ["0", "2"]
+
+
+class Meanwhile(Recorder):
+    """An engine that answers once the learner has gone on, and counts calls that overlap."""
+
+    works_meanwhile = True
+
+    def __init__(self, goes_on):
+        super().__init__()
+        self.goes_on, self.waited, self.num_calls, self.is_failing = goes_on, [], 0, False
+
+    def answer(self, wanted):
+        assert self.num_calls == 0
+        self.num_calls += 1
+        self.waited.append(self.goes_on(wanted))
+        self.num_calls -= 1
+
+    def begin(self):
+        self.answer(1)
+        super().begin()
+
+    def send(self, tensors):
+        # The last chunk has none after it.
+        self.answer(2 if len(self.chunks) == 0 else 0)
+        if self.is_failing:
+            raise PublishError("lost")
+        super().send(tensors)
+
+
+@pytest.fixture
+def counted_layers(monkeypatch):
+    """Waits until the learner has taken the fingerprints of so many layers since the last publication."""
+    monkeypatch.setattr(publisher, "CHUNK_BYTES", 8)
+    condition, layers = threading.Condition(), []
+    take = publisher.fingerprints_of
+
+    def count(layer):
+        with condition:
+            layers.append(layer)
+            condition.notify_all()
+        return take(layer)
+
+    def goes_on(wanted):
+        with condition:
+            return condition.wait_for(lambda: len(layers) >= wanted, timeout=20)
+
+    monkeypatch.setattr(publisher, "fingerprints_of", count)
+    goes_on.layers = layers
+    return goes_on
+
+
+def test_the_learner_quantizes_while_the_engine_works(counted_layers):
+    model, engine = make_model(), Meanwhile(counted_layers)
+    Publisher(model, torch.float32, engine).publish("0")
+    assert len(engine.chunks) > 1 and all(engine.waited)
+    assert engine.names == list(model.state_dict()) and engine.versions == ["0"]
+
+
+def test_half_of_the_threads_are_left_to_an_engine_that_works_meanwhile(monkeypatch):
+    """Quantizing takes five times as long where threads of both poll for cores."""
+    # A worker of vLLM that has run in this process makes the function do nothing.
+    chosen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    Publisher(make_model(), torch.float32, Meanwhile(lambda wanted: True)).publish("0")
+    assert chosen == [2, 4]
+    Publisher(make_model(), torch.float32, Recorder()).publish("0")
+    assert chosen == [2, 4]
+
+
+@pytest.mark.parametrize("who", ["engine", "learner"])
+def test_what_fails_meanwhile_has_ended_before_the_next_attempt(counted_layers, monkeypatch, who):
+    model, engine = make_model(), Meanwhile(counted_layers)
+    sender = Publisher(model, torch.float32, engine)
+    with monkeypatch.context() as patched:
+        if who == "engine":
+            engine.is_failing = True
+        else:
+            # The engine answers a third of a second after the learner has failed.
+            engine.goes_on = lambda wanted: time.sleep(0.3) or True
+            patched.setattr(publisher, "fingerprints_of", lambda layer: math.nan + layer)
+        with pytest.raises(PublishError if who == "engine" else TypeError, match="lost|unsupported"):
+            sender.publish("0")
+    assert engine.num_calls == 0 and not engine.versions and not engine.chunks
+    engine.is_failing, engine.goes_on = False, counted_layers
+    counted_layers.layers.clear()
+    sender.publish("1")
+    assert engine.names == list(model.state_dict()) and engine.versions == ["1"]
 
 
 def test_stacked_experts_are_refused():

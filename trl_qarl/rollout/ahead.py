@@ -16,7 +16,6 @@ weights that it publishes: tokens are of the weights of several updates, and whi
 """
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from ..quantization.versions import KeptVersion, at_version, kept_version
+from .background import BackgroundCall
 from .failures import EngineLost, all_or_none
 
 
@@ -36,7 +36,7 @@ __all__ = ["Ahead", "InFlight", "NextPrompts", "Pending"]
 logger = logging.getLogger(__name__)
 
 
-class InFlight:
+class InFlight(BackgroundCall):
     """
     Completions that a thread of the main process waits for. In other processes none is started, and this holds the
     prompts.
@@ -46,55 +46,11 @@ class InFlight:
             Token ids of this process' prompts, each as often as it is completed.
         num_generations (`int`):
             Completions of each prompt.
-
-    Attributes:
-        seconds (`float`):
-            How long it took.
     """
 
     def __init__(self, prompts: list[list[int]], num_generations: int):
+        super().__init__()
         self.prompts, self.num_generations = prompts, num_generations
-        self.seconds = 0.0
-        self._thread: threading.Thread | None = None
-        self._answer: Any = None
-        self._error: Exception | None = None
-
-    @property
-    def is_started(self) -> bool:
-        """True in the main process, once it was asked for."""
-        return self._thread is not None
-
-    @property
-    def is_running(self) -> bool:
-        """True in the main process, until there is an answer or an error."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, request: Callable[[], Any]) -> None:
-        """Have a thread make the `request`."""
-        # `concurrent.futures` would be joined when the interpreter ends, and a trainer that dies would wait for its
-        # server.
-        self._thread = threading.Thread(target=self._run, args=(request,), name="rollout-ahead", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for the end of the request, whatever comes of it."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def answer(self) -> Any:
-        """Wait for the answer; what the request raised is raised here."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._answer
-
-    def _run(self, request: Callable[[], Any]) -> None:
-        start = time.perf_counter()
-        try:
-            self._answer = request()
-        except Exception as error:
-            self._error = error
-        self.seconds = time.perf_counter() - start
 
 
 @dataclass

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 class FileChannel(Channel):
     """Writes each chunk to the server's transfer directory, which must be the same directory on both hosts."""
 
+    works_meanwhile = True
     _known_dir: str | None = None
     """A directory that has been seen on this host."""
 

@@ -30,7 +30,15 @@ def num_bytes_of(tensors: Tensors) -> int:
 
 
 class Engine(Protocol):
-    """Samples completions with the weights it is sent. What it refuses in a weight sync is a [`PublishError`]."""
+    """
+    Samples completions with the weights it is sent. What it refuses in a weight sync is a [`PublishError`].
+
+    Attributes:
+        works_meanwhile (`bool`):
+            Whether a thread may call `begin` and `send` while its caller quantizes what is sent next.
+    """
+
+    works_meanwhile: bool
 
     def describe(self) -> dict[str, Any]:
         """
@@ -98,7 +106,13 @@ class Channel:
     Args:
         client ([`~trl_qarl.rollout.client.QaRLClient`]):
             With a session.
+
+    Attributes:
+        works_meanwhile (`bool`):
+            Whether tensors may be sent by a thread.
     """
+
+    works_meanwhile = False
 
     def __init__(self, client: Any):
         self.client = client

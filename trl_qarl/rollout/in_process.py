@@ -33,6 +33,8 @@ class InProcessEngine:
             Engine whose worker runs in this process (`distributed_executor_backend` `"uni"` or `"external_launcher"`).
     """
 
+    works_meanwhile = False
+
     def __init__(self, llm):
         self.llm = llm
         worker = llm.llm_engine.model_executor.driver_worker

@@ -8,7 +8,10 @@ fingerprints of *all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and ref
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
@@ -33,6 +36,7 @@ from ..wire.describe import (
 from ..wire.fingerprint import fingerprints as fingerprints_of
 from ..wire.patches import PatchBook
 from ..wire.protocol import is_adapter_tensor, load_order
+from .background import BackgroundCall
 from .canary import Canary
 from .engine import Engine, Tensors, num_bytes_of
 from .gpu_kernels import Gpu, reason_against, unexpected_kernels
@@ -40,8 +44,9 @@ from .gpu_kernels import Gpu, reason_against, unexpected_kernels
 
 __all__ = ["Publisher", "largest_chunk"]
 
-CHUNK_BYTES = 256 * 2**20
-"""A chunk is sent when it holds this much; it is larger only when one decoder layer is."""
+CHUNK_BYTES = 128 * 2**20
+"""A chunk is sent when it holds this much; it is larger only when one decoder layer is. Two can exist at once, one on
+its way to the engine and the next one."""
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +191,37 @@ class Publisher:
         sent."""
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
-        lost = self.engine.begin() or []
-        if self._patches is not None:
-            published = self._begin_patches(published)
+        layers = self._with_fingerprints(layers)
+        with _calls_of(self.engine) as call:
+            # The engine compares what it holds, and then loads a chunk, while the next one is quantized.
+            call.start(self.engine.begin)
+            first = _take_while_running(call, layers)
+            lost = call.answer() or []
+            if self._patches is not None:
+                published = self._begin_patches(published)
+            self._send_again(lost, published)
+            chunk: Tensors = []
+            for layer, current in chain((first.popleft() for _ in range(len(first))), layers):
+                fingerprints.update(current)
+                # An engine fuses matrices of a layer, so a layer is sent whole or not at all.
+                if all(published.get(name) == value for name, value in current.items()):
+                    continue
+                num_tensors += len(layer)
+                layer = self._pack(layer)
+                if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
+                    call.answer()
+                    call.start(partial(self.engine.send, chunk))
+                    chunk = []
+                chunk += layer
+                num_bytes += num_bytes_of(layer)
+            call.answer()
+            if chunk:
+                self.engine.send(chunk)
+        self.engine.finish(fingerprints, weight_version)
+        return num_bytes, num_tensors
+
+    def _send_again(self, lost: list[str], published: dict[str, str]) -> None:
+        """Remove from `published` what the engine has lost of it."""
         changed = [name for name in lost if published.pop(name, None) is not None]
         if changed:
             logger.warning(
@@ -197,19 +230,6 @@ class Publisher:
             )
             # Keys and values of corrupt weights stay in blocks that attention reads whole, and 0 times NaN is NaN.
             self.engine.clear_cache()
-        chunk: Tensors = []
-        for layer in self._changed_layers(layers, published, fingerprints):
-            num_tensors += len(layer)
-            layer = self._pack(layer)
-            if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
-                self.engine.send(chunk)
-                chunk = []
-            chunk += layer
-            num_bytes += num_bytes_of(layer)
-        if chunk:
-            self.engine.send(chunk)
-        self.engine.finish(fingerprints, weight_version)
-        return num_bytes, num_tensors
 
     def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
         """Return nothing where the engine does not hold exactly what it has confirmed, as one that was started again:
@@ -235,18 +255,42 @@ class Publisher:
         self._delta_seconds += time.perf_counter() - start
         return packed
 
-    def _changed_layers(
-        self, layers: Iterator[Tensors], published: dict[str, str], fingerprints: dict[str, str]
-    ) -> Iterator[Tensors]:
+    def _with_fingerprints(self, layers: Iterator[Tensors]) -> Iterator[tuple[Tensors, dict[str, str]]]:
         for layer in layers:
             layer.sort(key=lambda item: load_order(item[0]))
             start = time.perf_counter()
             current = fingerprints_of(layer)
             self._audit_seconds += time.perf_counter() - start
-            fingerprints.update(current)
-            # An engine fuses matrices of a layer, so a layer is sent whole or not at all.
-            if any(published.get(name) != value for name, value in current.items()):
-                yield layer
+            yield layer, current
+
+
+@contextmanager
+def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
+    """Calls of an engine, one after the other. After an exception none is running that the next attempt could meet."""
+    call, num_threads = BackgroundCall(in_thread=engine.works_meanwhile), torch.get_num_threads()
+    if engine.works_meanwhile:
+        # The engine needs the other cores: threads poll for one that has none, and quantizing takes several times as
+        # long.
+        torch.set_num_threads(max(1, num_threads // 2))
+    try:
+        yield call
+    except Exception:
+        call.wait()
+        raise
+    finally:
+        if engine.works_meanwhile:
+            torch.set_num_threads(num_threads)
+
+
+def _take_while_running(
+    call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]
+) -> deque[tuple[Tensors, dict[str, str]]]:
+    """Return the first layers: those that are made before the `call` has ended, up to a chunk."""
+    taken, num_bytes = deque(), 0
+    while call.is_running and num_bytes < CHUNK_BYTES and (layer := next(layers, None)) is not None:
+        taken.append(layer)
+        num_bytes += num_bytes_of(layer[0])
+    return taken
 
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:

@@ -34,6 +34,7 @@ class ServerEngine:
     def __init__(self, client, channel: Channel):
         self.client, self.channel = client, channel
         self.is_drawing: Callable[[], bool] = lambda: False
+        self.works_meanwhile = channel.works_meanwhile
         self._replicas = 1
 
     def describe(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def _cell(name: str, value: float | None) -> str:
 
 
 def number(value: float) -> str:
-    """To two significant digits, and a 0 that is no rounded one."""
+    """To two significant digits, and a 0 that is not a rounded one."""
     return "0" if value == 0 else f"{value:#.2g}".rstrip(".")
 
 

@@ -121,7 +121,7 @@ COMMANDS_OF_PAGES = [
 
 @pytest.mark.parametrize("words", COMMANDS_OF_PAGES)
 def test_command_of_the_documentation_is_one(words, tmp_path, monkeypatch):
-    # The tests are offline; whether the Hub can be reached is no matter of spelling.
+    # The tests are offline; whether the Hub can be reached is not a matter of spelling.
     monkeypatch.setattr("trl_qarl.checks.options.problem_of_access", lambda token: None)
     program, *arguments = words
     if "run.yaml" in arguments:

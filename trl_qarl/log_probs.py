@@ -65,7 +65,7 @@ class ScoresRollouts(_BaseTrainer):
 
     @property
     def _was_on_policy(self) -> bool:
-        """Whether the learner computed the last micro-batch with the weights of its old log-probs."""
+        """True if the learner computed the last micro-batch with the weights of its old log-probs."""
         args = self.args
         place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
         has_older = args.rollout_ahead and args.old_logps != "learner"

@@ -160,7 +160,7 @@ class Policy:
 
     @property
     def takes_all_processes(self) -> bool:
-        """Whether every process takes part in what reads all of it, such as an export."""
+        """True if every process takes part in what reads all of it, such as an export."""
         return is_sharded(self.model)
 
     @property

@@ -148,7 +148,7 @@ class SavesRuns(PushesPolicy):
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         allow_as_umask(folder.glob("*.safetensors"))
-        # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
+        # TRL's copy of where training started is not a result, and with it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
         # TRL has already had the same card written next to a checkpoint.

@@ -129,7 +129,7 @@ def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached(
         assert layer.low_bit_weight() is with_adapter and torch.equal(model(x), y)
     with model.disable_adapter():
         assert layer.low_bit_weight() is without
-    # Going back and forth is no flip of a code.
+    # Going back and forth does not flip a code.
     assert layer.num_flipped_codes is None
 
 

@@ -41,7 +41,7 @@ def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path)
     assert "trl-qarl export --model_name_or_path run --output_dir run-w4a16\nvllm serve run-w4a16" in text
     assert {"trl", "qarl"} <= set(front_matter(text)["tags"])
     assert "arXiv:2604.07853" in text and "{{TRL: Transformers Reinforcement Learning}}" in text
-    # A path of this machine is no name on the Hub.
+    # A path of this machine is not a name on the Hub.
     assert "a local model, `llama`" in text and str(tmp_path) not in text and "None" not in text
 
 

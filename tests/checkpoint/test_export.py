@@ -220,7 +220,7 @@ def test_experts_of_a_plan_have_a_group_of_their_own_that_every_reader_finds(tmp
     groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
     targets = {group["weights"]["num_bits"]: group["targets"] for group in groups}
     assert targets[4] == [rf"re:model\.layers\.{index}\.mlp\.experts\.[0-9]+\..*" for index in (0, 1)]
-    # What experts have too is no expression.
+    # What experts have too is not an expression.
     assert "model.layers.0.mlp.shared_expert.down_proj" in targets[8] and "re:.*\\.q_proj$" in targets[8]
     loaded, ours = AutoModelForCausalLM.from_pretrained(folder), load_frozen_model(folder)
     for path, experts in experts_of(loaded).items():

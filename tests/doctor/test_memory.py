@@ -157,7 +157,7 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
 
 
 def test_errors_of_the_command_name_its_own_argument(tmp_path, capsys):
-    for model, message in (("/nope", "/nope is no folder."), (str(tmp_path), f"MODEL {tmp_path}: ")):
+    for model, message in (("/nope", "/nope is not a folder."), (str(tmp_path), f"MODEL {tmp_path}: ")):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["estimate", model, "--gpu_memory", "80"])
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"trl-qarl: error: {message}")

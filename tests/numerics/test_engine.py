@@ -385,7 +385,7 @@ class KeepGradients(TrainerCallback):
 
 
 def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tmp_path, caplog):
-    """Arithmetic that differs is no error then."""
+    """Arithmetic that differs is not an error then."""
     trainer = make_trainer(tmp_path, numerics=None, callbacks=[ChangeArithmetic(step=2)], max_steps=8)
     assert trainer.numerics == "engine"
     trainer.train()

@@ -67,7 +67,7 @@ def test_masters_give_codes_scales_and_zero_points_back_wherever_there_are_such(
             exact, moved, same = exact & reachable, moved & reachable, same & reachable
         assert torch.equal(same, exact | moved), seed
         assert (num_differing[exact] == 0).all() and (num_differing[moved] == 1).all()
-        # In units of the scale a master is no further from its code than others of this code are, or of the code
+        # In units of the scale a master is not further from its code than others of this code are, or of the code
         # beside it.
         assert ((steps - codes).abs() <= 0.5 + moved.unsqueeze(-1) + 1e-4)[same].all()
         shares.append(same.double().mean())

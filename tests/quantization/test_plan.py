@@ -113,7 +113,7 @@ def test_more_edges_than_layers_are_refused():
         ({}, {}, "quantizes nothing"),
         ({"_default": "w5a16"}, {}, "'_default'"),
         ({"re:(": "w4a16"}, {}, "holds no regular expression"),
-        ({"": "w4a16"}, {}, "is no pattern"),
+        ({"": "w4a16"}, {}, "is not a pattern"),
         ({"_default": {"group_size": 32}}, {}, "is neither a scheme's name"),
         ({"_default": {"scheme": "w4a16", "size": 32}}, {}, "is neither a scheme's name"),
         ({"_default": {"scheme": "w4a16", "group_size": 48}}, {}, "group_size=48"),

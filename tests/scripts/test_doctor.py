@@ -36,7 +36,7 @@ def test_an_error_gives_exit_code_one(config_only, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "./no_such_model"], "./no_such_model is no folder."),
+        (["--model", "./no_such_model"], "./no_such_model is not a folder."),
         (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
         (["--scheme", "w4a16", "--group_size", "7"], "group_size=7"),
         (["--group_size", "32"], "--group_size needs"),

@@ -108,7 +108,7 @@ def test_a_bad_file_is_named_with_its_line(masters, tmp_path, capsys, rows, mess
         (["--task", "p.jsonl", "--samples", "0"], "--samples=0"),
         (["--task", "p.jsonl", "--samples", "2", "--temperature", "0"], "repeat one completion"),
         (["--task", "p.jsonl", "--max_model_len", "9"], "needs --vllm"),
-        (["--task", "p.jsonl", "--compare", "./nowhere"], "./nowhere is no folder"),
+        (["--task", "p.jsonl", "--compare", "./nowhere"], "./nowhere is not a folder"),
         (["--task", "p.jsonl", "--top_p", "0"], "--top_p=0.0"),
         pytest.param(["--task", "p.jsonl", "--vllm"], "--vllm", id="masters in vllm"),
     ],

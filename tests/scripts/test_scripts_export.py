@@ -134,4 +134,4 @@ def test_export_refuses_to_overwrite_the_masters(tiny_model, capsys):
 def test_a_path_that_leads_nowhere_is_called_one(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["export", "--model_name_or_path", "/nope", "--output_dir", str(tmp_path), "--scheme", "w4a16"])
-    assert capsys.readouterr().err == "trl-qarl: error: /nope is no folder.\n"
+    assert capsys.readouterr().err == "trl-qarl: error: /nope is not a folder.\n"

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
 OBJECTIVE_FILE = "objective_state.pt"
-"""What the objective has learned of the run."""
+"""State of the objective: what it has learned of the run."""
 
 # accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of
 # several processes on a CPU could be resumed. Called after torch's own.

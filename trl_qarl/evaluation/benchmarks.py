@@ -151,7 +151,7 @@ def evaluate_benchmarks(
 
 
 def _task_scores(name: str, rows: list[dict[str, Any]]) -> list[float]:
-    """Return the score of each problem in order. A task that is no preset counts by its first metric and last
+    """Return the score of each problem in order. A task that is not a preset counts by its first metric and last
     filter."""
     _, metric, chosen = HARNESS_TASKS.get(name, (None, rows[0]["metrics"][0], rows[-1]["filter"]))
     rows = sorted((row for row in rows if row["filter"] == chosen), key=lambda row: row["doc_id"])

@@ -170,7 +170,7 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
         if on_cpu:
             torch.manual_seed(seed)
         seeds = None if on_cpu else [seed * len(prompts) + index for index in range(len(prompts))]
-        # vLLM's incremental decoding leaves out bytes that are no text yet; the tokenizer's is that of transformers.
+        # vLLM's incremental decoding leaves out bytes that are not text yet; the tokenizer's is that of transformers.
         completion_ids = engine.generate(prompts, seeds=seeds, stop=list(stop), **sampling)["completion_ids"]
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
 

@@ -192,7 +192,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     head_dim = head_dim_of(config)
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
-    yield not on_gpu or fits, f"head_dim={head_dim} is no multiple of 8 up to 256, which FlashAttention takes"
+    yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"
     for path, layer in adapters_beside(model):
         yield not on_gpu, f"{path!r} has an adapter next to it, whose product on a GPU has not been compared"
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant

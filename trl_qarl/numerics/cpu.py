@@ -8,7 +8,7 @@ with vLLM 0.31 and one or two threads:
 
 | kernel | the same bits for any number of rows |
 |---|---|
-| oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; with AVX512 alone from 2 rows on: of more than 1,024 input features, a single row is summed in another order. [`PackedLinear`] pads to 2 rows, which takes no longer |
+| oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; with AVX512 only from 2 rows on: of more than 1,024 input features, a single row is summed in another order. [`PackedLinear`] pads to 2 rows, which takes no longer |
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
 | oneDNN float32 (`onednn_mm`) | the same |
 | `F.linear` in float32 | no: another kernel below 16 rows |

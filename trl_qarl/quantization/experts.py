@@ -155,7 +155,7 @@ def problem_of_experts(module: nn.Module) -> str | None:
     if not hasattr(module, "is_concatenated"):
         return "its class has no interface of transformers for the computation of experts"
     if getattr(module, "is_transposed", False):
-        return "matrices are stored transposed, so a group of input features is no part of a row"
+        return "matrices are stored transposed, so a group of input features is not a part of a row"
     if not module.is_concatenated:
         return "rows of gate and up projection alternate"
     if getattr(module, "has_bias", False):

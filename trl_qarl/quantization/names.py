@@ -1,5 +1,5 @@
 """
-Modules and tensors under the names they have in a checkpoint of the model alone, also where PEFT has wrapped its
+Modules and tensors under the names they have in a checkpoint of the model itself, also where PEFT has wrapped its
 layers.
 
 PEFT puts a model into `base_model.model` and a layer it adapts into `base_layer` of a wrapper that holds the adapters.

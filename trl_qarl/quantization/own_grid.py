@@ -27,7 +27,7 @@ __all__ = ["compare_groups", "masters_on_grid"]
 
 # Of a step: how far from a tie a master is put that belongs to the neighboring code.
 _FROM_TIE = 1e-3
-# Of a scale with zero points: how much smaller it is made, so that the zero point is no tie either. 16-bit floats are
+# Of a scale with zero points: how much smaller it is made, so that the zero point is not a tie either. 16-bit floats are
 # further apart.
 _SMALLER = 2.0**-13
 

@@ -50,7 +50,7 @@ def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
     Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not
     kept.
 
-    Addresses are no identity: a new tensor may lie where an old one was. As long as a weak reference to a storage
+    Addresses are not an identity: a new tensor may lie where an old one was. As long as a weak reference to a storage
     exists, no other storage compares equal to it.
     """
     if weight.is_inference():

@@ -20,7 +20,7 @@ def check_pattern(pattern: Any, option: str) -> None:
     """Raise `ValueError`, naming the option that has it, unless `pattern` is one."""
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
-            f"{option}: {pattern!r} is no pattern. Give names of layers, 're:' and an expression, or '_default'."
+            f"{option}: {pattern!r} is not a pattern. Give names of layers, 're:' and an expression, or '_default'."
         )
     if pattern.startswith(_EXPRESSION):
         try:

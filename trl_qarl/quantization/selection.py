@@ -109,7 +109,7 @@ def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | N
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         said = f"exclude_modules: {pattern!r}"
         hits = {name for name in layers if covers(_named(pattern), name, parts.get(name, []), said)}
-        # A name such as `*_proj` is no regular expression.
+        # A name such as `*_proj` is not a regular expression.
         with suppress(re.error):
             expression = re.compile(pattern).fullmatch
             hits = hits or {name for name in layers if covers(expression, name, parts.get(name, []), said)}

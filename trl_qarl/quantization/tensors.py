@@ -334,7 +334,7 @@ def _unbind(func, types, args, kwargs):
     self = args[0]
     if self.dim() != 3 or any(args[1:]):
         raise NotImplementedError(
-            f"A low-bit tensor {tuple(self.shape)} is no stack of matrices along its first dimension."
+            f"A low-bit tensor {tuple(self.shape)} is not a stack of matrices along its first dimension."
         )
     return self.row_blocks(len(self))
 

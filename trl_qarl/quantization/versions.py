@@ -43,7 +43,7 @@ class KeptVersion(NamedTuple):
 
 def kept_version(model: nn.Module) -> KeptVersion:
     """Keep the weights that `model`, prepared by [`prepare_model`] or unquantized, has now."""
-    # What is gathered of a sharded model is no part of this process.
+    # What is gathered of a sharded model is not a part of this process.
     refresh(model)
     weights = dict(Inventory.of(model).weights())
     masters = {id(weight.parameter) for weight in weights.values()}

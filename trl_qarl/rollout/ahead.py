@@ -11,7 +11,7 @@ Between two generation batches nothing is in flight: the learner waits for what 
 thread ask for more. The lag is fixed, so the weights that draw a batch depend on its number and never on who is
 faster: runs repeat and resume.
 
-With `in_flight_updates` the learner waits for its next batch alone, and what else is in flight goes on with the
+With `in_flight_updates` the learner waits for its next batch only, and what else is in flight goes on with the
 weights that it publishes: tokens are of the weights of several updates, and which these are depends on who is faster.
 """
 

@@ -123,7 +123,7 @@ def is_local(host: str | None) -> bool:
 
 def check_finished(url: str, answer: Any) -> Any:
     """
-    Return the `answer` of a server. Completions that were cut short are no answer: vLLM's `/pause?mode=abort` ends
+    Return the `answer` of a server. Completions that were cut short are not an answer: vLLM's `/pause?mode=abort` ends
     them with status 200, and TRL's client drops the reason.
 
     Raises:

@@ -88,7 +88,7 @@ class Publisher:
 
     @property
     def takes_all_processes(self) -> bool:
-        """Whether the others have to [`~Publisher.join`] a publication."""
+        """True if the other processes have to [`~Publisher.join`] a publication."""
         return is_sharded(self.model)
 
     def forget(self) -> None:

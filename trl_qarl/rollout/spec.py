@@ -1,4 +1,4 @@
-"""What an engine is built with, in this process and in a server. Needs no torch."""
+"""Specification of an engine, in this process and in a server. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -44,7 +44,7 @@ def main(args: Namespace) -> int:
         for device in args.devices or ():
             if args.devices.count(device) > 1 or not re.fullmatch(r"[\w-]+(,[\w-]+)*", device):
                 raise ValueError(
-                    f"--devices {' '.join(args.devices)}: {device!r} is given twice or is no list of GPUs; give "
+                    f"--devices {' '.join(args.devices)}: {device!r} is given twice or is not a list of GPUs; give "
                     "values of CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
                 )
         if Path(args.grid).is_dir():

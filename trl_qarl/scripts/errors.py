@@ -29,4 +29,4 @@ def configuration_errors() -> Iterator[None]:
 def check_folder(model: str) -> None:
     """Raise `ValueError` for a path that leads to no folder: the Hub's client would call it a malformed name."""
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
-        raise ValueError(f"{model} is no folder.")
+        raise ValueError(f"{model} is not a folder.")

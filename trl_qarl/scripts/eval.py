@@ -132,7 +132,7 @@ def _check(args: Namespace) -> Path:
         if path != args.model or args.bits is None:
             _check_vllm(args, path)
     if args.output is None and not Path(args.model).is_dir():
-        raise ValueError(f"{args.model} is no folder to write eval.json to. Give --output.")
+        raise ValueError(f"{args.model} is not a folder to write eval.json to. Give --output.")
     name = "eval.json" if args.bits is None else f"eval-{args.bits}-bits.json"
     output = Path(args.output or Path(args.model, name))
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     settings = merge_with_record(args, record, source)
     has_adapter = is_adapter_folder(source)
     if args.merge_adapter and not has_adapter:
-        raise ValueError(f"--merge_adapter was given, but {source} is no folder with an adapter.")
+        raise ValueError(f"--merge_adapter was given, but {source} is not a folder with an adapter.")
     is_merged = has_adapter and (record or {}).get("lora_mode") == "merged"
     if args.merge_adapter and is_merged:
         raise ValueError(

@@ -224,7 +224,7 @@ def _draw_group(axes, group: Group, metric: Metric, height: float) -> bool:
         for of in (frame.mean(axis=1), frame.min(axis=1), frame.max(axis=1))
     )
     color = group.color
-    # A point between two gaps is no line.
+    # A point between two gaps is not a line.
     marker = {"marker": "o", "markersize": 3} if len(steps) <= 30 or gaps or zeros else {}
     axes.plot(steps, mean, color=color, ls=group.line, lw=1.6, **marker)
     if len(group.runs) > 1:

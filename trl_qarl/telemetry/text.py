@@ -83,8 +83,8 @@ def has_loop(token_ids: Sequence[int]) -> bool:
 
 
 def is_garbled(text: str) -> bool:
-    """Return whether a text holds U+FFFD, the mark of bytes that are no character, but at its end, where a completion
-    may have been cut inside a character."""
+    """Return whether a text holds U+FFFD, the mark of bytes that are not a character, other than at its end, where a
+    completion may have been cut inside a character."""
     return "\ufffd" in text.rstrip("\ufffd")
 
 

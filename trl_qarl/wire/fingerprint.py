@@ -9,7 +9,7 @@ A fingerprint reads a tensor's bytes as 64-bit words, mixes each and adds them u
 Mixing is a bijection and an odd factor is invertible, so any single changed word changes the sum. Without mixing the
 top bits of a word would reach only the top bits of the sum, where those of two words cancel; with it, changes of
 several words cancel with a chance of about 2**-60. The order of summation does not matter and everything is integer,
-so CPU and GPU agree. It finds transport and layout errors; it is no defence against a forger.
+so CPU and GPU agree. It finds transport and layout errors; it is not a defence against a forger.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -455,7 +455,7 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
     backend.sync_weights()
     # Long enough to be aborted on the way.
     backend.max_completion_length, usual = 100, backend.max_completion_length
-    in_flight = backend.launch([[5, 6]] * 64, 4)
+    in_flight = backend.launch([[5, 6]] * 256, 4)
     time.sleep(0.2)
     backend.vllm_client.control("/pause?mode=abort")
     with pytest.raises(EngineLost, match="completions short: it was told to abort them") as cut:

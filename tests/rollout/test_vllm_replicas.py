@@ -166,9 +166,12 @@ def test_a_server_that_lost_one_replica_is_started_again_and_gets_everything(ser
                 workers(trainer, "qarl_clear_cache")
             deaths.append(str(death.value))
             server.fault.unlink()
+            deadline = time.monotonic() + 60
             with contextlib.suppress(requests.RequestException):
-                # The other one does not go on.
-                assert complete(server, 0) == 500
+                # The other one does not go on, once vLLM has noticed.
+                while complete(server, 0) != 500:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
             trainer.vllm_generation.vllm_client.close_session()
             deadline = time.monotonic() + 60
             while server.process.is_running and time.monotonic() < deadline:

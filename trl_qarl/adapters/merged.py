@@ -16,8 +16,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from typing_extensions import override
 
 from ..quantization.linear import QuantizedLinear
-from ..quantization.parameters import weight_version
-from ..quantization.storage import storage_of, whole
+from ..quantization.storage import storage_of, weight_version, whole
 from ..quantization.weight import MasterSource
 
 

@@ -21,10 +21,9 @@ from ..quantization.formats.registry import format_of
 from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import architecture
-from ..quantization.parameters import shapes_of
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.selection import ROUTER_NAMES
-from ..quantization.storage import storage_of, whole
+from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name
 

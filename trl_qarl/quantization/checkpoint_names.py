@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
 from .names import base_state_dict
-from .parameters import shapes_of
+from .storage import shapes_of
 
 
 __all__ = ["CheckpointNames", "find_checkpoint_names"]

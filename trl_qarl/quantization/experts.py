@@ -20,8 +20,8 @@ from .experts_product import experts_product
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
 from .grouped import grouped_experts, reason_against_grouping
-from .parameters import shapes_of
 from .schemes import QuantScheme, get_scheme
+from .storage import shapes_of
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import OWN_ATTRIBUTES, QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
 

@@ -1,24 +1,20 @@
 """
 Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
 
-[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed; docs/schemes.md
-has the table. Two properties hold for every choice: it depends on nothing that differs between rollout, scoring and
-loss but the number of rows, and every kernel of a scheme computes the same sum of products with float32 accumulation,
-up to rounding of the weight to 16 bits and the order of summation. With `row_invariant=True` it does not depend on the
-number of rows either, and the result of a row is the same bits whatever rows come with it: an engine needs this, whose
-prefill and decode must agree. ATen's INT4 and INT8 kernels compute each row by itself; where they cannot run, the
-weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS chooses the
-order of summation by the number of rows.
+[`low_bit_linear`] runs one and returns its name, of which docs/schemes.md has the table. The choice depends on nothing
+that differs between rollout, scoring and loss but the number of rows, and every kernel of a scheme computes the same
+sum of products with float32 accumulation, up to rounding of the weight to 16 bits and the order of summation. With
+`row_invariant=True`, for engines, whose prefill and decode must agree, a row has the same bits whatever rows come with
+it: ATen's INT4 and INT8 kernels compute each row by itself; where they cannot run, the weight is expanded and
+multiplied with blocks of 48 rows, because BLAS chooses the order of summation by the number of rows.
 
-On a CPU the thresholds, here and in `formats/`, are where the measured times cross (`learner` and `decode` of
-`python -m benchmarks.bench`, benchmarks/learner.md). x86 processors have no arithmetic of FP8, or of INT4 by INT8, in
-PyTorch: the codes of activations are exact in bf16 and float32, so they go through a weight-only product, and the
-result is multiplied by their scale.
+On a CPU the thresholds, here and in `formats/`, are where the measured times cross (benchmarks/learner.md). x86
+processors have no arithmetic of FP8, or of INT4 by INT8, in PyTorch: the codes of activations are exact in bf16 and
+float32, so they go through a weight-only product, and the result is multiplied by their scale.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,25 +49,11 @@ FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
 FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
 
 
-class LowBitWeight(Protocol):
-    """The attributes of a [`~trl_qarl.quantization.tensors.LowBitTensor`] that a product reads."""
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-    scheme: QuantScheme
-
-    def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor: ...
-
-    def gemm_weight(self) -> "LowBitWeight": ...
-
-    def cached(self, make: Callable[[Any], Any]) -> Any: ...
-
-
 def low_bit_linear(
-    x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor | None, row_invariant: bool = False
+    x: torch.Tensor, weight: Any, bias: torch.Tensor | None, row_invariant: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
-    Return `x @ w'.T + bias` of activations `(M, K)` in the compute dtype and a low-bit weight `(N, K)`, in the dtype
+    Return `x @ w'.T + bias` of activations `(M, K)` in the compute dtype and a `LowBitTensor` `(N, K)`, in the dtype
     of `x`; what the backward pass needs to rebuild the activations the product saw (`(x,)`, or codes and scale); and
     the kernel's name. A bias `(N,)` of any floating dtype is added in the compute dtype; no gradient is recorded. On a
     CPU, `row_invariant` asks for one kernel for any number of rows, such that no row changes the result of another.

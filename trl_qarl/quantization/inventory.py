@@ -16,8 +16,8 @@ from torch import nn
 from .checkpoint_names import CheckpointNames, find_checkpoint_names
 from .experts import QuantizedExperts, has_stacked_matrices
 from .names import base_model, base_modules, base_state_dict, layer_of
-from .parameters import shapes_of
 from .schemes import QuantScheme
+from .storage import shapes_of
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
 

@@ -4,11 +4,8 @@ A linear layer whose forward runs on the low-bit form of its weight and whose ba
     forward   y = kernel(Q(x), Q(w)) + b          the engine's tensors, through a low-bit matrix product
     backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both quantizers
 
-`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. A layer has two
-parts: its *source* says which weight is quantized and where gradients go ([`MasterSource`]: the layer's own), its
-*product* multiplies by the low-bit weight ([`~trl_qarl.quantization.gemm.low_bit_linear`] unless another was set). It
-shares the `Parameter` objects of the `nn.Linear` it was made from, so ties, `state_dict` keys, optimizer groups and
-hooks survive. Paper: https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
+`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. Paper:
+https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
 """
 
 import torch
@@ -16,13 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from .parameters import weight_version
 from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
-from .weight import OWN_ATTRIBUTES, MasterSource, Product, QuantizedLayer, check_can_be_quantized, sharing_state
+from .weight import OWN_ATTRIBUTES, MasterSource, QuantizedLayer, check_can_be_quantized, sharing_state
 
 
-__all__ = ["MasterSource", "Product", "QuantizedLinear", "weight_version"]
+__all__ = ["QuantizedLinear"]
 
 
 class QuantizedLinear(QuantizedLayer, nn.Linear):
@@ -42,15 +38,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     ) -> "QuantizedLinear":
         """
         Make a `QuantizedLinear` to be put into the place of `linear`. The two share parameters, buffers and hooks, now
-        and later: what is assigned to one is in the other, and handles of hooks work.
-
-        Args:
-            linear (`nn.Linear`):
-                Layer to replace; exactly `nn.Linear`, not a subclass with a forward of its own.
-            scheme ([`QuantScheme`]):
-                Scheme with quantized weights.
-            scale_dtype (`torch.dtype`, *optional*):
-                Dtype in which the engine runs the model. Defaults to the weight's dtype.
+        and later, so ties, `state_dict` keys, optimizer groups and handles of hooks survive. `scale_dtype` is the
+        dtype in which the engine runs the model, by default that of the weight.
 
         Raises:
             TypeError: if `linear` is not a plain `nn.Linear`.
@@ -66,7 +55,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         layer._quantize(["weight"], scheme, scheme.group_size_for(linear.in_features), scale_dtype)
         return layer
 
-    def to_linear(self) -> nn.Linear:
+    @override
+    def restored(self) -> nn.Linear:
         """Make the `nn.Linear` to be put into this layer's place, with its masters. An adapter in the low-bit weight
         runs next to the layer again, unless the layer is frozen with it."""
         if not self.is_frozen:
@@ -74,13 +64,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         return sharing_state(nn.Linear, self, without=OWN_ATTRIBUTES)
 
     @override
-    def restored(self) -> nn.Linear:
-        return self.to_linear()
-
-    @override
     def convert(self) -> nn.Linear:
         self.freeze()
-        return self.to_linear()
+        return self.restored()
 
     @property
     def source(self) -> MasterSource:

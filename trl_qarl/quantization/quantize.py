@@ -1,11 +1,6 @@
 r"""
-The one definition of a low-bit weight's numbers, on plain tensors.
-
-[`~trl_qarl.quantization.tensors.LowBitTensor`] is the object that carries them.
-
-The rules are in the files of [`trl_qarl.quantization.formats`]: symmetric grids and signed scales in `base.py`, zero
-points in `zero_points.py`, the scales of `w4a8` in `int4_packed.py`, MXFP4 and NVFP4 in their own. The forward pass,
-publication, checkpoint and export all come to [`quantize_weight`].
+The one definition of a low-bit weight's numbers, on plain tensors: the forward pass, publication, checkpoint and
+export all come to [`quantize_weight`]. The rules are in the files of [`trl_qarl.quantization.formats`].
 
 Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors:
 `scale = amax / 127` for INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from

@@ -1,11 +1,10 @@
 """
 Quantization schemes: one frozen description per scheme, read by every other part of the package.
 
-A scheme says how a weight becomes low-bit: on which *grid* its codes lie, in which *container* they are stored, sent
-and multiplied, how many input features share a scale, and on which grid the activations that meet it lie. A grid of
-fewer codes fits into the container of a wider one: engine, checkpoint and kernels see only the container, so a policy
-of 3 bits runs wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
-[`~trl_qarl.quantization.quantize`]; nothing here imports torch, so the command line can list schemes at once.
+A scheme says on which *grid* the codes of a weight lie, in which *container* they are stored, sent and multiplied, how
+many input features share a scale, and on which grid the activations that meet it lie. Engine, checkpoint and kernels
+see only the container, so a policy of 3 bits runs wherever INT4 does. Nothing here imports torch, so the command line
+can list schemes at once; the arithmetic is in [`trl_qarl.quantization.formats`].
 """
 
 from dataclasses import dataclass, replace
@@ -70,22 +69,6 @@ INT4_ASYM, INT8_ASYM = (Grid(f"int{bits}-asym", "int", bits, has_zero_points=Tru
 E2M1, E4M3 = Grid("e2m1", "float", 4), Grid("e4m3", "float", 8)
 _GRIDS = (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT4_ASYM, INT8, INT8_ASYM, E2M1, E4M3)
 GRIDS = {grid.name: grid for grid in _GRIDS}
-
-_AGAINST_SIGNED_SCALES = (
-    "Signed scales are for weights of at most 4 bits that meet 16-bit or INT8 activations: the scales of 'w4a8' are chosen such that "
-    "vLLM's conversion to FP8 loses nothing, which holds only for positive ones, and 8 bits have next to nothing to gain. "
-    "Use 'w4a16', or another grid."
-)
-
-_AGAINST_ZERO_POINTS = (
-    "Zero points are for integer weights of 4 or 8 bits that meet 16-bit activations: no kernel has them with others, and fewer bits do "
-    "not nest with them. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
-)
-
-_AGAINST_FP4_ACTIVATIONS = (
-    "There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away from, and no engine "
-    "on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
-)
 
 
 @dataclass(frozen=True)
@@ -180,13 +163,15 @@ class QuantScheme:
             )
         if self.grid is not None and self.grid.has_signed_scales and self.activation == E4M3:
             raise ValueError(
-                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. "
-                + _AGAINST_SIGNED_SCALES
+                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. Signed scales are for "
+                "weights of at most 4 bits that meet 16-bit or INT8 activations: the scales of 'w4a8' are chosen such that vLLM's "
+                "conversion to FP8 loses nothing, which holds only for positive ones, and 8 bits have next to nothing to gain. Use "
+                "'w4a16', or another grid."
             )
         if self.group_size not in (self.group_sizes or (None,)):
             raise ValueError(
-                f"Scheme {self.name!r}: group_size={self.group_size} is not supported: the kernels of container "
-                f"{self.container.name!r} take {sorted(self.group_sizes) or 'one scale per output channel (`None`)'}."
+                f"Scheme {self.name!r}: group_size={self.group_size} is not supported: its kernels take "
+                f"{sorted(self.group_sizes) or 'one scale per output channel (`None`)'}."
             )
 
     @property
@@ -241,22 +226,28 @@ class QuantScheme:
     def weight_args(self, group_size: int | None) -> dict[str, Any]:
         """Return compressed-tensors' `QuantizationArgs` of a weight quantized with `group_size`. They describe the
         container, which is what a reader unpacks: of a coarser grid some codes do not occur."""
-        strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
         container = self.container
-        if container.has_global_scale:
-            strategy["strategy"] = "tensor_group"
         symmetric = not container.has_zero_points
-        described = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}
-        scales = {} if container.scale_dtype is None else {"scale_dtype": f"torch.{container.scale_dtype}"}
-        return {**described, **strategy, **scales}
+        args = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}
+        if group_size is None:
+            args["strategy"] = "channel"
+        else:
+            args |= {"strategy": "tensor_group" if container.has_global_scale else "group", "group_size": group_size}
+        if container.scale_dtype is not None:
+            args["scale_dtype"] = f"torch.{container.scale_dtype}"
+        return args
 
     @property
     def activation_args(self) -> dict[str, Any] | None:
         """compressed-tensors' `QuantizationArgs` of the activations, or `None`."""
-        if self.activation is None:
-            return None
-        described = {"num_bits": self.activation.num_bits, "type": self.activation.type, "symmetric": True}
-        return {**described, "strategy": "token", "dynamic": True}
+        grid = self.activation
+        return grid and {
+            "num_bits": grid.num_bits,
+            "type": grid.type,
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
 
 
 SCHEMES = {
@@ -286,13 +277,7 @@ SCHEMES = {
 
 def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> QuantScheme:
     """
-    Look a scheme up by name.
-
-    Args:
-        scheme (`str` or [`QuantScheme`]):
-            Name of the scheme; a [`QuantScheme`] is returned as it is when `group_size` is `None`.
-        group_size (`int`, *optional*):
-            Group size instead of the scheme's own; only for schemes with groups.
+    Look a scheme up by name, or return a [`QuantScheme`] as it is; with `group_size` in the place of its own.
 
     Raises:
         ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without
@@ -306,9 +291,15 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
             meant = [n for n in (name, stem) if n in SCHEMES] or get_close_matches(name, SCHEMES, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""
             if stem in ("mxfp4", "nvfp4", "mxfp4a4", "nvfp4a4"):
-                hint = f" {_AGAINST_FP4_ACTIVATIONS}"
+                hint = (
+                    " There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away "
+                    "from, and no engine on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
+                )
             elif "asym" in name and name not in SCHEMES:
-                hint = f" {_AGAINST_ZERO_POINTS}"
+                hint = (
+                    " Zero points are for integer weights of 4 or 8 bits that meet 16-bit activations: no kernel has them with others, "
+                    "and fewer bits do not nest with them. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
+                )
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]
     if group_size is None:
@@ -317,10 +308,5 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
         raise ValueError(
             f"group_size={group_size} was given, but scheme {scheme.name!r} has no groups. Remove `group_size`, or use "
             "scheme 'w4a16'."
-        )
-    if group_size not in scheme.group_sizes:
-        raise ValueError(
-            f"group_size={group_size} is not supported: the kernels of scheme {scheme.name!r} take "
-            f"{sorted(scheme.group_sizes)}. Choose one of them."
         )
     return replace(scheme, group_size=group_size)

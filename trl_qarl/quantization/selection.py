@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, problem_of_experts
 from .inventory import Inventory
-from .parameters import shapes_of
 from .patterns import covers
 from .schemes import QuantScheme
+from .storage import shapes_of
 
 
 __all__ = [

@@ -15,9 +15,8 @@ from typing_extensions import override
 
 from .formats.registry import format_of
 from .gemm import low_bit_linear
-from .parameters import MADE_IN_INFERENCE_MODE, num_elements, weight_version
 from .schemes import QuantScheme
-from .storage import storage_of
+from .storage import MADE_IN_INFERENCE_MODE, num_elements, storage_of, weight_version
 from .tensors import LowBitTensor
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from testing_utils import make_tiny_config
-from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.adapters.merged import merge_adapters
+from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.storage import writes_to

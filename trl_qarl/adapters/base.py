@@ -52,11 +52,8 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
         return create_model_from_path(name_or_path, **kwargs)
-    known = ("dtype", "revision", "trust_remote_code", "attn_implementation")
-    unknown = sorted(set(kwargs) - {*known, "device_map"})
-    if unknown:
-        raise ValueError(f"model_init_kwargs {unknown} are not used for a low-bit checkpoint. Remove them.")
-    return load_frozen_model(name_or_path, **{name: kwargs[name] for name in known if name in kwargs})
+    kwargs.pop("device_map", None)
+    return load_frozen_model(name_or_path, **kwargs)
 
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
@@ -139,16 +136,19 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
             "quantize_learner=False needs the base in high precision, but it comes from a low-bit checkpoint. Leave out "
             "`quantize_learner`, or start from the high-precision checkpoint."
         )
+    if exclude_modules:
+        raise ValueError(
+            f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
+            "Remove it."
+        )
     inventory = Inventory.of(model)
     layers = inventory.layers
-    candidates = {name: m for name, m in inventory.modules.items() if name in layers or name in inventory.quantizable}
-    skipped = reasons_to_skip(inventory, None)
     # Only with one scheme does the checkpoint say which layers have it.
-    ours = (
-        dict.fromkeys(layers, plan.schemes[0])
-        if plan.is_uniform and plan.schemes
-        else plan.assign(candidates, skipped, parts_of_experts(candidates))[0]
-    )
+    if plan.is_uniform and plan.schemes:
+        ours = dict.fromkeys(layers, plan.schemes[0])
+    else:
+        candidates = {name: m for name, m in inventory.modules.items() if name in {**layers, **inventory.quantizable}}
+        ours, _ = plan.assign(candidates, reasons_to_skip(inventory, None), parts_of_experts(candidates))
     differing = [name for name in dict.fromkeys([*layers, *ours]) if not _has_scheme(layers, name, ours, scale_dtype)]
     if differing:
         layer = layers.get(differing[0]) or next(iter(layers.values()))
@@ -159,11 +159,6 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
             f"scales in {layer.scale_dtype}; this run has scheme={plan.written!r}, group_size={plan.group_size} and scales in "
             f"{scale_dtype} (`bf16`), and {len(differing)} layers differ, such as {differing[0]!r}. Use the same, or start from "
             "the high-precision checkpoint."
-        )
-    if exclude_modules:
-        raise ValueError(
-            f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
-            "Remove it."
         )
 
 

@@ -36,9 +36,8 @@ class QuantizedExperts(QuantizedLayer):
     The experts of a layer with a quantized forward and a straight-through gradient to their masters.
 
     Made by [`~QuantizedExperts.from_experts`]. It computes by itself, whatever experts' implementation the model's
-    configuration names. What [`~trl_qarl.quantization.linear.QuantizedLinear`] says of its cache holds for both
-    parameters. `num_experts` is also the index that stands for a slot to skip, `act_fn` is applied to the gate, and
-    `experts_class` is the class of the module it was made from.
+    configuration names; caches are as in [`~trl_qarl.quantization.linear.QuantizedLinear`]. `num_experts` is also the
+    index that stands for a slot to skip, and `experts_class` the class of the module it was made from.
     """
 
     num_experts: int
@@ -96,19 +95,18 @@ class QuantizedExperts(QuantizedLayer):
             y = grouped_experts(tokens, top_k_index, top_k_weights, self.num_experts, *operands, self.act_fn)
             self.kernel_name = expanded_name(GROUPED, self.scheme, tokens.dtype)
             return y.view_as(hidden_states)
-        operands = self._low_bit_operands if is_quantized else self._dense_operands
+        operands = self._low_bit_operands if is_quantized else lambda weight: weight.master().unbind()
         gate_up, down = map(operands, self.quantized_weights.values())
         kernels: set[str] = set()
+
+        def product(rows, low_bit, bias):
+            y, seen, kernel = self.product(rows, low_bit, bias)
+            kernels.add(kernel)
+            return y, seen
 
         def linear(rows: torch.Tensor, operand: Any) -> torch.Tensor:
             if not is_quantized:
                 return F.linear(rows, operand.to(rows.dtype))
-
-            def product(rows, low_bit, bias):
-                y, seen, kernel = self.product(rows, low_bit, bias)
-                kernels.add(kernel)
-                return y, seen
-
             low_bit, master = operand
             return straight_through_linear(rows, low_bit, None, master, product)
 
@@ -135,9 +133,6 @@ class QuantizedExperts(QuantizedLayer):
             return False
         sizes = tokens.shape[-1], self.down_proj.shape[-1]
         return reason_against_grouping(tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme) is None
-
-    def _dense_operands(self, weight: QuantizedWeight) -> Sequence[torch.Tensor]:
-        return weight.master().unbind()
 
     @override
     def extra_repr(self) -> str:

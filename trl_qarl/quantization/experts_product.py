@@ -32,15 +32,14 @@ def experts_product(
     activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
 ) -> torch.Tensor:
     """
-    Multiply each token by the experts it is routed to, and add up what they give; with gradients where `linear` has
-    them.
+    Return what the experts give for tokens `x`, `(T, H)` in the compute dtype, in its dtype; zeros for a token without
+    experts; with gradients where `linear` has them.
 
-    `x` has tokens `(T, H)` in the compute dtype; `ids` the experts `(T, k)` of each, integers, of which the number of
-    experts stands for a slot to skip; `weights` their weights `(T, k)`, converted to float32. `gate_up` has for each
-    expert what `linear` takes for the rows of its gate, then of its up projection, `(2 I, H)`; `down` the same for the
-    down projection, `(H, I)`. `linear` takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of
-    the rows; `activation` is applied to the gate. The result is `(T, H)` in the dtype of `x`; zeros for a token
-    without experts.
+    `ids` has the experts `(T, k)` of each token, integers, of which the number of experts stands for a slot to skip;
+    `weights` their weights `(T, k)`, converted to float32. `gate_up` has for each expert what `linear` takes for the
+    rows of its gate, then of its up projection, `(2 I, H)`; `down` the same for the down projection, `(H, I)`.
+    `linear` takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of the rows; `activation` is
+    applied to the gate.
     """
 
     def one_by_one(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

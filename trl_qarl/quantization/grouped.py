@@ -8,10 +8,9 @@ matrix:
     grad x[G_e] = grad y[G_e] @ w'[e]
     grad w[e]   = grad y[G_e].T @ x[G_e]     straight through to the master; 0 for an expert without rows
 
-`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. With one product per expert
-those of experts with rows are expanded, so up to the order of summation the numbers are the same. Engine numerics,
-whose bits these are not, keep one product per expert, as do schemes with activations in 8 bits: `scaled_grouped_mm`
-exists only on GPUs and wants scales in another layout.
+`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. Up to the order of summation the
+numbers are those of one product per expert, which engine numerics keep, whose bits these are not, as do schemes with
+activations in 8 bits: `scaled_grouped_mm` exists only on GPUs and wants scales in another layout.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,6 @@
-"""
-[`Inventory`]: the layers of one model, found in one walk over its modules and kept with the model.
-
-Everything outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what
-was left alone.
-"""
+"""[`Inventory`]: the layers of one model, found in one walk over its modules and kept with the model. Everything
+outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what was left
+alone."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -29,9 +26,8 @@ _ATTRIBUTE = "_trl_qarl_inventory"
 
 class LayerWeights(NamedTuple):
     """
-    The weights of one layer, named as in the base model; valid until the walk goes on. `name` is that of [`layer_of`],
-    such as `"model.layers.3"`; `tensors` are its part of the `state_dict`; `linears` its linear layers, quantized or
-    not; `experts` its quantized experts.
+    The weights of one layer, named as in the base model. `name` is that of [`layer_of`]; `tensors` are its part of the
+    `state_dict`; `linears` its linear layers, quantized or not; `experts` its quantized experts.
     """
 
     name: str

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 
+# Name of the module inside the one that torch puts around it to compute its forward again in backward.
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-"""Name of the module inside the one that torch puts around it to compute its forward again in backward."""
 
 __all__ = [
     "adapted_layers",
@@ -31,7 +31,7 @@ __all__ = [
 
 def is_adapted(model: nn.Module) -> bool:
     """Return whether PEFT has put adapters into `model`."""
-    return any(_is_wrapper(module) for module in model.modules())
+    return any(map(_is_wrapper, model.modules()))
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -59,14 +59,15 @@ def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """`state_dict` of the model without its adapters."""
     model = base_model(model)
     wrappers = {name for name, module in _modules(model) if _is_wrapper(module)}
+    inside = tuple(f"{name}." for name in wrappers)
     tensors = {}
     # The parameters themselves, by which ties are known.
     for name, tensor in model.state_dict(keep_vars=True).items():
-        wrapper, rest = _split(name, wrappers)
-        if wrapper is None:
+        wrapper, _, rest = name.partition(".base_layer.")
+        if wrapper in wrappers:
+            tensors[f"{wrapper}.{rest}"] = tensor
+        elif not name.startswith(inside):
             tensors[name] = tensor
-        elif rest.startswith("base_layer."):
-            tensors[f"{wrapper}.{rest.removeprefix('base_layer.')}"] = tensor
     return tensors
 
 
@@ -77,8 +78,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`named_modules` under the names of the `state_dict`, from which torch's activation checkpointing takes its own
     part."""
-    for name, module in model.named_modules():
-        yield name.replace(f"{_CHECKPOINTED}.", ""), module
+    return ((name.replace(f"{_CHECKPOINTED}.", ""), module) for name, module in model.named_modules())
 
 
 def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -90,15 +90,6 @@ def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[
     yield name, module
     for child_name, child in module.named_children():
         yield from _walk(child, f"{name}.{child_name}" if name else child_name, seen)
-
-
-def _split(name: str, wrappers: set[str]) -> tuple[str | None, str]:
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        prefix = ".".join(parts[:end])
-        if prefix in wrappers:
-            return prefix, ".".join(parts[end:])
-    return None, name
 
 
 def is_peft_model(model: Any) -> bool:

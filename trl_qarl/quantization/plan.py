@@ -67,7 +67,7 @@ class QuantPlan:
     @property
     def is_uniform(self) -> bool:
         """True if every layer has the same scheme."""
-        return len(self.rules) == 1 and self.rules[0][0] == DEFAULT and not self._edges
+        return self._is_named and not self._edges
 
     @property
     def name(self) -> str:
@@ -84,7 +84,10 @@ class QuantPlan:
         """The plan without `group_size` and edges, as JSON has it; [`get_plan`] reads it again."""
         if self._is_named:
             return self.rules[0][1].name
-        return {pattern: _written(scheme) for pattern, scheme in self.rules}
+        return {
+            pattern: {"scheme": scheme.name, "group_size": scheme.group_size} if scheme.group_size else scheme.name
+            for pattern, scheme in self.rules
+        }
 
     @property
     def described(self) -> dict[str, Any]:
@@ -120,8 +123,8 @@ class QuantPlan:
         Return the scheme of each of the linear layers `names` that is quantized, and the reason for each other one.
 
         `skipped` are those that are not quantized whatever the plan says, and why; `outside` those around a language
-        model, which stay in high precision unless a pattern fits only such layers, and why. For layers of several
-        matrices that share a scheme `parts` says what these are called, in one or more ways.
+        model, which stay in high precision unless a pattern fits only such layers, and why. `parts` are as in
+        [`~trl_qarl.quantization.patterns.covered_names`].
 
         Raises:
             ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only
@@ -159,11 +162,11 @@ class QuantPlan:
             if pattern == DEFAULT:
                 continue
             hits = found[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
-            left = {skipped[name] for name in hits if name in skipped}
             if scheme.is_quantized and all(name in skipped for name in hits):
+                left = sorted({skipped[name] for name in hits})
                 raise ValueError(
                     f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
-                    f"{hits[0]!r} ({'; '.join(sorted(left))}). Remove it."
+                    f"{hits[0]!r} ({'; '.join(left)}). Remove it."
                 )
         return found
 
@@ -280,10 +283,6 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
     if isinstance(value, Mapping) and "scheme" in value and set(value) <= {"scheme", "group_size"}:
         return value["scheme"], value.get("group_size")
     raise ValueError(f"{value!r} is neither a scheme's name, None, nor {{'scheme': NAME, 'group_size': NUMBER}}.")
-
-
-def _written(scheme: QuantScheme) -> Any:
-    return scheme.name if scheme.group_size is None else {"scheme": scheme.name, "group_size": scheme.group_size}
 
 
 def _described(scheme: QuantScheme) -> str:

@@ -14,7 +14,8 @@ plan has them ([`trl_qarl.quantization.plan`]). Layers that no pattern fits have
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from operator import mul
+from typing import Any
 
 from .patterns import check_pattern, covered_names, pattern_of
 from .plan import QuantPlan
@@ -38,10 +39,6 @@ Precision = int | dict[str, int]
 Precisions = list[Precision] | dict[int, Precision]
 NESTING_BITS = tuple(sorted({grid.num_bits for grid in GRIDS.values() if grid.has_signed_scales}, reverse=True))
 """Bits of the grids that nest, most first."""
-
-
-class _Layer(Protocol):
-    quantized_weights: Mapping[str, Any]
 
 
 def parse_precisions(value: Any) -> Precisions | None:
@@ -153,21 +150,19 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
     return replace(plan, rules=tuple((pattern, at_bits(scheme, bits)) for pattern, scheme in plan.rules))
 
 
-def mean_bits(layers: Iterable[_Layer]) -> tuple[float, bool]:
-    """Return the bits that a weight has now, as a mean over those whose grid nests, and whether they differ."""
+def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
+    """Return the bits that a weight of quantized layers has now, as a mean over those whose grid nests, and whether
+    they differ."""
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
-    sizes = [
-        (w.parameter.numel(), w.scheme.grid) for w in weights if w.scheme.grid and w.scheme.grid.has_signed_scales
-    ]
-    mean = sum(size * grid.num_bits for size, grid in sizes) / sum(size for size, _ in sizes)
-    return mean, len({grid.num_bits for _, grid in sizes}) > 1
+    nesting = [weight for weight in weights if weight.scheme.grid and weight.scheme.grid.has_signed_scales]
+    bits = [weight.scheme.grid.num_bits for weight in nesting]
+    sizes = [weight.parameter.numel() for weight in nesting]
+    return sum(map(mul, sizes, bits)) / sum(sizes), len(set(bits)) > 1
 
 
-def set_precision(
-    layers: Mapping[str, _Layer], schemes: Mapping[str, QuantScheme], precision: Precision | None
-) -> bool:
-    """Have layers quantize their masters at `precision` from now on, `None` for what they were prepared with, and
-    return whether that changes any. `schemes` has the scheme that each was prepared with."""
+def set_precision(layers: Mapping[str, Any], schemes: Mapping[str, QuantScheme], precision: Precision | None) -> bool:
+    """Have quantized layers quantize their masters at `precision` from now on, `None` for what they were prepared
+    with, and return whether that changes any. `schemes` has the scheme that each was prepared with."""
     has_changed = False
     for name, layer in layers.items():
         bits = precision.get(pattern_of(precision, name) or "") if isinstance(precision, Mapping) else precision

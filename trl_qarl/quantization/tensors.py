@@ -1,10 +1,9 @@
 """
 A low-bit weight as an object: torchao's tensor subclass, compressed-tensors' numbers.
 
-[`LowBitTensor`] looks like the dense weight `(N, K)` it stands for and holds codes and scales as
-[`~trl_qarl.quantization.quantize.quantize_weight`] makes them. It is the cache of a [`QuantizedLinear`], the frozen
-weight of a converted `nn.Linear`, and what is published and exported. torchao's `TorchAOBaseTensor` gives `detach`,
-`clone` and flattening; an operation that neither it nor this module knows raises.
+[`LowBitTensor`] is the cache of a quantized layer, the frozen weight of a converted `nn.Linear`, and what is published
+and exported. torchao's `TorchAOBaseTensor` gives `detach`, `clone` and flattening; an operation that neither it nor
+this module knows raises.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,15 +38,14 @@ class LowBitTensor(TorchAOBaseTensor):
     another low-bit tensor of the same scheme and shape. After an import of this module `torch.load` reads it with
     `weights_only=True`.
 
-    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales: whether the weight has changed.
-    With a dense tensor, and in `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it counts as its
-    dense values, those of [`~LowBitTensor.dequantize`].
+    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales. With a dense tensor, and in
+    `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, one counts as its dense values.
 
     `qdata` are the codes as the scheme's container lays them out ([`trl_qarl.quantization.formats`]), `scale` is
     `(N, K / group_size)` or `(N, 1)`, and `operands` are the further tensors of the container's format, with a row for
-    each of the weight. `orig_dtype` is the master's, which this tensor shows and [`~LowBitTensor.dequantize`] gives by
-    default. `gathered_shape` is the shape of a sharded master whose codes and scales FSDP2 has gathered, which this
-    tensor shows; FSDP2 frees them after use and fills them again, so nothing that is made of them is kept.
+    each of the weight. `orig_dtype` is the master's, which this tensor shows. So is `gathered_shape`, of a sharded
+    master whose codes and scales FSDP2 has gathered; FSDP2 frees them after use and fills them again, so nothing that
+    is made of them is kept.
     """
 
     tensor_data_names = ["qdata", "scale"]

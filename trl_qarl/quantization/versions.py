@@ -2,8 +2,7 @@
 Weights of an earlier update, kept and put back for a forward or a weight sync.
 
 Of a quantized layer the codes and scales are kept, which a new master leaves alone, so they cost no copy; of what is
-trained in high precision (embeddings, norms, biases, adapters) a copy. Masters are not kept: a version computes and is
-published, it is not trained. Of a sharded model each process keeps its part.
+trained in high precision a copy. Masters are not kept: a version computes and is published, it is not trained.
 """
 
 from collections.abc import Iterator

@@ -48,8 +48,27 @@ def check_units(model: nn.Module) -> None:
 def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
     """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights, and pass it to
     `then`."""
+    prepare_whole = accelerator.prepare
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):
+                as_bytes(model)
+        prepared = prepare_whole(*args, **kwargs)
+        for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
+            if isinstance(each, FSDPModule):
+                check_units(each)
+                count = shard_low_bit(each)
+                _gather_head(each)
+                then(each)
+                logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
+            elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":
+                # Compiled, it fails on shards of any model (torch 2.13, torchao 0.18).
+                optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+        return prepared
+
     # Patched on the instance: accelerate has no hook after a model is sharded.
-    accelerator.prepare = _Sharding(accelerator.prepare, then)  # pyrefly: ignore[bad-assignment]
+    accelerator.prepare = prepare  # pyrefly: ignore[bad-assignment]
 
 
 def _gather_head(model: nn.Module) -> None:
@@ -64,25 +83,3 @@ def _gather_head(model: nn.Module) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, FSDPModule):
         model.base_model.register_forward_hook(lambda *_: head.unshard())
-
-
-class _Sharding:
-    def __init__(self, prepare: Callable[..., Any], then: Callable[[nn.Module], None]):
-        self.prepare, self.then = prepare, then
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for model in args:
-            if isinstance(model, nn.Module):
-                as_bytes(model)
-        prepared = self.prepare(*args, **kwargs)
-        for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
-            if isinstance(each, FSDPModule):
-                check_units(each)
-                count = shard_low_bit(each)
-                _gather_head(each)
-                self.then(each)
-                logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
-            elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":
-                # Compiled, it fails on shards of any model (torch 2.13, torchao 0.18).
-                optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
-        return prepared

@@ -2,17 +2,13 @@
 Low-bit weights of masters that FSDP2 has sharded: each process quantizes its own rows, and codes and scales are
 gathered.
 
-A row holds whole groups, so the codes of all processes together are those of one process, bit for bit, and they are
-0.13 of the bytes of float32 masters for 4 bits. They are made of the master itself also where `mixed_precision` has
-FSDP gather everything else in 16 bits.
-
-A low-bit weight without a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and
-gathered likewise.
+A row holds whole groups, so the codes of all processes together are those of one process, bit for bit. They are made
+of the master itself also where `mixed_precision` has FSDP gather everything else in 16 bits. A low-bit weight without
+a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and gathered likewise.
 
 Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are
-the rows that this process holds ([`ShardedSource`]), and [`Rows`] gathers, which every process has to call. In a
-forward the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the
-masters.
+the rows that this process holds, and [`Rows`] gathers, which every process has to call. In a forward the weight is the
+gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
 
 FSDP2's extension point is `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a *local* tensor
 (https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] has these two and is an ordinary tensor otherwise, so
@@ -44,16 +40,9 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class MasterShard(torch.Tensor):
     """
-    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`: a plain tensor but for what
-    FSDP2 asks of it around an all-gather.
-
-    Of a low-bit weight without a master it has the bytes.
-
-    Attributes:
-        weight ([`QuantizedWeight`]):
-            What it is a part of.
-        padded_rows (`int`):
-            Rows of the largest shard, those of all its experts together, which every process sends.
+    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`, or the bytes of a low-bit
+    weight without a master: a plain tensor but for what FSDP2 asks of it around an all-gather. It is a part of
+    `weight`; `padded_rows` are those of the largest shard, of all its experts together, which every process sends.
     """
 
     # Results of operations are not shards.
@@ -233,13 +222,8 @@ def as_bytes(model: nn.Module) -> None:
 def shard_low_bit(model: nn.Module) -> int:
     """
     Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of `model`, which it has
-    sharded.
-
-    To be called after everything that puts other tensors into the place of parameters, such as `.to`; it can be called
-    again.
-
-    Returns:
-        The number of weights.
+    sharded, and return the number of weights. To be called after everything that puts other tensors into the place of
+    parameters, such as `.to`; it can be called again.
 
     Raises:
         NotImplementedError: if FSDP2 was told to shard what it has gathered over fewer processes.

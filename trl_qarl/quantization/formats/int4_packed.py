@@ -2,11 +2,7 @@
 INT4 codes in words: `qdata` is int32 `(N, K / 8)`, eight codes + 8 per word, the first in the lowest bits.
 
 A checkpoint (`pack-quantized`) has the same words as `weight_packed`, and `weight_shape` says `(N, K)`. Codes of fewer
-bits are stored as the same numbers, so engines and readers need to know nothing about them.
-
-`to_words` packs these without gaps, as `trl-qarl export --compact` writes them: code `i` of `b` bits, plus
-`2^(b - 1)`, begins at bit `b i` of the row, as vLLM and compressed-tensors from 0.19 on have it
-(https://github.com/vllm-project/compressed-tensors/pull/732).
+bits are stored as the same numbers.
 
 `w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8
 E4M3 and one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight
@@ -143,8 +139,9 @@ def unsigned_codes(qdata: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps: int32
-    `(N, num_bits K / 32)`."""
+    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps, int32 `(N, num_bits K / 32)`:
+    code `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of the row, as vLLM and compressed-tensors from 0.19 on
+    have it (https://github.com/vllm-project/compressed-tensors/pull/732)."""
     places = torch.arange(8, device=qdata.device)
     eights = (unsigned_codes(qdata) - 8 + 2 ** (num_bits - 1)).unflatten(1, (-1, 8)) << num_bits * places
     # Eight codes fill as many bytes as each has bits.

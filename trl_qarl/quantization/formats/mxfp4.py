@@ -10,8 +10,7 @@ division and product are exact. The scale of zeros is 2^-127, the smallest. From
 compressed-tensors makes infinities, scales are 2^125, the largest.
 
 A code is its sign and the number of its magnitude among these. Scales are uint8 `(N, K / 32)`: the power `e` of
-2^(e - 127), E8M0 in other words, for which not all of PyTorch has a dtype. A checkpoint (`mxfp4-pack-quantized`) has
-the same bytes.
+2^(e - 127), E8M0 in other words. A checkpoint (`mxfp4-pack-quantized`) has the same bytes.
 """
 
 import torch

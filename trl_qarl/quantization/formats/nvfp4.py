@@ -5,8 +5,7 @@ of two `G` for all of a matrix, or of several that the engine holds as one:
     s = round_e4m3(G * amax(|w|) / 6),  q = round(clamp(w / (s / G), -6, 6)),  w' = (s / G) * q
 
 which is compressed-tensors' arithmetic with this `G` for its 2688 / amax of the matrix; a scale that comes out as zero
-is 0.125. `G` is chosen once, such that weights can grow to four times the largest; larger ones are refused. As it is a
-power of two, code times scale over `G` is exact in bf16, and the squared error is that of 2688 / amax.
+is 0.125. `G` is chosen once, such that weights can grow to four times the largest; larger ones are refused.
 
 `global_scale` holds `G` for each row, float32 `(N, 1)`. A checkpoint (`nvfp4-pack-quantized`) has it once, as
 `weight_global_scale`, float32 `(1,)`, and codes and scales as they are.
@@ -31,8 +30,6 @@ class Nvfp4(Mxfp4):
     gguf_type = None
 
     def choose_global_scale(self, weight):
-        """Return the power of two under the scales of a matrix: with it, weights of four times its largest magnitude
-        have scales."""
         amax = weight.abs().amax().float().item()
         exponent = math.floor(math.log2(2688.0 / amax)) - 2 if amax > 0 else 0
         # Scales of 2^-9 to 448 over it are numbers in bf16.

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from .experts_product import experts_product
+from .experts_product import experts_product, grouped_experts, reason_against_grouping
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
-from .grouped import grouped_experts, reason_against_grouping
 from .schemes import QuantScheme, get_scheme
 from .storage import shapes_of
 from .tensors import LowBitTensor, straight_through_linear
@@ -84,7 +83,7 @@ class QuantizedExperts(QuantizedLayer):
         """
         Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, as
         [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers.
-        On GPUs as [`~trl_qarl.quantization.grouped.grouped_experts`] does, where that pays.
+        On GPUs as [`~trl_qarl.quantization.experts_product.grouped_experts`] does, where that pays.
         """
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))

@@ -17,15 +17,7 @@ from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
-__all__ = [
-    "EDGES",
-    "FUSED",
-    "QuantPlan",
-    "check_fused",
-    "get_plan",
-    "parse_scheme",
-    "plan_of",
-]
+__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "get_plan", "parse_scheme", "plan_of"]
 
 _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

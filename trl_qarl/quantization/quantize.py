@@ -21,14 +21,7 @@ from .formats.registry import format_of
 from .schemes import E4M3_CODES, INT8_CODES, QuantScheme
 
 
-__all__ = [
-    "activation_form",
-    "coarser",
-    "dequantize_activation",
-    "e4m3_scale",
-    "quantize_activation",
-    "quantize_weight",
-]
+__all__ = ["activation_form", "dequantize_activation", "e4m3_scale", "quantize_activation", "quantize_weight"]
 
 
 BLOCK_OF_WEIGHTS = {"cpu": 2**18}
@@ -67,38 +60,6 @@ def quantize_weight(
     # Autocast does not take FP8 codes.
     with torch.autocast(weight.device.type, enabled=False):
         return tuple(torch.cat(parts) for parts in zip(*quantized, strict=True))
-
-
-def coarser(
-    qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, to: QuantScheme
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return codes and scales of the weight in fewer bits, made only of its codes `(N, K)`: half a code for each bit
-    less, rounded (a tie to the even code) and clamped, at twice the scale.
-
-    Where [`quantize_weight`] rounds the master once, this rounds it twice, so the same weight is a step off where the
-    first rounding has made a tie.
-
-    Raises:
-        ValueError: if the grid of `to` does not nest in that of `scheme`, or if `scale` cannot hold the larger scale.
-    """
-    ours, theirs = scheme.grid, to.grid
-    if (
-        not (ours and theirs and ours.has_signed_scales and theirs.has_signed_scales)
-        or scheme.container != to.container
-        or theirs.num_bits > ours.num_bits
-    ):
-        raise ValueError(f"The codes of {scheme.name!r} hold none of {to.name!r}, whose grid does not nest in theirs.")
-    step = 2 ** (ours.num_bits - theirs.num_bits)
-    larger = scale * step
-    if not larger.isfinite().all():
-        raise ValueError(
-            f"{step} times the largest scale, {scale.abs().max().item():g}, is more than {scale.dtype} holds. Export the masters with "
-            "scales in bfloat16."
-        )
-    form = format_of(scheme.container)
-    codes = (form.unpack(qdata, torch.float32) / step).round_().clamp_(*theirs.quant_range)
-    return form.pack(codes), larger
 
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:

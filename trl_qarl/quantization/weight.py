@@ -261,11 +261,6 @@ class QuantizedLayer(nn.Module):
         return self._first.is_frozen
 
     @property
-    def is_trained(self) -> bool:
-        """True if an optimizer can change the low-bit weights."""
-        return any(weight.is_trained for weight in self.quantized_weights.values())
-
-    @property
     def holds_adapter(self) -> bool:
         """True if an adapter is part of a weight that is quantized."""
         return any(weight.source.holds_adapter for weight in self.quantized_weights.values())

@@ -173,11 +173,6 @@ class ShardedSource(MasterSource):
     """The rows of a sharded master that this process holds."""
 
     @override
-    def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
-        _shard(weight)
-        return super().version(weight)
-
-    @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
         _shard(weight)
         return super().value(weight)

@@ -67,9 +67,6 @@ class Mxfp4(HalfBytes):
     def to_checkpoint(self, qdata, scale, *operands):
         return {"weight_packed": qdata, "weight_scale": scale}
 
-    def from_checkpoint(self, tensors):
-        return tensors["weight_packed"], tensors["weight_scale"]
-
     def kernels(self, scheme, gpu):
         # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to
         # 4 bits. On Hopper it is Humming from 0.32 on.

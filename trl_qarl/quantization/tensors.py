@@ -247,8 +247,8 @@ def straight_through_linear(
     master: torch.Tensor | None = None,
     product: Callable[..., tuple[Any, ...]] = low_bit_linear,
 ) -> torch.Tensor:
-    """`x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`. Gradients go to
-    `x`, `bias` and `master`, each only where asked for, as if neither the weight nor the activations were rounded.
+    """`x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`. Gradients go
+    to `x`, `bias` and `master`, each only where asked for, as if neither the weight nor the activations were rounded.
     `product` takes rows, weight and bias and returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))

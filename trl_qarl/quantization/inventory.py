@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .checkpoint_names import CheckpointNames, find_checkpoint_names
 from .experts import QuantizedExperts, has_stacked_matrices
-from .names import base_model, base_modules, base_state_dict, layer_of
+from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
 from .schemes import QuantScheme
 from .storage import shapes_of
 from .tensors import LowBitTensor

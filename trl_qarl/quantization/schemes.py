@@ -113,19 +113,7 @@ CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVF
 @dataclass(frozen=True)
 class QuantScheme:
     """
-    One quantization scheme.
-
-    Args:
-        name (`str`):
-            Name of the scheme, as passed to [`QaRLConfig`].
-        grid ([`Grid`] or `None`):
-            Codes of the weights; `None` when weights stay in high precision.
-        container ([`Container`]):
-            How they are stored, sent and multiplied.
-        group_size (`int` or `None`):
-            Granularity: consecutive input features that share a scale; `None` for one scale per output channel.
-        activation ([`Grid`], *optional*):
-            Codes of dynamic per-token activations, `None` to leave activations alone.
+    One quantization scheme. `name` is what [`QaRLConfig`] takes.
 
     Raises:
         ValueError: if the grid has codes that the container does not hold, or if no kernel multiplies the container
@@ -133,10 +121,10 @@ class QuantScheme:
     """
 
     name: str
-    grid: Grid | None
-    container: Container
-    group_size: int | None = None
-    activation: Grid | None = None
+    grid: Grid | None  # codes of the weights; None: weights stay in high precision
+    container: Container  # how they are stored, sent and multiplied
+    group_size: int | None = None  # input features that share a scale; None: one scale per output channel
+    activation: Grid | None = None  # codes of dynamic per-token activations; None: left alone
 
     def __post_init__(self) -> None:
         if not self.container.holds(self.grid):

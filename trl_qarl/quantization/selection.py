@@ -1,7 +1,7 @@
 """Selects the layers that stay in high precision."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from torch import nn
@@ -102,20 +102,16 @@ def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | N
     excluded = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         said = f"exclude_modules: {pattern!r}"
-        hits = {name for name in layers if covers(_named(pattern), name, parts.get(name, []), said)}
+        named = re.compile(rf"(.*\.)?{re.escape(pattern)}").fullmatch
+        hits = {name for name in layers if covers(named, name, parts.get(name, []), said)}
         # A name such as `*_proj` is not a regular expression.
         with suppress(re.error):
             expression = re.compile(pattern).fullmatch
             hits = hits or {name for name in layers if covers(expression, name, parts.get(name, []), said)}
         if not hits:
             raise ValueError(
-                f"exclude_modules: {pattern!r} matches none of the {len(layers)} linear layers. Give names or last "
-                f"components, such as {next(iter(layers)).rpartition('.')[2]!r}, or a regular expression over the "
-                "whole name."
+                f"{said} matches none of the {len(layers)} linear layers. Give names or last components, such as "
+                f"{next(iter(layers)).rpartition('.')[2]!r}, or a regular expression over the whole name."
             )
         excluded |= hits
     return excluded
-
-
-def _named(pattern: str) -> Callable[[str], bool]:
-    return lambda name: name == pattern or name.endswith(f".{pattern}")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -280,8 +281,4 @@ def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     copies."""
     if len(tensor) == count:
         return tensor
-    padded = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-    raw = padded.view(torch.uint8).zero_()
-    if len(tensor):
-        raw[: len(tensor)] = tensor.view(torch.uint8)
-    return padded
+    return F.pad(tensor.view(torch.uint8), (0, 0, 0, count - len(tensor))).view(tensor.dtype)

@@ -57,8 +57,7 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
 
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
-    """Return the adapter in `folder` as a `PeftModel` on its base, which is loaded too. `ValueError` is raised if its
-    base is another model than the one that it was trained on."""
+    """Return the adapter in `folder` as a `PeftModel` on its base, loaded too; `ValueError` if it names none."""
     from peft import PeftModel
 
     config = json.loads((Path(folder) / CONFIG_FILE).read_text())

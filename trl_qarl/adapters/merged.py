@@ -79,8 +79,7 @@ class LoraSource(MasterSource):
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """`W + s B A` in float32, with gradients to `A` and `B`; where they are sharded the rows of this process,
-        without."""
+        """`W + s B A` in float32 with gradients to `A` and `B`; where they are sharded this process' rows, without."""
         storage = storage_of(weight)
         delta = self._delta() if storage.is_whole else self._delta_of_rows()
         weight = storage.value(weight)

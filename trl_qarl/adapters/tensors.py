@@ -51,8 +51,8 @@ def saved_adapter_config(folder: str | Path) -> "PeftConfig":
 
 
 def adapter_tensors(model: "PeftModel") -> dict[str, torch.Tensor]:
-    """Return the trained adapter of a model that is not wrapped by accelerate under the names of
-    `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached."""
+    """Return the trained adapter under the names of `adapter_model.safetensors`, detached; `model` is not wrapped by
+    accelerate."""
     from peft import get_peft_model_state_dict
 
     # Embeddings are never targets here, so PEFT need not look for changed ones.
@@ -68,8 +68,7 @@ def adapter_config(model: "PeftModel") -> dict[str, Any]:
 
 
 def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
-    """Return what a record of the run says about the adapter of `model`: its mode, size and layers. Nothing without an
-    adapter."""
+    """Return mode, size and layers of the adapter of `model` for a record of the run; nothing without an adapter."""
     if not is_peft_model(model):
         return {}
     config = adapter_config(model)

@@ -106,9 +106,8 @@ _Operand = tuple[LowBitTensor, torch.Tensor | None]
 def reason_against_grouping(
     x: torch.Tensor, num_rows: int, num_experts: int, sizes: tuple[int, int], scheme: QuantScheme
 ) -> str | None:
-    """Return why experts are multiplied one by one, or `None` where a grouped product can be had and pays: of tokens
-    `x` in the compute dtype, with `num_rows` rows of all experts together, and experts of a hidden and an intermediate
-    size."""
+    """Return why experts of a hidden and an intermediate size are multiplied one by one, or `None` where a grouped
+    product can be had and pays, for tokens `x` in the compute dtype with `num_rows` rows of all experts together."""
     if scheme.activation is not None:
         return "activations are quantized"
     if x.device.type != "cuda":

@@ -118,8 +118,7 @@ def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
 
 
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype. A row and a channel have the same bits among any
-    others."""
+    """`x @ weight.T`, `(M, K)` by `(N, K)` in their dtype; rows and channels have the same bits among any others."""
     if weight.dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return _in_blocks_of_rows(x, weight)
     *whole, last = weight.split(CHANNELS_WITH_AMX)
@@ -175,6 +174,5 @@ def _has_vnni() -> bool:
 
 @lru_cache(maxsize=1)
 def has_fast_bf16() -> bool:
-    """Return whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several
-    times faster."""
+    """Return whether this CPU multiplies bf16 natively (AVX512-BF16, AMX); else float32 is several times faster."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

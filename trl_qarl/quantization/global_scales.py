@@ -42,8 +42,7 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
 
 
 def check_global_scales(scales: Mapping[str, float]) -> None:
-    """Raise `ValueError` where layers that vLLM holds as one matrix have several global scales, given by the layers'
-    names."""
+    """Raise `ValueError` where layers that vLLM holds as one matrix have several global scales, given by name."""
     for names in _groups(scales):
         group = {name: scales[name] for name in names}
         if len(set(group.values())) > 1:

@@ -112,8 +112,7 @@ class Inventory:
 
     @property
     def stacked_experts(self) -> dict[str, nn.Parameter]:
-        """Parameters in which a mixture keeps the matrices of all experts in high precision, as transformers 5
-        does."""
+        """Parameters in which a mixture keeps the matrices of all experts of a layer in high precision."""
         return {
             f"{name}.{leaf}": getattr(module, leaf)
             for name, module in self.quantizable.items()
@@ -150,8 +149,7 @@ class Inventory:
             yield LayerWeights(layer, tensors, linears, experts)
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield every quantized weight on the same walk, by the name of its linear layer, or of the experts'
-        parameter."""
+        """Yield every quantized weight on the same walk, by the name of its linear layer or experts' parameter."""
         for layer in self.walk():
             yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
 

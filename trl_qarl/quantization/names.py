@@ -60,8 +60,7 @@ def architecture(model: nn.Module) -> str:
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` of the model without its adapters: an adapted layer goes by its own name, its wrapper not at
-    all."""
+    """`named_modules` of the model without its adapters: an adapted layer has its own name, its wrapper none."""
     yield from _walk(base_model(model), "", set())
 
 
@@ -86,8 +85,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` under the names of the `state_dict`, from which torch's activation checkpointing takes its own
-    part."""
+    """`named_modules` under the names of the `state_dict`, which lack those of torch's activation checkpointing."""
     return ((name.replace(f"{_CHECKPOINTED}.", ""), module) for name, module in model.named_modules())
 
 
@@ -103,8 +101,7 @@ def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a
-    configuration of it."""
+    """Return whether `model` is a `PeftModel`; PEFT is imported only for what has a configuration of it."""
     if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
         return False
     from peft import PeftModel
@@ -113,8 +110,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer that a tensor is part of: its name up to the first number, such as `"model.layers.3"`, else its
-    module."""
+    """Return the layer of a tensor: its name up to the first number, such as `"model.layers.3"`, else its module."""
     match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return match[0] if match else name.rpartition(".")[0] or name
 

@@ -218,8 +218,7 @@ def get_plan(
 
 
 def parse_scheme(text: Any) -> Any:
-    """Return what a command line says about schemes: JSON becomes a mapping, everything else stays. Text that begins
-    like a mapping and is none raises `ValueError`."""
+    """Return a scheme of a command line: JSON becomes a mapping, all else stays; `ValueError` if it is broken."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return text
     try:

@@ -91,8 +91,7 @@ def bits_of(precisions: Precisions) -> list[int]:
 
 
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:
-    """Yield what is wrong with `precisions` for the schemes of `plan` and a run of `max_steps` updates, -1 for an
-    unknown number."""
+    """Yield what is wrong with `precisions` for the schemes of `plan` and `max_steps` updates, -1 for any number."""
     nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.grid and scheme.grid.has_signed_scales]
     if not nesting:
         signed = [name for name, scheme in SCHEMES.items() if scheme.grid and scheme.grid.has_signed_scales]
@@ -116,8 +115,7 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
 
 
 def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantScheme]) -> Iterator[str]:
-    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`, by their
-    names."""
+    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`."""
     nesting = [name for name, scheme in schemes.items() if scheme.grid and scheme.grid.has_signed_scales]
     for pattern in _patterns(precisions):
         try:
@@ -134,8 +132,7 @@ def precision_at(precisions: Precisions, update: int, updates_per_batch: int) ->
 
 
 def at_bits(scheme: QuantScheme, bits: int) -> QuantScheme:
-    """Return `scheme` with the grid of `bits` bits that nests in its own; itself where it has no more, or no such
-    grid."""
+    """Return `scheme` with the grid of `bits` bits that nests in its own; itself where there is none."""
     grid = scheme.grid
     if grid is None or not grid.has_signed_scales or grid.num_bits <= bits:
         return scheme
@@ -151,8 +148,7 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
 
 
 def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
-    """Return the bits that a weight of quantized layers has now, as a mean over those whose grid nests, and whether
-    they differ."""
+    """Return the mean bits of weights whose grid nests, of quantized `layers` as they are, and whether they differ."""
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
     nesting = [weight for weight in weights if weight.scheme.grid and weight.scheme.grid.has_signed_scales]
     bits = [weight.scheme.grid.num_bits for weight in nesting]

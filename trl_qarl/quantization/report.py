@@ -72,8 +72,7 @@ class SwapReport:
 def report_layers(
     plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str], has_masters: bool
 ) -> SwapReport:
-    """Return the report of quantized layers, by their names, and of why others are not; with the bytes of masters, or
-    without."""
+    """Return the report of quantized layers, and of why others are not; with the bytes of masters, or without."""
     weights = [weight for layer in layers.values() for weight in layer.quantized_weights.values()]
     return SwapReport(
         plan=plan,

@@ -37,8 +37,7 @@ def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str
 
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
-    """Return scheme and group size of a quantizable layer, or of what was made of it, under `scheme`. `ValueError` is
-    raised if no group size fits."""
+    """Return scheme and group size of a quantizable or quantized layer under `scheme`; `ValueError` if none fits."""
     if isinstance(module, nn.Linear):
         return scheme, scheme.group_size_for(module.in_features)
     return experts_format(module, scheme)

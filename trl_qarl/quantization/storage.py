@@ -55,8 +55,7 @@ class Storage:
 
     @contextmanager
     def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
-        """While open, the part of `tensor` that this process keeps has the values of `local`; it does not count as
-        written to."""
+        """While open, this process' part of `tensor` has the values of `local`; this does not count as a write."""
         held = tensor.data
         # Not copied into the tensor: what is kept of its value is kept for its storage, and must find that again.
         tensor.data = local
@@ -66,8 +65,7 @@ class Storage:
             tensor.data = held
 
     def rows(self, tensor: torch.Tensor) -> range:
-        """Return which rows `(..., K)` of all of `tensor` this process quantizes, those of all experts in one
-        count."""
+        """Return which rows `(..., K)` of all of `tensor`, those of experts in one count, this process quantizes."""
         return range(self.shape(tensor)[:-1].numel())
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,8 +128,7 @@ def num_elements(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return numbers of which one changes when the parameter, or this process' part of it, is written to or
-    replaced."""
+    """Return numbers of which one changes when the parameter, or this process' part, is written to or replaced."""
     local = storage_of(parameter).local(parameter)
     return parameter._version, local._version, local.data_ptr()
 

@@ -272,8 +272,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
-    """Give every quantized layer of `model` the forward of the one it was made from; its low-bit weight can still be
-    published."""
+    """Give quantized layers the forward of those they were made from; low-bit weights can still be published."""
     for layer in quantized_layers(model).values():
         layer.use_quantized_forward = False
 

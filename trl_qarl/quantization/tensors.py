@@ -142,8 +142,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dense weight: the exact product of scale and code, rounded once to `output_dtype` or
-        `orig_dtype`."""
+        """Return the dense weight in `output_dtype` or `orig_dtype`: scale times code, exact, rounded once."""
         return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":
@@ -175,8 +174,7 @@ class LowBitTensor(TorchAOBaseTensor):
         return LowBitTensor(self.format.pack(codes), larger, scheme, self.orig_dtype)
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
-        """`make(self)`, such as the operands of a kernel, computed at the first call, or at each where codes are
-        gathered."""
+        """`make(self)`, such as a kernel's operands, computed once, or at each call where codes are gathered."""
         if make in self._kept:
             return self._kept[make]
         # Tensors made in inference mode could not take part in training later.

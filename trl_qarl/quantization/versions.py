@@ -75,7 +75,6 @@ def at_version(model: nn.Module, kept: KeptVersion) -> Iterator[None]:
 
 
 def _low_bit(like: LowBitTensor, parts: Any = None) -> LowBitTensor:
-    """Return a weight of `parts`, its own unless they are given, without what products have made of the codes, which
-    is larger."""
+    """Return a weight of its own or other `parts`, without what products have made of its codes, which is larger."""
     parts = like.parts() if parts is None else parts
     return LowBitTensor.of_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)

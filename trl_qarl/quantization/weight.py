@@ -122,11 +122,8 @@ class QuantizedWeight:
         return self.source.value(self.parameter)
 
     def low_bit_weight(self) -> LowBitTensor:
-        """
-        Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master. The same object is returned until its
-        value changes. A master that was made in inference mode, where PyTorch does not count updates, raises
-        `ValueError`.
-        """
+        """Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master, the same object until its value
+        changes. `ValueError` is raised for a master made in inference mode, where PyTorch does not count updates."""
         weight = self.parameter
         if isinstance(weight, LowBitTensor):
             return weight
@@ -318,8 +315,7 @@ def sharing_state(cls: type, module: nn.Module, without: Set[str] = frozenset())
 
 
 def check_can_be_quantized(module: nn.Module, names: list[str], scheme: QuantScheme) -> None:
-    """Raise `ValueError` for a layer whose parameters of these names `scheme` cannot be applied to, whatever their
-    sizes."""
+    """Raise `ValueError` for a layer with these parameters that `scheme` cannot apply to, whatever their sizes."""
     if "forward" in vars(module):
         raise ValueError(
             "The layer has a `forward` of its own on the instance (accelerate's `device_map` hooks set one), which "

@@ -31,8 +31,7 @@ def sharded_by(accelerator: Accelerator) -> str | None:
 
 
 def check_units(model: nn.Module) -> None:
-    """Check that each unit that FSDP2 gathers at once has whole decoder layers; `ValueError` names a unit that is a
-    part of one."""
+    """Raise `ValueError` if a unit that FSDP2 gathers at once is a part of a decoder layer."""
     inventory = Inventory.of(model)
     layers = {layer_of(name) for name in inventory.layers}
     for name, module in inventory.modules.items():
@@ -46,8 +45,7 @@ def check_units(model: nn.Module) -> None:
 
 
 def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
-    """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights, and pass it to
-    `then`."""
+    """Have models that `accelerator.prepare` shards from now on gather low-bit weights, and pass each to `then`."""
     prepare_whole = accelerator.prepare
 
     def prepare(*args: Any, **kwargs: Any) -> Any:

@@ -70,8 +70,7 @@ class MasterShard(torch.Tensor):
         return (torch.cat(buffer),), views
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        """Return the low-bit weight and the tensors that hold it; with `out`, the one returned before, they are filled
-        again."""
+        """Return the low-bit weight and the tensors that hold it; with `out`, fill those again."""
         if out is not None:
             # Its bits may be others than before, in the same container.
             out.scheme = self.weight.scheme
@@ -85,8 +84,7 @@ class MasterShard(torch.Tensor):
 
     @override
     def to(self, device, *args, **kwargs):
-        """Return itself for another device, where masters are kept in the host's memory: codes and scales go there,
-        not masters."""
+        """Return itself for another device than the one that keeps masters: codes and scales go there, not masters."""
         return _OnDevice(self, torch.device(device)) if torch.device(device).type != self.device.type else self
 
 
@@ -180,8 +178,7 @@ class ShardedSource(MasterSource):
 
 
 class FrozenRows(MasterSource):
-    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its other
-    tensors."""
+    """Rows of bytes in the place of a frozen `low_bit` weight: those of its codes, then of its other tensors."""
 
     is_frozen = True
 
@@ -204,8 +201,7 @@ class FrozenRows(MasterSource):
 
 
 def as_bytes(model: nn.Module) -> None:
-    """Put rows of bytes into the place of every frozen low-bit weight of `model`, as FSDP2 shards only plain
-    tensors."""
+    """Put rows of bytes into the place of frozen low-bit weights of `model`, as FSDP2 shards only plain tensors."""
     for layer in model.modules():
         for weight in layer.quantized_weights.values() if isinstance(layer, QuantizedLayer) else ():
             low_bit = weight.parameter
@@ -277,8 +273,7 @@ def _shard(weight: torch.Tensor) -> MasterShard:
 
 
 def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes and scales has zeros, or
-    copies."""
+    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes has zeros."""
     if len(tensor) == count:
         return tensor
     return F.pad(tensor.view(torch.uint8), (0, 0, 0, count - len(tensor))).view(tensor.dtype)

@@ -57,8 +57,7 @@ class Slices(Storage):
 
     @override
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, which has no
-        gradient."""
+        """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, without a gradient."""
         if tensor.ds_status.name == "AVAILABLE":
             return tensor
         import deepspeed
@@ -100,8 +99,7 @@ def keep_float32_masters(config: dict[str, Any]) -> None:
 
 
 def compute_in_bfloat16(model: nn.Module) -> None:
-    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP; also in PEFT's
-    `generate`."""
+    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP."""
     # PEFT's `generate` bypasses the forward of the adapted model.
     model = base_model(model)
     device = next(model.parameters()).device

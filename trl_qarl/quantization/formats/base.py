@@ -39,8 +39,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Operand(NamedTuple):
-    """A tensor of a format besides codes and scales, by its name in a [`~trl_qarl.quantization.tensors.LowBitTensor`].
-    It has the shape of `scale` if it is `per_group`, else `(N, 1)`."""
+    """A tensor besides codes and scales, of the shape of `scale` if it is `per_group`, else `(N, 1)`."""
 
     name: str
     dtype: torch.dtype
@@ -112,8 +111,7 @@ class Format:
         return self.pack(codes), scale, *operands
 
     def choose_global_scale(self, weight: torch.Tensor) -> float | None:
-        """Return the number that the scales of a matrix, or of several that an engine holds as one, share; `None`
-        without one."""
+        """Return the number that the scales of what an engine holds as one matrix share; `None` without one."""
         return None
 
     def choose_scales(self, groups: torch.Tensor, scheme: QuantScheme) -> Tensors:
@@ -197,8 +195,7 @@ def fits_cpu_kernels(x: torch.Tensor, weight: Any) -> bool:
 
 
 def in_groups(weight: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return a weight `(N, K)` as `(N, groups, group_size)`; raises `ValueError` if no group size of the scheme
-    divides `K`."""
+    """Return a weight `(N, K)` as `(N, groups, group_size)`; `ValueError` if no group size divides `K`."""
     rows, columns = weight.shape
     size = scheme.group_size_for(columns) or columns
     # Written out, as of no rows, such as a process' part of a small matrix, `-1` would be undetermined.

@@ -124,8 +124,7 @@ def integer_kernels(gpu, experts_backend: str | None = None) -> KernelChoice:
 
 
 def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) -> torch.Tensor:
-    """Return what each half byte of `qdata`, `(N, ...)`, stands for, of 16 `values`: `(N, K)` in `dtype`, the lower
-    half first."""
+    """Return which of 16 `values` each half byte of `qdata`, `(N, ...)`, is, the lower first: `(N, K)` in `dtype`."""
     # One table look-up per 16 bits yields four weights; shifts and masks are four times slower on a CPU.
     table = _table(dtype, qdata.device, values)
     indices = qdata.view(torch.uint16).long()
@@ -169,8 +168,7 @@ def _table(dtype: torch.dtype, device: torch.device, values: tuple[float, ...]) 
 
 
 def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a `w4a8` weight as the engine's matrix product takes it: FP8 codes `(N, K)` and float32 scales
-    `(N, 1)`."""
+    """Return a `w4a8` weight as the engine multiplies by it: FP8 codes `(N, K)` and float32 scales `(N, 1)`."""
     channel_scale, group_scale = _fp8_scales(scale)
     codes = HalfBytes().unpack(qdata, torch.float32)
     codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
@@ -178,8 +176,7 @@ def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's conversion of scales `(N, groups)`: `(N, 1)` channel scales, and `(N, groups)` E4M3 values; both
-    float32."""
+    """vLLM's conversion of scales `(N, groups)`: channel scales `(N, 1)` and E4M3 values `(N, groups)`, float32."""
     scale = scale.float()
     channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
     group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
@@ -187,8 +184,7 @@ def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not
-    clamp."""
+    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, where it does not clamp."""
     scale = scale.float()
     amax = scale.amax(-1, keepdim=True)
     amax = torch.where(amax == 0, 1.0, amax)

@@ -46,8 +46,7 @@ class Mxfp4(HalfBytes):
         return scale.view(torch.float8_e8m0fnu).to(dtype)
 
     def pack(self, codes):
-        """Round quotients `(N, K)` of weight and scale, float32, to E2M1: to the nearest code, of two as near to the
-        even one."""
+        """Round float32 quotients `(N, K)` of weight and scale to the nearest E2M1 code, a tie to the even one."""
         size = codes.abs()
         bits = size.view(torch.int32)
         # From 1 on, exponent and first bit of the mantissa count magnitudes, of which 1 is the third; below, they are

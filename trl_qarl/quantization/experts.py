@@ -47,11 +47,8 @@ class QuantizedExperts(QuantizedLayer):
     def from_experts(
         cls, experts: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedExperts":
-        """
-        Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, as
-        [`~trl_qarl.quantization.linear.QuantizedLinear.from_linear`] does, with its errors; another layout raises
-        `TypeError`.
-        """
+        """Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, as
+        `QuantizedLinear.from_linear` does, with its errors; another layout raises `TypeError`."""
         if problem := problem_of_experts(experts):
             raise TypeError(f"{type(experts).__name__} cannot be quantized: {problem}.")
         check_can_be_quantized(experts, [GATE_UP, DOWN], scheme)
@@ -80,11 +77,8 @@ class QuantizedExperts(QuantizedLayer):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """
-        Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, as
-        [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers.
-        On GPUs as [`~trl_qarl.quantization.experts_product.grouped_experts`] does, where that pays.
-        """
+        """Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, with
+        [`experts_product`], or on GPUs, where that pays, [`grouped_experts`]; under autocast in its dtype."""
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])

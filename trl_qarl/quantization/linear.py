@@ -41,10 +41,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         and later, so ties, `state_dict` keys, optimizer groups and handles of hooks survive. `scale_dtype` is the
         dtype in which the engine runs the model, by default that of the weight.
 
-        Raises:
-            TypeError: if `linear` is not a plain `nn.Linear`.
-            ValueError: if the scheme has no quantized weight, if the layer has no weights or was made in inference
-                mode, or if the scheme cannot quantize `in_features`.
+        `TypeError` is raised if `linear` is not a plain `nn.Linear`; `ValueError` if the scheme quantizes no weight or
+        cannot quantize `in_features`, and if the layer has no weights or was made in inference mode.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
@@ -81,10 +79,6 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     def num_flipped_codes(self) -> torch.Tensor | None:
         """Codes that changed at the last re-quantization, 0-d int64."""
         return self._first.num_flipped_codes
-
-    def master(self) -> torch.Tensor:
-        """Return what [`QuantizedWeight.master`] does."""
-        return self._first.master()
 
     def low_bit_weight(self) -> LowBitTensor:
         """Return what [`QuantizedWeight.low_bit_weight`] does."""

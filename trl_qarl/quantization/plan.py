@@ -116,11 +116,9 @@ class QuantPlan:
 
         `skipped` are those that are not quantized whatever the plan says, and why; `outside` those around a language
         model, which stay in high precision unless a pattern fits only such layers, and why. `parts` are as in
-        [`~trl_qarl.quantization.patterns.covered_names`].
-
-        Raises:
-            ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only
-                layers that are skipped, and if more decoder layers are to stay in high precision than there are.
+        [`~trl_qarl.quantization.patterns.covered_names`]. `ValueError` is raised if a pattern matches no layer, or
+        some of the parts of one, or with a quantized scheme only layers that are skipped, and if more decoder layers
+        are to stay in high precision than there are.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
         hits = self._check_patterns(names, skipped, parts)
@@ -190,10 +188,8 @@ def get_plan(
     """
     Make a plan of what a user writes: one scheme for every layer, or schemes by patterns as above; a plan is returned
     as it is, with other edges if given. `group_size` is that of each scheme with groups that does not say its own.
-
-    Raises:
-        ValueError: for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression that
-            is none, or a negative number of layers.
+    `ValueError` is raised for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression
+    that is none, or a negative number of layers.
     """
     for option, count in zip(EDGES, (high_precision_first, high_precision_last), strict=True):
         if type(count) is not int or count < 0:

@@ -1,14 +1,12 @@
 """
 One set of masters read at several precisions, one after the other. Needs no torch.
 
-Grids with signed scales nest: the scale of `b` bits is the largest weight of a group over `-2^(b-1)`, so that of 3
-bits is twice that of 4 and that of 2 four times, exactly. In one container a change of precision is other codes and
-scales of the same shapes: an engine that was started for 4 bits runs 3 and 2 as they are published, and each comes
-from the masters.
+Grids with signed scales nest: the scale of 3 bits is twice that of 4 and that of 2 four times, exactly. In one
+container a change of precision is other codes and scales of the same shapes, which an engine runs as they come.
 
 Written are `[4, 3]`, the precisions of generation batches in turn, or `{0: 4, 60: 3}`, those of batches that begin at
-this update or later. A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a
-plan has them ([`trl_qarl.quantization.plan`]). Layers that no pattern fits have the bits of their scheme.
+this update or later. A precision is a number of bits for all layers, or a mapping from patterns of names to bits.
+Layers that no pattern fits have the bits of their scheme.
 """
 
 import json

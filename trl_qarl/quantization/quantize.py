@@ -38,13 +38,9 @@ def quantize_weight(
     computed, unless the scheme has its own. `global_scale` is what the scales of a format with global scales are
     divided by, by default the one that fits `weight`.
 
-    Returns:
-        The tensors of the scheme's format: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`, and the format's
-        operands. None carries a gradient.
-
-    Raises:
-        ValueError: if no group size divides `K`, if the codes of a row do not fill words of the checkpoint, or if
-            weights have outgrown `global_scale`.
+    Return the tensors of the scheme's format, without gradients: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`,
+    and the format's operands. `ValueError` is raised if no group size divides `K`, if the codes of a row do not fill
+    words of the checkpoint, or if weights have outgrown `global_scale`.
     """
     form = format_of(scheme.container)
     if global_scale is None:

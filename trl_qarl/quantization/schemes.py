@@ -112,13 +112,8 @@ CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVF
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """
-    One quantization scheme. `name` is what [`QaRLConfig`] takes.
-
-    Raises:
-        ValueError: if the grid has codes that the container does not hold, or if no kernel multiplies the container
-            with such groups or activations.
-    """
+    """One quantization scheme; `name` is what [`QaRLConfig`] takes. `ValueError` is raised if the grid has codes that
+    the container does not hold, or if no kernel multiplies the container with such groups or activations."""
 
     name: str
     grid: Grid | None  # codes of the weights; None: weights stay in high precision
@@ -178,11 +173,9 @@ class QuantScheme:
         return "float32" if is_per_channel else self.container.scale_dtype
 
     def group_size_for(self, in_features: int) -> int | None:
-        """
-        Return the group size of a matrix with `in_features` input features: `group_size` where that divides them, else
-        the next smaller size of `group_sizes` that does. `ValueError` is raised if none does, or if the checkpoint
-        packs codes into words that they do not fill.
-        """
+        """Return the group size of a matrix with `in_features` input features: `group_size` where that divides them,
+        else the next smaller size of `group_sizes` that does. `ValueError` is raised if none does, or if the
+        checkpoint packs codes into words that they do not fill."""
         if self.group_size is None:
             codes_per_word = self.container.word_size
             if in_features % codes_per_word:
@@ -255,13 +248,8 @@ SCHEMES = {
 
 
 def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> QuantScheme:
-    """
-    Look a scheme up by name, or return a [`QuantScheme`] as it is; with `group_size` in the place of its own.
-
-    Raises:
-        ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without
-            groups.
-    """
+    """Look a scheme up by name, or return a [`QuantScheme`] as it is; with `group_size` in the place of its own.
+    `ValueError` is raised for an unknown name, or a group size that the scheme's kernels do not take."""
     if isinstance(scheme, str):
         if scheme not in SCHEMES:
             # compressed-tensors has `W4A16_ASYM`.

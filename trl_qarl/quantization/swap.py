@@ -207,10 +207,8 @@ def convert_model(model: nn.Module) -> int:
     they are, and return the number of layers.
 
     The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed
-    and exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
-
-    Raises:
-        ValueError: if no layer is prepared, or if the model has engine numerics.
+    and exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters. `ValueError`
+    is raised if no layer is prepared, or if the model has engine numerics.
     """
     if not quantized_layers(model):
         raise ValueError(

@@ -215,11 +215,8 @@ def shard_low_bit(model: nn.Module) -> int:
     """
     Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of `model`, which it has
     sharded, and return the number of weights. To be called after everything that puts other tensors into the place of
-    parameters, such as `.to`; it can be called again.
-
-    Raises:
-        NotImplementedError: if FSDP2 was told to shard what it has gathered over fewer processes.
-        RuntimeError: if FSDP2 does not manage the weight of a quantized layer.
+    parameters, such as `.to`; it can be called again. `NotImplementedError` is raised if FSDP2 was told to shard what
+    it has gathered over fewer processes, `RuntimeError` if it does not manage the weight of a quantized layer.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
     # FSDP knows a layer that was swapped later by its former module, which shares the table of parameters.

@@ -3,7 +3,7 @@ Global scales, such as NVFP4's: one for all layers that vLLM fuses into one matr
 then constant.
 
 vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were
-trained. They are powers of two with room for weights that grow ([`trl_qarl.quantization.formats.nvfp4`]), so they need
+trained. They are powers of two with room for weights that grow ([`trl_qarl.quantization.formats.fp4`]), so they need
 not follow them.
 """
 

@@ -64,10 +64,7 @@ GRIDS = {grid.name: grid for grid in _GRIDS}
 
 @dataclass(frozen=True)
 class Container:
-    """
-    How codes are stored, sent and multiplied. What is done with their tensors is in the file of
-    [`trl_qarl.quantization.formats`] that has the container's name.
-    """
+    """How codes are stored, sent and multiplied; [`trl_qarl.quantization.formats`] is about their tensors."""
 
     name: str
     type: Literal["int", "float"] | None  # None: weights stay as they are

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from .base import Format, KernelChoice, Operand
 from .int4_packed import HalfBytes, integer_kernels
-from .int8_packed import Words
+from .int8 import Words
 
 
 __all__ = ["Int4ZeroPoints", "Int8ZeroPoints"]

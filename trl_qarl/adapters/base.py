@@ -1,7 +1,6 @@
 """The base model of an adapter: loads it, freezes it and tells it from other bases."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -60,14 +59,11 @@ def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_train
     """Return the adapter in `folder` as a `PeftModel` on its base, loaded too; `ValueError` if it names none."""
     from peft import PeftModel
 
-    config = json.loads((Path(folder) / CONFIG_FILE).read_text())
-    name = config.get("base_model_name_or_path")
-    if not name:
+    config = saved_adapter_config(folder)
+    if not config.base_model_name_or_path:
         raise ValueError(f"{folder}/{CONFIG_FILE} does not name its base (base_model_name_or_path). Add it.")
-    model = load_base(name, {"revision": config.get("revision"), **model_init_kwargs})
-    return PeftModel.from_pretrained(
-        model, folder, config=_as_linear(saved_adapter_config(folder)), is_trainable=is_trainable
-    )
+    model = load_base(config.base_model_name_or_path, {"revision": config.revision, **model_init_kwargs})
+    return PeftModel.from_pretrained(model, folder, config=_as_linear(config), is_trainable=is_trainable)
 
 
 def _as_linear(config: "PeftConfig") -> "PeftConfig":
@@ -111,11 +107,8 @@ def prepare_base(
 
 
 def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
-    """
-    Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to
-    nothing. `loaded` has the values, by the names of parameters, of an adapter that was loaded; others keep what the
-    rounding left.
-    """
+    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to
+    nothing; `loaded` has the values of an adapter that was loaded, others keep what the rounding left."""
     if getattr(base_model(model), "is_loaded_in_4bit", False):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -172,10 +165,8 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
 
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str:
-    """
-    16 hexadecimal digits that are others for another base or scheme: over names, shapes, and what the codes of
-    quantized layers are multiplied by and counted from, or, where nothing is quantized, the first row of each layer.
-    """
+    """Return 16 hexadecimal digits that are others for another base or scheme: over names, shapes, and scales and
+    zero points of quantized layers, or, where nothing is quantized, the first row of each layer."""
     digest = hashlib.sha256()
     inventory = Inventory.of(model)
     for layer in inventory.walk():

@@ -24,11 +24,8 @@ __all__ = ["LoraSource", "merge_adapters"]
 
 
 def merge_adapters(model: PeftModel) -> int:
-    """
-    Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together, in place;
-    return the number of layers. `ValueError` is raised if a layer that is adapted is not quantized, or if adapters
-    drop some of their inputs.
-    """
+    """Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together; return
+    the number of layers. `ValueError` is raised if one is not quantized, or if adapters drop some of their inputs."""
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     plain = [name for name, module in adapters.items() if not isinstance(module.base_layer, QuantizedLinear)]
     if plain:

@@ -77,11 +77,9 @@ def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
 
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    Yield A and B of the adapter next to the layers of `model`, if it has one, as the engine holds them, in the dtype
+    """Yield A and B of the adapter next to the layers of `model`, if it has one, as the engine holds them, in `dtype`,
     in which it runs the model: B multiplied by the scaling and then rounded. Where FSDP2 has sharded them, every
-    process has to go through all.
-    """
+    process has to go through all."""
     if not _runs_beside(model):
         return
     config = adapter_config(model)

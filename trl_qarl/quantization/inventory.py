@@ -136,11 +136,8 @@ class Inventory:
         return any(layer.holds_adapter for layer in self.layers.values())
 
     def walk(self) -> Iterator[LayerWeights]:
-        """
-        Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`. Of
-        sharded masters these are the parts that this process holds; [`~trl_qarl.quantization.storage.whole`] gathers
-        one tensor at a time.
-        """
+        """Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`. Of
+        sharded masters these are the parts of this process; [`~trl_qarl.quantization.storage.whole`] gathers one."""
         for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)
             owners = {name: self.modules.get(name) for name in (tensor.rpartition(".")[0] for tensor in tensors)}

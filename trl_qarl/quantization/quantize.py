@@ -59,11 +59,9 @@ def quantize_weight(
 
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit activations:
-    return contiguous codes `(M, K)` in int8 or float8_e4m3fn, and float32 scales `(M, 1)`. A token of zeros or
-    denormal numbers gets zero codes.
-    """
+    """Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit
+    activations: return contiguous codes `(M, K)` in int8 or float8_e4m3fn, and float32 scales `(M, 1)`. A token of
+    zeros or denormal numbers gets zero codes."""
     assert scheme.activation is not None
     if scheme.activation.type == "float":
         scale = e4m3_scale(x)

@@ -194,10 +194,8 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
 
 
 def restore_model(model: nn.Module) -> int:
-    """
-    Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many
-    there were. `ValueError` is raised if the model has engine numerics.
-    """
+    """Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many
+    there were. `ValueError` is raised if the model has engine numerics."""
     return _replace_quantized(model, lambda layer: layer.restored())
 
 
@@ -252,10 +250,8 @@ def _replace(model: nn.Module, modules: Iterable[Any], make: Callable[[Any], Any
 
 
 def freeze_model(model: nn.Module) -> int:
-    """
-    Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return their bytes. The
-    layers compute what they did, bit for bit, and pass gradients to their input and to adapters next to them.
-    """
+    """Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return their bytes.
+    The layers compute what they did, bit for bit, and pass gradients to their input and to adapters next to them."""
     layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
     num_bytes = sum(weight.parameter.nbytes for weight in weights if not weight.is_frozen)
@@ -290,10 +286,8 @@ def quantized_forward(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """
-    While open, embeddings, norms, biases and all else that is not quantized are rounded to `dtype`, as in an export:
-    the model computes what an engine computes with that. They come back on leaving, bit for bit.
-    """
+    """While open, embeddings, norms, biases and all else that is not quantized are rounded to `dtype`, as in an
+    export, and the model computes what an engine does with that. They come back on leaving, bit for bit."""
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [
         tensor

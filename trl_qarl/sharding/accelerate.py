@@ -20,10 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_by(accelerator: Accelerator) -> str | None:
-    """
-    Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave masters
-    whole, `"DeepSpeed"`.
-    """
+    """Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave
+    masters whole, `"DeepSpeed"`."""
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP2"
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -71,11 +69,10 @@ def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], No
 
 def _gather_head(model: nn.Module) -> None:
     """
-    Have FSDP2 gather the head of `model` as soon as the rest has computed what goes into it.
+    Have FSDP2 gather the head of `model` after the rest of the forward: the loss reads its weight without a call.
 
-    The loss reads the head's weight without a call of the head. accelerate shards it together with the final norm,
-    whose call gathers both, but finds that norm only in models of text. By itself the head stays sharded, and the loss
-    would give each process the gradient of its own tokens (accelerate 1.15, TRL 1.16).
+    accelerate shards it together with the final norm, whose call gathers both, but finds that norm only in models of
+    text. Else the loss would give each process the gradient of its own tokens (accelerate 1.15, TRL 1.16).
     """
     model = base_model(model)
     head = model.get_output_embeddings()

@@ -196,8 +196,8 @@ class QuantScheme:
         """Return compressed-tensors' `QuantizationArgs` of a weight quantized with `group_size`. They describe the
         container, which is what a reader unpacks: of a coarser grid some codes do not occur."""
         container = self.container
-        symmetric = not container.has_zero_points
-        args = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}
+        args: dict[str, Any] = {"num_bits": container.num_bits, "type": container.type}
+        args |= {"symmetric": not container.has_zero_points, "dynamic": False}
         if group_size is None:
             args["strategy"] = "channel"
         else:
@@ -209,14 +209,10 @@ class QuantScheme:
     @property
     def activation_args(self) -> dict[str, Any] | None:
         """compressed-tensors' `QuantizationArgs` of the activations, or `None`."""
-        grid = self.activation
-        return grid and {
-            "num_bits": grid.num_bits,
-            "type": grid.type,
-            "symmetric": True,
-            "strategy": "token",
-            "dynamic": True,
-        }
+        if self.activation is None:
+            return None
+        described = {"num_bits": self.activation.num_bits, "type": self.activation.type, "symmetric": True}
+        return {**described, "strategy": "token", "dynamic": True}
 
 
 SCHEMES = {

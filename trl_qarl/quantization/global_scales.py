@@ -1,10 +1,7 @@
 """
-Global scales, such as NVFP4's: one for all layers that vLLM fuses into one matrix, chosen when a model is prepared and
-then constant.
-
-vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were
-trained. They are powers of two with room for weights that grow ([`trl_qarl.quantization.formats.fp4`]), so they need
-not follow them.
+Global scales, such as NVFP4's ([`trl_qarl.quantization.formats.fp4`]), chosen when a model is prepared and then
+constant: one for all layers that vLLM fuses into one matrix. It takes the largest of such a matrix for all of it, so
+with several it would multiply by other weights than were trained.
 """
 
 from collections import defaultdict

@@ -58,12 +58,10 @@ class LayerWeights(NamedTuple):
 class Inventory:
     """
     The layers of one model, by their names in the base model: an adapted layer has its own name, its wrapper has none.
-    [`Inventory.of`] makes an inventory only where there is none.
 
-    `model` is the base model; by name, `modules` are its modules without the adapters, `layers` the quantized layers,
-    and `quantizable` the linear layers, and modules in which a mixture stacks its experts, that are not quantized.
-    Tensors and schemes are read from the modules when they are asked for: sharding and loading replace the ones,
-    `precisions` the others.
+    `model` is the base model; `modules` are its modules without the adapters, `layers` the quantized layers, and
+    `quantizable` the linear layers, and modules in which a mixture stacks its experts, that are not quantized. Tensors
+    and schemes are read from the modules when they are asked for: sharding, loading and `precisions` replace them.
     """
 
     def __init__(self, model: nn.Module):

@@ -26,10 +26,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     `nn.Linear` with a quantized forward and a straight-through gradient to its master weight.
 
     Made by [`~QuantizedLinear.from_linear`]; `weight` and `bias` stay the high-precision masters. The low-bit weight
-    is computed once per version of the master and cached. Another tensor or storage in the master's place, in-place
-    updates that PyTorch counts, `step()` of any optimizer, `load_state_dict` and `.to` invalidate the cache; code that
-    writes through `.data`, numpy or dlpack outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
-    Attributes are those of [`~trl_qarl.quantization.weight.QuantizedLayer`].
+    is cached. Another tensor or storage in the master's place, in-place updates that PyTorch counts, `step()` of any
+    optimizer, `load_state_dict` and `.to` invalidate the cache; code that writes through `.data`, numpy or dlpack
+    outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
     """
 
     @classmethod

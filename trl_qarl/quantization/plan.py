@@ -1,10 +1,9 @@
 """
-Assigns a scheme to each layer, by patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's
-`FqnToConfig` has them. Needs no torch.
+Assigns a scheme to each layer, by patterns of names in order, as torchao's `FqnToConfig` has them. Needs no torch.
 
-A plan is written as the name of one scheme, or as a mapping from patterns to schemes. A name comes before expressions,
-of which the first one in the order of the mapping counts, then `"_default"`; other layers stay in high precision. A
-value is the name of a scheme, `{"scheme": "w4a16", "group_size": 32}`, or `None`, which is scheme `"bf16"`.
+A plan is written as the name of one scheme, or as a mapping from patterns ([`trl_qarl.quantization.patterns`]) to
+schemes: names, `{"scheme": "w4a16", "group_size": 32}`, or `None`, which is scheme `"bf16"`. Layers that no pattern
+fits stay in high precision.
 """
 
 import json

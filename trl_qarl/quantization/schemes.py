@@ -20,20 +20,14 @@ GROUP_SIZES = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Grid:
-    """
-    The codes that a number can be rounded to, and how a scale follows from the numbers that share it.
-
-    `type` is compressed-tensors' word, `num_bits` tell the codes apart. With `has_signed_scales` the largest of the
-    numbers that share a scale, with its sign, is the smallest code; else the largest magnitude is half the range of
-    codes. With `has_zero_points` these numbers share the code of zero too: all codes lie between the smallest and the
-    largest.
-    """
+    """The codes that a number can be rounded to, and how a scale follows from the numbers that share it: their largest
+    magnitude is half the range of codes, unless one of the two last fields says otherwise."""
 
     name: str
-    type: Literal["int", "float"]
-    num_bits: int
-    has_signed_scales: bool = False
-    has_zero_points: bool = False
+    type: Literal["int", "float"]  # compressed-tensors' word
+    num_bits: int  # that tell the codes apart
+    has_signed_scales: bool = False  # the largest number, with its sign, is the smallest code
+    has_zero_points: bool = False  # codes go from the smallest number to the largest, and the code of zero is shared too
 
     @property
     def quant_range(self) -> tuple[float, float]:

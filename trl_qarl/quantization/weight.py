@@ -204,8 +204,7 @@ class QuantizedWeight:
 
 class QuantizedLayer(nn.Module):
     """
-    A layer with quantized weights, all of one scheme: [`~trl_qarl.quantization.linear.QuantizedLinear`] or
-    [`~trl_qarl.quantization.experts.QuantizedExperts`].
+    A layer with quantized weights, all of one scheme: `QuantizedLinear` or `QuantizedExperts`.
 
     `quantized_weights` has the weights by the names of their parameters; what is kept of them is not part of the
     `state_dict`, nor of a pickle or copy of the module. `product` multiplies by a low-bit weight, and `kernel_name` is

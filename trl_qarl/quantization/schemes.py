@@ -27,7 +27,7 @@ class Grid:
     type: Literal["int", "float"]  # compressed-tensors' word
     num_bits: int  # that tell the codes apart
     has_signed_scales: bool = False  # the largest number, with its sign, is the smallest code
-    has_zero_points: bool = False  # codes go from the smallest number to the largest, and the code of zero is shared too
+    has_zero_points: bool = False  # codes go from the smallest number to the largest; the code of zero is shared too
 
     @property
     def quant_range(self) -> tuple[float, float]:
@@ -58,7 +58,7 @@ GRIDS = {grid.name: grid for grid in _GRIDS}
 
 @dataclass(frozen=True)
 class Container:
-    """How codes are stored, sent and multiplied; [`trl_qarl.quantization.formats`] is about their tensors."""
+    """How codes are stored, sent and multiplied; [`trl_qarl.quantization.formats`] has what is done with them."""
 
     name: str
     type: Literal["int", "float"] | None  # None: weights stay as they are

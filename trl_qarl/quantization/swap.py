@@ -231,7 +231,9 @@ def _check_product(layer: QuantizedLayer) -> None:
         )
 
 
-def _replace(model: nn.Module, modules: Iterable[Any], make: Callable[[Any], Any]) -> dict[Any, Any]:
+def _replace(
+    model: nn.Module, modules: Iterable[nn.Module], make: Callable[[Any], nn.Module]
+) -> dict[nn.Module, nn.Module]:
     """Put `make(module)` into the place of each of `modules`, wherever `model` has it; return new by old."""
     modules = set(modules)
     if model in modules:

@@ -230,16 +230,14 @@ def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> Non
     names = set(names)
     for name in sorted(names):
         parent, _, leaf = name.rpartition(".")
-        for leaves in FUSED:
-            if leaf != leaves[0]:
-                continue
-            parts = [part for part in (f"{parent}.{other}" for other in leaves) if part in names]
-            found = {part: schemes.get(part, _HIGH_PRECISION) for part in parts}
-            if len(set(found.values())) > 1:
-                listed = ", ".join(f"{part} is {_described(scheme)}" for part, scheme in found.items())
-                raise ValueError(
-                    f"{listed}: vLLM holds {' and '.join(leaves)} of a layer in one matrix, which has one scheme. Give them the same."
-                )
+        leaves = next((leaves for leaves in FUSED if leaf == leaves[0]), ())
+        parts = [part for part in (f"{parent}.{other}" for other in leaves) if part in names]
+        found = {part: schemes.get(part, _HIGH_PRECISION) for part in parts}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{part} is {_described(scheme)}" for part, scheme in found.items())
+            raise ValueError(
+                f"{listed}: vLLM holds {' and '.join(leaves)} of a layer in one matrix, which has one scheme. Give them the same."
+            )
 
 
 def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple[str, QuantScheme]]:

@@ -90,12 +90,11 @@ class Preset(Objective):
     def problems(self, config: Any) -> Iterator[str]:
         yield from refuse_changed(config, self._unused_bounds, self._why_unused)
         if (self.corrects_mismatch or self.weighs_by_sampler) and not config.use_vllm:
-            yield from refuse_changed(
-                config,
-                RESHAPES_SAMPLING,
+            why = (
                 "weighs by the sampling log-probs, which would not be those of the distribution that was sampled from; "
-                "leave it at its default",
+                "leave it at its default"
             )
+            yield from refuse_changed(config, RESHAPES_SAMPLING, why)
         yield from refuse_changed(config, OF_ONE_LOSS, "does not use it; it belongs to TRL's loss of that name")
         if self.is_on_policy and config.num_iterations != 1:
             yield (
@@ -122,6 +121,12 @@ _TOKEN_TIS = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "token_truncate",
 }
+_SEQUENCE = {"importance_sampling_level": "sequence", "vllm_importance_sampling_correction": False}
+_SEQUENCE_MIS = {
+    "importance_sampling_level": "sequence",
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+}
 # Table 2 of the paper: `seq_clip_ratio_low` and `seq_clip_ratio_high`, bounds of a geometric mean.
 _SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 
@@ -130,18 +135,8 @@ COMPARISON = (
     Preset("positive-only", _TOKEN_TIS, is_positive_only=True),
     Preset("on-policy", _TOKEN_TIS, is_on_policy=True),
     _DualClip("dual-clip", _TOKEN_TIS, {"delta": 3.0}),
-    Preset(
-        "gspo", {"importance_sampling_level": "sequence", "vllm_importance_sampling_correction": False}, _SEQUENCE_CLIP
-    ),
-    Preset(
-        "mis-gspo",
-        {
-            "importance_sampling_level": "sequence",
-            "vllm_importance_sampling_correction": True,
-            "vllm_importance_sampling_mode": "sequence_mask",
-        },
-        _SEQUENCE_CLIP,
-    ),
+    Preset("gspo", _SEQUENCE, _SEQUENCE_CLIP),
+    Preset("mis-gspo", _SEQUENCE_MIS, _SEQUENCE_CLIP),
 )
 """Objectives that the paper compares with TBPO."""
 

@@ -36,17 +36,8 @@ def mismatch_ratio(
     `*_truncate` clamps to `[clip_min, clip_max]` (TIS, https://fengyao.notion.site/off-policy-rl); `*_mask` sets
     ratios outside to 0 (MIS). `None` leaves that side open. The result has no gradient.
 
-    Args:
-        old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs of the learner at rollout, in nats.
-        sampling_per_token_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs under which the tokens were sampled; NaN counts as no mismatch.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Nonzero for the tokens that count. The others may hold anything and have ratio 1.
-        mode (`str`):
-            `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`.
-        clip_min, clip_max (`float` or `None`):
-            Bounds of the ratio.
+    Tensors are those of a [`~trl_qarl.forward.Batch`]. A sampling log-prob of NaN counts as no mismatch, and tokens
+    outside of `mask` may hold anything and have ratio 1. Another `mode` than these four raises `ValueError`.
     """
     level, _, bound = mode.partition("_")
     if level not in ("token", "sequence") or bound not in ("truncate", "mask"):
@@ -125,18 +116,11 @@ def weigh_advantages(
     Advantages that carry a preset's weights into TRL's loss: `max(A, 0)` if `is_positive_only`, times `ratio`.
 
     Every clipped loss is positively homogeneous in the advantage, `min(r w A, clip(r) w A) = w min(r A, clip(r) A)`
-    for `w >= 0`, so a weight of the loss may stand at its advantage.
+    for `w >= 0`, so a weight of the loss may stand at its advantage. What is left out still counts in the mean over
+    sequences.
 
-    Args:
-        advantages (`torch.Tensor` of shape `(B,)`):
-            One advantage per sequence.
-        ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, or `None`):
-            Weights of at least 0, without gradient; `None` for 1.
-        is_positive_only (`bool`, *optional*, defaults to `False`):
-            Whether sequences with a negative advantage are left out. They still count in the mean over sequences.
-
-    Returns:
-        `(B,)` without `ratio`, else the shape of `ratio`.
+    `advantages` are `(B,)`, and so is the result without a `ratio`; else it has the shape of `ratio`, `(B, T)` or
+    `(B, 1)`, which is at least 0 and has no gradient.
     """
     if is_positive_only:
         advantages = advantages.clamp(min=0)

@@ -107,15 +107,8 @@ class EstimatedBands:
         self._update.append(torch.stack([log_ratio.detach(), advantages.masked_fill(is_empty, 0.0)], dim=1))
 
     def end_update(self, gather: Callable[[torch.Tensor], torch.Tensor], is_on_policy: bool) -> None:
-        """
-        Estimate the bands of the next update. Every process has to call it.
-
-        Args:
-            gather (`Callable`):
-                Concatenates a tensor over the processes.
-            is_on_policy (`bool`):
-                Whether the learner still had the weights of the old log-probs, so that ratios are 1 but for rounding.
-        """
+        """Estimate the bands of the next update; called as
+        [`~trl_qarl.objectives.objective.Objective.end_update`]."""
         rows = gather(torch.cat(self._update)).cpu()
         self._update = []
         rows = rows[(rows[:, 1] != 0) & rows[:, 0].isfinite()]

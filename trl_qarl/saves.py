@@ -243,11 +243,8 @@ class SavesRuns(PushesPolicy):
             versions = generation_batch.load_shared(checkpoint, self._versions_file(), device)
             self._ahead.load(batch.ahead, versions or [])
         elif batch.ahead:
-            logger.warning(
-                "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped, and drawn anew.",
-                checkpoint,
-                len(batch.ahead),
-            )
+            message = "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped, and drawn anew."
+            logger.warning(message, checkpoint, len(batch.ahead))
 
     def _check_folders_are_free(self) -> None:
         """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Asked before a server

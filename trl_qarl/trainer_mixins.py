@@ -15,7 +15,6 @@ constructor makes the model, calls `PreparesPolicy.__init__`, which calls transf
 and prepares the policy, and then builds a reference model and an engine from it.
 """
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -43,8 +42,6 @@ from .telemetry.recorder import Recorder
 
 
 __all__ = ["PreparesPolicy", "RefreshReference", "ScoresRollouts", "TakesTurns", "replaced_in_trl"]
-
-logger = logging.getLogger(__name__)
 
 
 class PreparesPolicy(_BaseTrainer):
@@ -193,12 +190,6 @@ class ScoresRollouts(_BaseTrainer):
     def _are_unused(self) -> bool:
         """True if nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
         return not self._objective.needs_scores and self.beta == 0.0 and self.policy.numerics == "fast"
-
-    def _explain_scoring(self) -> None:
-        if self.policy.numerics == "engine" and not self._are_compared:
-            logger.info(
-                "Rollouts are scored by a forward of their own: log-probs of a `rollout_func` are not the engine's."
-            )
 
     def _keep_sampled(self, logps: list[list[float | None]] | None) -> None:
         """Keep the sampler's log-probs of a rollout, if TRL is about to score it."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 from ..forward import Batch
 from .objective import Objective
 from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, clip_offsets, refuse_changed
-from .ratios import mismatch_ratio, weigh_advantages
+from .ratios import mismatch_ratio
 
 
 __all__ = ["COMPARISON", "TRLS_LOSSES", "Preset"]
@@ -73,10 +73,17 @@ class Preset(Objective):
 
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with advantages that carry the weight which TRL does not apply."""
+        """
+        Return the batch with advantages `(B,)` of which the negative ones are 0 under `is_positive_only`, so that they
+        still count in the mean over sequences, times the weight that TRL does not apply, `(B, T)` or `(B, 1)`.
+
+        Every clipped loss is positively homogeneous in the advantage: for `w >= 0`, `min(r w A, clip(r) w A)` is
+        `w min(r A, clip(r) A)`, so a weight of the loss may stand at its advantage.
+        """
+        advantages = inputs["advantages"].clamp(min=0) if self.is_positive_only else inputs["advantages"]
         is_weighed_by_trl = config.use_vllm and config.vllm_importance_sampling_correction
         ratio = None if is_weighed_by_trl else inputs.get("importance_sampling_ratio")
-        return inputs | {"advantages": weigh_advantages(inputs["advantages"], ratio, self.is_positive_only)}
+        return inputs | {"advantages": advantages if ratio is None else advantages.unsqueeze(1) * ratio}
 
     @property
     def _unused_bounds(self) -> tuple[str, ...]:

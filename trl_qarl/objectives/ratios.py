@@ -13,7 +13,6 @@ __all__ = [
     "mismatch_ratio",
     "mismatch_weight",
     "sequence_log_ratio",
-    "weigh_advantages",
 ]
 
 
@@ -107,24 +106,6 @@ def kl_to_reference(
     per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
     per_sequence = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
     return per_sequence.mean(), per_token_kl
-
-
-def weigh_advantages(
-    advantages: torch.Tensor, ratio: torch.Tensor | None, is_positive_only: bool = False
-) -> torch.Tensor:
-    """
-    Advantages that carry a preset's weights into TRL's loss: `max(A, 0)` if `is_positive_only`, times `ratio`.
-
-    Every clipped loss is positively homogeneous in the advantage, `min(r w A, clip(r) w A) = w min(r A, clip(r) A)`
-    for `w >= 0`, so a weight of the loss may stand at its advantage. What is left out still counts in the mean over
-    sequences.
-
-    `advantages` are `(B,)`, and so is the result without a `ratio`; else it has the shape of `ratio`, `(B, T)` or
-    `(B, 1)`, which is at least 0 and has no gradient.
-    """
-    if is_positive_only:
-        advantages = advantages.clamp(min=0)
-    return advantages if ratio is None else advantages.unsqueeze(1) * ratio
 
 
 def sequence_log_ratio(

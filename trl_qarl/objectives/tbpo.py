@@ -15,8 +15,7 @@ The paper prints Eq. 5 as a clip of `w`; its bounds `[-log c, log c]` are those 
 A ratio outside its band is constant, hence the whole completion gives no gradient: it is *dropped*. The mean runs over
 all sequences and an empty completion contributes 0, like TRL's `loss_type="grpo"`.
 
-The loss is a function of tensors: no trainer state, no communication, no gradient-accumulation factor. Bands that set
-themselves are in `trust_bands.py`.
+Bands that set themselves are in `trust_bands.py`.
 """
 
 import math

@@ -50,18 +50,11 @@ OPEN = Bands(math.inf, math.inf, math.inf)
 @torch.no_grad()
 def estimate_bands(log_ratios: torch.Tensor, advantages: torch.Tensor, share: float) -> Bands:
     """
-    Return the bands outside which `share` of the completions of each sign lie. Equations in the module docstring.
+    Return the bands outside which `share`, in (0, 1), of the completions of each sign lie, with `inf` for a sign that
+    has too few completions to estimate the quantile from. Equations in the module docstring.
 
-    Args:
-        log_ratios (`torch.Tensor` of shape `(N,)`):
-            Mean over tokens of the change of their log-probs, in nats. Computed with in float64.
-        advantages (`torch.Tensor` of shape `(N,)`):
-            Their signs choose the band; 0 counts for none.
-        share (`float`):
-            Share to drop, in (0, 1).
-
-    Returns:
-        `Bands`, with `inf` for a sign that has too few completions to estimate the quantile from.
+    `log_ratios`, `(N,)`, are means over tokens of the change of their log-probs, in nats; the computation is in
+    float64. The signs of `advantages`, `(N,)`, choose the band; 0 counts for none.
     """
     offsets = torch.expm1(log_ratios.double().clamp(max=MAX_LOG_RATIO))
     positive, negative = offsets[advantages > 0], offsets[advantages < 0]

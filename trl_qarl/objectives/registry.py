@@ -59,17 +59,9 @@ def get_objective(config: Any) -> Objective:
 
 def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
     """
-    Return the objective of this name.
-
-    Args:
-        name (`str`):
-            One of [`OBJECTIVES`], or `"module:Name"`: an [`Objective`], or a subclass of it, in a module that can be
-            imported from the current folder or from the environment.
-        options (`Mapping[str, Any]`, *optional*):
-            Arguments of the class, in addition to `name`.
-
-    Raises:
-        ValueError: if there is no such objective, or if it does not take the options.
+    Return the objective of a name: one of [`OBJECTIVES`], or `"module:Name"`, an [`Objective`] or a subclass of it in
+    a module that can be imported from the current folder or from the environment. `options` are arguments of the
+    class, in addition to `name`. Raises `ValueError` if there is no such objective, or if it does not take them.
     """
     if ":" in name:
         return _of_user(name, json.dumps(dict(options or {}), sort_keys=True))

@@ -253,19 +253,15 @@ class _TBPO(Objective):
 
     @override
     def problems(self, config: Any) -> Iterator[str]:
-        for name, upper in (
-            ("positive_epsilon_high", None),
-            ("negative_epsilon_high", None),
-            ("negative_epsilon_low", 1.0),
-        ):
-            value = getattr(config, name)
+        for name in ("positive_epsilon_high", "negative_epsilon_high", "negative_epsilon_low"):
+            value, upper = getattr(config, name), 1.0 if name == "negative_epsilon_low" else math.inf
             if config.trust_band == "auto" and value != default(type(config), name):
                 yield (
                     f"{name}={value!r} contradicts trust_band='auto', which estimates the bands. Remove it, or `trust_band` to set the "
                     "bands by hand."
                 )
-            if not value >= 0 or (upper is not None and value > upper):
-                bound = "at least 0" if upper is None else f"between 0 and {upper:g}"
+            if not 0 <= value <= upper:
+                bound = "at least 0" if upper == math.inf else f"between 0 and {upper:g}"
                 yield f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1."
         if not 0 < config.trust_band_share < 1:
             yield (

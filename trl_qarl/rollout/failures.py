@@ -60,10 +60,7 @@ def all_or_none(accelerator):
 
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
-    """
-    Return the error that ended `doing` as [`EngineLost`], which says whether another publication may help; an
-    unexpected one is logged with its traceback.
-    """
+    """Return the error that ended `doing` as [`EngineLost`]; an unexpected one is logged with its traceback."""
     if isinstance(error, EngineLost):
         return error
     if not isinstance(error, (ServerLost, PublishError, ValueError)):
@@ -75,10 +72,8 @@ def as_lost(error: Exception, doing: str) -> EngineLost:
 def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
     """
     Return the result of the first `attempt` that does not lose the engine. Each is told how many have failed before,
-    and gets the engine back if any has.
-
-    Raises:
-        EngineLost: after [`MAX_ATTEMPTS`], or at once where another publication does not help.
+    and gets the engine back if any has. [`EngineLost`] is raised after [`MAX_ATTEMPTS`], or at once where another
+    publication does not help.
     """
     for failed in range(MAX_ATTEMPTS):
         try:

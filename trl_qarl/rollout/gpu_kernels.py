@@ -80,13 +80,8 @@ class Gpu:
 
 
 def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> "KernelChoice":
-    """
-    Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason against
-    it: what the container's format says.
-
-    Raises:
-        NotImplementedError: for a format of which no kernel is known.
-    """
+    """Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason
+    against it. `NotImplementedError` is raised for a format of which no kernel is known."""
     # A command that only builds another's command line needs no torch before it gets here.
     from ..quantization.formats.base import KernelChoice
     from ..quantization.formats.registry import format_of

@@ -44,20 +44,8 @@ class InProcessEngine:
         return self._worker.qarl_describe()
 
     def begin(self) -> list[str]:
-        self._abort_requests()
-        try:
-            changed = self._worker.qarl_begin()
-        except RuntimeError as error:
-            raise PublishError(str(error)) from error
-        self._worker.start_weight_update()
-        return changed
-
-    def keep_copy(self) -> str:
-        return self._worker.qarl_keep_copy()
-
-    def _abort_requests(self) -> None:
-        """Abort requests of an interrupted rollout, whose completions would be returned with the next ones."""
         engine = self.llm.llm_engine
+        # Completions of an interrupted rollout would be returned with the next ones.
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         if not self.llm.reset_prefix_cache():
             raise PublishError(
@@ -67,6 +55,15 @@ class InProcessEngine:
         # Embeddings of images, computed with the old weights.
         self.llm.reset_mm_cache()
         engine.reset_encoder_cache()
+        try:
+            changed = self._worker.qarl_begin()
+        except RuntimeError as error:
+            raise PublishError(str(error)) from error
+        self._worker.start_weight_update()
+        return changed
+
+    def keep_copy(self) -> str:
+        return self._worker.qarl_keep_copy()
 
     def send(self, tensors: Tensors) -> None:
         from vllm.config import set_current_vllm_config
@@ -200,16 +197,9 @@ def make_engine(spec: EngineSpec, *, on_cpu: bool, **arguments) -> InProcessEngi
 
 
 def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
-    """
-    Let processes that share an engine, `size` of them each, find each other. Every process must call it.
-
-    Returns:
-        Arguments of [`make_engine`], and the processes with which this one shares its engine, `None` where it has one
-        of its own.
-
-    Raises:
-        ValueError: if `size` does not divide the number of processes.
-    """
+    """Let processes that share an engine, `size` of them each, find each other; every process must call it. Returns
+    arguments of [`make_engine`], and the processes with which this one shares its engine, `None` for one of its
+    own."""
     from trl.trainer.utils import ensure_master_addr_port
 
     count = accelerator.num_processes

@@ -91,12 +91,8 @@ class ServerProcess:
             )
 
     def wait(self, url: str, timeout: float) -> None:
-        """
-        Wait until the server answers, saying so on the terminal.
-
-        Raises:
-            RuntimeError: if it ends or does not answer in time, with the end of its log.
-        """
+        """Wait until the server answers, saying so on the terminal. `RuntimeError`, with the end of its log, is raised
+        if it ends or does not answer in time."""
         import requests
 
         from .http_session import LocalSession

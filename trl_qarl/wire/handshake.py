@@ -105,12 +105,7 @@ def take_token() -> str | None:
 
 
 def server_token() -> str:
-    """
-    The secret this server was started with.
-
-    Raises:
-        ValueError: if it was started with none.
-    """
+    """Return the secret this server was started with, or raise `ValueError`."""
     if token := take_token():
         return token
     if path := os.environ.get(TOKEN_FILE_VARIABLE):

@@ -54,12 +54,7 @@ def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
 
 
 def make_transfer_dir(directory: str | Path) -> None:
-    """
-    Make the directory only for its owner.
-
-    Raises:
-        ValueError: if what exists is not [fit][check_transfer_dir].
-    """
+    """Make the directory only for its owner; what exists is [checked][check_transfer_dir]."""
     # A link to a directory would pass for one.
     if not os.path.islink(directory):
         os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -67,12 +62,7 @@ def make_transfer_dir(directory: str | Path) -> None:
 
 
 def check_transfer_dir(directory: str | Path) -> None:
-    """
-    Raise unless `directory` is one that only this process's user can put weights into.
-
-    Raises:
-        ValueError: if it is a link or no directory, belongs to somebody else, or others may write to it.
-    """
+    """Raise `ValueError` unless `directory` is one that only this process's user can put weights into."""
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode):
         problem, remedy = "is a link or no directory", "Name the directory itself"

@@ -119,8 +119,7 @@ class NextPrompts:
         return [self._dataset[index]["prompt"] for index in self._order[start : start + share]]
 
     def updates_before(self, number: int) -> int:
-        """Return how many updates are made before a generation batch. The last of an epoch may be of fewer
-        micro-batches."""
+        """Return the updates before a generation batch. The last of an epoch may be of fewer micro-batches."""
         epoch, place = divmod(number, self._per_epoch)
         per_epoch = -(-self._per_epoch * self._num_repeats // self._accumulation)
         return epoch * per_epoch + place * self._num_repeats // self._accumulation
@@ -178,10 +177,7 @@ class Ahead:
         """
         Wait for what is in flight, for training with `in_flight_updates` only for the next batch, and draw what was
         lost with the weights that were to draw it, which are published again. Returns whether they were: then the
-        engine no longer has the learner's.
-
-        Raises:
-            EngineLost: on every process, if the engine cannot be brought back. What is lost stays pending.
+        engine no longer has the learner's. [`EngineLost`] is raised on every process if it cannot be brought back.
         """
         self.wait(1 if is_training and self.args.in_flight_updates else None)
         if any(batch.is_lost for batch in self.pending):
@@ -215,8 +211,7 @@ class Ahead:
         return batch
 
     def measure(self, now: int, seconds: float) -> dict[str, float]:
-        """Return what is logged of the batch in progress, which begins at update `now` and took the engine
-        `seconds`."""
+        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
             "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),

@@ -28,10 +28,8 @@ class BadAnswer(ValueError):
 
 
 def vocabulary_size(model) -> int:
-    """
-    Return how many token ids a model has rows for. The tokenizer may know fewer, as the rows are padded, and an engine
-    samples from all of them; it may also know more, which no model can score.
-    """
+    """Return how many token ids a model has rows for, which an engine samples from: padded, they may be more than the
+    tokenizer knows, or fewer."""
     return model.config.get_text_config().vocab_size
 
 
@@ -50,12 +48,8 @@ def check_answer(
             As TRL's client of a server returns it: `prompt_ids`, one list for each prompt; `completion_ids`,
             `logprobs` and `logprob_token_ids`, one list for each completion, those of one prompt side by side. In the
             last two each token has a list of its own, in which the sampled token is the first. NaN is `None`.
-        prompts (`list[list[int]]`):
-            Token ids of what was to be completed.
-        num_generations (`int`):
-            Completions asked for, for each prompt.
-        max_tokens (`int`):
-            Largest length of a completion.
+        prompts, num_generations, max_tokens:
+            Token ids of what was to be completed, how often, and at what length at most.
         vocab_size (`int`):
             Number of the learner's token ids.
 

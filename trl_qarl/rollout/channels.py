@@ -118,11 +118,9 @@ class HTTPChannel(Channel):
         """Send a file and return its name on the server."""
         digest, offset, failures = hashlib.sha256(data).hexdigest(), 0, 0
         while True:
-            headers = {UPLOAD_HEADER: f"{digest} {len(data)} {offset}", "Content-Type": "application/octet-stream"}
-            piece = bytes(data[offset : offset + self._piece_bytes])
+            piece = data[offset : offset + self._piece_bytes]
             try:
-                url = f"{self.client.base_url}{UPLOAD_PATH}"
-                answer = self.client.session.post(url, data=piece, headers=headers).json()
+                answer = self._post(digest, len(data), offset, piece)
                 if isinstance(answer.get("file"), str):
                     return answer["file"]
                 received = int(answer["received"])
@@ -148,6 +146,11 @@ class HTTPChannel(Channel):
                 ) from error
             if failures > _MAX_FAILURES:
                 raise PublishError(f"{UPLOAD_PATH}: {failures} pieces of weights had no effect.")
+
+    def _post(self, digest: str, size: int, offset: int, piece: memoryview) -> dict:
+        headers = {UPLOAD_HEADER: f"{digest} {size} {offset}", "Content-Type": "application/octet-stream"}
+        response = self.client.session.post(f"{self.client.base_url}{UPLOAD_PATH}", data=bytes(piece), headers=headers)
+        return response.json()
 
 
 class NCCLChannel(Channel):
@@ -218,17 +221,9 @@ def choose_channel(
     """
     Return the channel to a server, and why it is that one in words.
 
-    Args:
-        wanted (`str`, *optional*, defaults to `"auto"`):
-            `"file"`, `"nccl"`, `"http"` or `"auto"`, which is NCCL for a server that was started for it, else files if
-            the server's transfer directory is on this host too, else HTTP.
-        allow_plain_http (`bool`, *optional*, defaults to `False`):
-            Whether weights may travel to another host in clear text.
-        device (`torch.device`, *optional*):
-            What NCCL sends from.
-
-    Raises:
-        ValueError: for a channel that the server was not started for, or clear text to another host.
+    `wanted` is `"file"`, `"nccl"`, `"http"` or `"auto"`: NCCL, from `device`, for a server that was started for it,
+    else files if the server's transfer directory is on this host too, else HTTP. `ValueError` is raised for a channel
+    that the server was not started for, and for clear text to another host unless `allow_plain_http`.
     """
     backend = client.call_workers("qarl_describe")[0]["backend"]
     if (wanted == "nccl") != (backend == NCCL_BACKEND) and wanted != "auto":
@@ -255,13 +250,8 @@ def choose_channel(
 
 
 def sends_changes(channel: Channel, wanted: bool | None) -> bool:
-    """
-    Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes longer
-    than sending everything.
-
-    Raises:
-        ValueError: if it is wanted over NCCL.
-    """
+    """Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes
+    longer than sending everything. Over NCCL it raises `ValueError`."""
     if wanted and isinstance(channel, NCCLChannel):
         raise ValueError(
             "vllm_delta_sync=True, but the server takes weights over NCCL, which is faster than finding out what changed. Leave it "

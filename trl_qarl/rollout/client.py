@@ -45,14 +45,13 @@ class QaRLClient(VLLMClient):
     left to the caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
-        base_url (`str`), group_port (`int`, *optional*, defaults to `51216`):
+        base_url, group_port:
             Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
         connection_timeout, request_timeout, generation_timeout (`float`, *optional*):
             Seconds to wait for the server, for the answer to a request, and for completions.
-        token (`str`, *optional*):
-            The secret of a server that was started here.
-        token_file (`str` or `Path`, *optional*):
-            File with the secret. Defaults to the one the server names, which only a process of the same user can read.
+        token (`str`, *optional*), token_file (`str` or `Path`, *optional*):
+            The secret of a server that was started here, or a file with it. Defaults to the file that the server
+            names, which only a process of the same user can read.
         ca_certs (`str` or `Path`, *optional*):
             File with the certificates that vouch for an https server's. Defaults to those that `requests` comes with.
         start_command (`str`, *optional*):
@@ -88,9 +87,7 @@ class QaRLClient(VLLMClient):
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
-        self.instance: str | None = None
-        self.transfer_dir: str | None = None
-        self.transfer_mark: str | None = None
+        self.instance = self.transfer_dir = self.transfer_mark = None
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
         except ServerLost as error:
@@ -261,8 +258,7 @@ class QaRLClient(VLLMClient):
 
     @override
     def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
-        """Sends pictures with prompts that have one placeholder for each; returns the prompts that the server makes of
-        them."""
+        """Sends pictures with their prompts; returns the prompts that the server makes of them."""
         post = partial(self._post, f"{self.base_url}{PICTURE_PATH}")
         return complete_prompts(post, self.model, prompts, features, sampling_params, self.placeholders)
 
@@ -282,10 +278,8 @@ class QaRLClient(VLLMClient):
 
 
 class _SessionAdapter(HTTPAdapter):
-    """
-    Sends requests as long as the server that proved who it is holds the session's connection open, and without a
-    session only those of the handshake.
-    """
+    """Sends requests as long as the server holds the session's connection open, and without a session only those of
+    the handshake."""
 
     def __init__(self, client: QaRLClient, **kwargs):
         super().__init__(**kwargs)

@@ -16,7 +16,6 @@ from ..wire.protocol import PublishError
 
 __all__ = [
     "CheckedSession",
-    "LocalSession",
     "ServerLost",
     "check_finished",
     "error_text",
@@ -49,19 +48,11 @@ def refusals() -> Iterator[None]:
         raise PublishError(str(error)) from error
 
 
-class LocalSession(requests.Session):
-    """Session that leaves the environment's proxies out for addresses of this machine, which no proxy can reach."""
-
-    @override
-    def request(self, method, url, **kwargs):
-        self.trust_env = not is_local(urlsplit(url).hostname)
-        return super().request(method, url, **kwargs)
-
-
-class CheckedSession(LocalSession):
+class CheckedSession(requests.Session):
     """
     Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in
-    time. Its arguments are those of [`~trl_qarl.rollout.client.QaRLClient`].
+    time. Its arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. It leaves the environment's proxies out
+    for addresses of this machine, which no proxy can reach.
 
     Raises:
         ValueError: for a server whose certificate is not to be trusted.
@@ -75,8 +66,9 @@ class CheckedSession(LocalSession):
 
     @override
     def request(self, method, url, *, expected: Collection[int] = (200,), **kwargs):
-        path = urlsplit(url).path
-        generates = method == "POST" and path.endswith(_GENERATING_PATHS)
+        parts = urlsplit(url)
+        self.trust_env = not is_local(parts.hostname)
+        generates = method == "POST" and parts.path.endswith(_GENERATING_PATHS)
         seconds = self.generation_timeout if generates else self.request_timeout
         kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
         if self.ca_certs is not None:

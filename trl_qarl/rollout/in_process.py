@@ -25,13 +25,8 @@ __all__ = ["InProcessEngine", "load_engine", "make_engine", "share_engine"]
 
 
 class InProcessEngine:
-    """
-    The [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors as they are.
-
-    Args:
-        llm (`vllm.LLM`):
-            Engine whose worker runs in this process (`distributed_executor_backend` `"uni"` or `"external_launcher"`).
-    """
+    """The [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors as they are. The worker of `llm`, a
+    `vllm.LLM`, is here too (`distributed_executor_backend` `"uni"` or `"external_launcher"`)."""
 
     works_meanwhile = False
 
@@ -44,17 +39,7 @@ class InProcessEngine:
         return self._worker.qarl_describe()
 
     def begin(self) -> list[str]:
-        engine = self.llm.llm_engine
-        # Completions of an interrupted rollout would be returned with the next ones.
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        if not self.llm.reset_prefix_cache():
-            raise PublishError(
-                "vLLM could not empty its prefix cache, which holds keys and values of the old weights: a rollout was interrupted "
-                "in the middle of a step. Build the engine again."
-            )
-        # Embeddings of images, computed with the old weights.
-        self.llm.reset_mm_cache()
-        engine.reset_encoder_cache()
+        self._abort_requests()
         try:
             changed = self._worker.qarl_begin()
         except RuntimeError as error:
@@ -64,6 +49,19 @@ class InProcessEngine:
 
     def keep_copy(self) -> str:
         return self._worker.qarl_keep_copy()
+
+    def _abort_requests(self) -> None:
+        """Abort requests of an interrupted rollout, whose completions would be returned with the next ones."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        if not self.llm.reset_prefix_cache():
+            raise PublishError(
+                "vLLM could not empty its prefix cache, which holds keys and values of the old weights: a rollout was interrupted "
+                "in the middle of a step. Build the engine again."
+            )
+        # Embeddings of images, computed with the old weights.
+        self.llm.reset_mm_cache()
+        engine.reset_encoder_cache()
 
     def send(self, tensors: Tensors) -> None:
         from vllm.config import set_current_vllm_config
@@ -237,9 +235,8 @@ def _start(spec: EngineSpec, on_cpu: bool, **arguments):
     from vllm import LLM
     from vllm.distributed import parallel_state
 
-    # A garbage-collected engine destroys the process group that the next engine shares.
-    # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine,
-    # too.
+    # A garbage-collected engine destroys the process group that the next engine shares, and vLLM exempts all objects
+    # that are there when an engine starts from collection.
     gc.unfreeze()
     gc.collect()
     # vLLM keeps the groups of an earlier dense engine and adds no group of experts for a mixture.

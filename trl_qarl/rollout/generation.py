@@ -1,9 +1,5 @@
-"""
-Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with our publication in place of its own.
-
-The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the optimizer step has changed and
-`generate()`.
-"""
+"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with our publication in place of its
+own."""
 
 import logging
 import secrets
@@ -175,9 +171,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors, with nothing in flight, which vLLM would cut short and call a success,
-        but with `in_flight_updates`. What fails is [`EngineLost`]: from a server on every process, from an engine in
-        this process on this one.
+        Publishes the learner's low-bit tensors. Without `in_flight_updates` nothing is in flight then, as vLLM would
+        cut it short and call that a success. What fails is [`EngineLost`], with a server on every process.
         """
         if self.mode == "colocate":
             self._publish_directly()

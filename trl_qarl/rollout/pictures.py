@@ -120,11 +120,8 @@ def count_pictures(prompts: Sequence[Any]) -> list[int]:
 
 
 def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:
-    """
-    Raise a `ValueError` for rows of which some have pictures and others none, where these cannot be told apart
-    afterwards: one process has to keep grids of patches, as it does for Qwen's models. `counts` has the pictures of
-    each prompt of a generation batch, of all processes.
-    """
+    """Raise a `ValueError` for a generation batch of all processes, with `counts` pictures in its prompts, of which
+    some have none, where these cannot be told apart afterwards: only one process can, by Qwen's grids of patches."""
     if 0 not in counts or not any(counts):
         return
     image_processor = getattr(processing_class, "image_processor", None)
@@ -143,8 +140,7 @@ def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int)
 def expanded_prompts(
     prompt_ids: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Any
 ) -> list[ExpandedPrompt]:
-    """Return the prompts of a rollout from the processor's token ids, and from the chat template's texts, which have
-    one placeholder for each picture."""
+    """Return prompts from the processor's token ids and the chat template's texts, with one placeholder a picture."""
     prompts = []
     for ids, text in zip(prompt_ids, texts, strict=True):
         # As processors do: the template has written the first special token, or the tokenizer does.
@@ -269,10 +265,8 @@ def _data_url(picture: Any) -> str:
 
 
 def canary_prompt(processor: Any, num_tokens: int) -> tuple[ExpandedPrompt, Mapping[str, torch.Tensor], list]:
-    """
-    Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for the
-    learner's forward, and the picture: a gradient in three colours, whose sides differ.
-    """
+    """Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for
+    the learner's forward, and the picture: a gradient in three colours, whose sides differ."""
     from PIL import Image
 
     ramp = Image.linear_gradient("L")

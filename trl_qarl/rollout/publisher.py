@@ -63,9 +63,8 @@ class Publisher:
             Dtype in which the engine runs the model; tensors that are not quantized are rounded to it.
         engine ([`Engine`], *optional*):
             `None` in a process that only takes part in gathering ([`~Publisher.join`]).
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each
-            publication.
+        tokenizer (*optional*):
+            The learner's, or its processor. With it the engine's is compared, and log-probs after each publication.
         delta (`bool`, *optional*, defaults to `False`):
             Whether to send only what changed within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
 
@@ -97,13 +96,8 @@ class Publisher:
         self._published = {}
 
     def check_engine(self) -> dict[str, Any]:
-        """
-        Compare scheme, group sizes, exclude list, dtype, log-prob mode, model configuration, tokenizer, vision tower
-        and image processor with the engine's, and return its description.
-
-        Raises:
-            ValueError: naming both values of everything that differs.
-        """
+        """Return the engine's description, or raise `ValueError` that names both values of everything in which the
+        engine was not made for this learner."""
         theirs = self.engine.describe()
         inventory = Inventory.of(self.model)
         problems = config_differences(quantization_config(inventory), theirs["quantization_config"])

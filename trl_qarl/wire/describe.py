@@ -134,17 +134,15 @@ def describe_model(config) -> dict[str, Any]:
         for name, value in config.to_dict().items()
         if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
     }
-    # Both mean that there is none, and vLLM changes one into the other.
     if settings.get("sliding_window") == 0:
+        # vLLM changes one into the other.
         settings["sliding_window"] = None
     return json.loads(json.dumps(settings, default=str))
 
 
 def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return what decides the numbers that a model computes from a picture, as JSON has it; empty for a model of text.
-    `engine` has options of vLLM's `MultiModalConfig`, of which the learner's are [`PICTURE_OPTIONS`].
-    """
+    """Return what decides the numbers that a model computes from a picture, as JSON has it; empty for a model of text.
+    `engine` has options of vLLM's `MultiModalConfig`, of which the learner's are [`PICTURE_OPTIONS`]."""
     vision = getattr(config, "vision_config", None)
     if vision is None or image_processor is None:
         return {}

@@ -67,12 +67,8 @@ def make_token_file(path: str | Path) -> None:
 
 
 def read_token_file(path: str | Path) -> str:
-    """
-    Return the secret in a file of [`make_token_file`].
-
-    Raises:
-        ValueError: if there is none, others can read or replace it, or something else is in it.
-    """
+    """Return the secret in a file of [`make_token_file`]. `ValueError` is raised if there is none, others can read or
+    replace it, or something else is in it."""
     try:
         # A named pipe would otherwise wait for somebody to write.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sized
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -94,9 +95,23 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         rollout_func=None,
         environment_factory=None,
     ):
-        # All arguments, by their names.
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        given["args"] = args = config_for(model, args)
+        args = config_for(model, args)
+        given: dict[str, Any] = {
+            "model": model,
+            "reward_funcs": reward_funcs,
+            "args": args,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
         check_arguments(**given)
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)

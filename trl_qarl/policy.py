@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
-from .adapters.engine import lora_arguments
-from .adapters.tensors import describe_adapter, is_adapter_folder
+from .adapters.tensors import describe_adapter, is_adapter_folder, lora_arguments
 from .checkpoint.cards import described_settings
 from .checkpoint.export import checkpoint_state_dict, export_checkpoint
 from .checkpoint.layout import problem_of_zero_points

@@ -26,7 +26,7 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from ..quantization.linear import weight_version
+from ..quantization.storage import weight_version
 from . import experts, ops
 from .backends import backend_of
 

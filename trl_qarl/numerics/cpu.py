@@ -16,7 +16,7 @@ with vLLM 0.31 and one or two threads:
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
 
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
-[`use_in_engine`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
+[`dispatch_row_invariant`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
 
 [`trl_qarl.numerics.backends`] says what each function takes, and what computes where vLLM's kernels cannot be called.
 """

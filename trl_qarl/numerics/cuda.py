@@ -12,7 +12,7 @@ Differences from a CPU:
 - The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does
   both at once; it gets zeros to add to a stream that is summed already. Norms of anything else are another kernel.
 - vLLM has no product of low-bit weights that gives a row the same bits in any batch. So the engine runs
-  [`low_bit_linear`], as the learner does ([`trl_qarl.vllm_plugin.cuda_kernels`]). It computes more than vLLM's own
+  [`low_bit_linear`], as the learner does ([`trl_qarl.vllm_plugin.linear_kernels`]). It computes more than vLLM's own
   kernels: this mode is slower.
 """
 

@@ -21,6 +21,7 @@ with vLLM 0.31 and one or two threads:
 [`trl_qarl.numerics.backends`] says what each function takes, and what computes where vLLM's kernels cannot be called.
 """
 
+import sys
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -30,13 +31,13 @@ import torch.nn.functional as F
 
 from ..packages import installed
 from . import portable
-from .compare import first_difference
-from .cpu_attention import KV_BLOCK_SIZE
-from .cpu_attention import attend_with_vllm as attention
+from .compare import first_difference_on_cpu
+from .cpu_attention import KV_BLOCK_SIZE, attention
 from .portable import log_softmax, rms_norm, silu_mul
 
 
 __all__ = [
+    "KV_BLOCK_SIZE",
     "PackedLinear",
     "attention",
     "dispatch_row_invariant",
@@ -67,22 +68,9 @@ def has_engine_kernels() -> bool:
 def reason_against() -> str | None:
     """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the
     learner here."""
-    reason = reason_not_to_call()
-    if reason is not None:
+    if reason := reason_not_to_call():
         return reason
-
-    def dispatch(layer, remove_weight):
-        from vllm.model_executor.layers import utils
-
-        dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, remove_weight)
-
-    difference = first_difference(
-        PackedLinear,
-        dispatch,
-        attention,
-        num_keys=150,
-        block_size=KV_BLOCK_SIZE,
-    )
+    difference = first_difference_on_cpu(sys.modules[__name__])
     return None if difference is None else f"vLLM {vllm_version()} is installed, and {difference}"
 
 

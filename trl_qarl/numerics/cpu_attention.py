@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 
 
-__all__ = ["IN_ONE_PASS", "KV_BLOCK_SIZE", "attend_with_vllm", "one_pass_requests", "queries_in_one_pass"]
+__all__ = ["IN_ONE_PASS", "KV_BLOCK_SIZE", "attention", "one_pass_requests", "queries_in_one_pass"]
 
 IN_ONE_PASS = "requests of one pass"
 """Version string of an engine whose attention runs as in [`one_pass_requests`]."""
@@ -16,7 +16,7 @@ PASS_ROWS = {"amx": 32, "vec": 8}
 """Rows of queries that vLLM's attention takes at once, by its name of the instructions (`MaxQHeadNumPerIteration`)."""
 
 
-def attend_with_vllm(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
     """Compute what [`~trl_qarl.numerics.backends.Backend.attention`] says with vLLM's kernel."""
     import vllm._custom_ops as ops
 

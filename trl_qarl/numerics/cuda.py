@@ -32,6 +32,7 @@ from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
 from ..quantization.schemes import INT8, SCHEMES, QuantScheme
 from .compare import first_difference_on_gpu
+from .cpu_attention import blocks_of_keys
 
 
 __all__ = [
@@ -266,21 +267,8 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None)
 
 
 @lru_cache(maxsize=4)
-def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Return where each key is among all blocks, which blocks each sequence has, where its queries start, and how many
-    keys it has.
-
-    Beyond a sequence's own blocks the table is not read; it names some that exist.
-    """
-    lengths = torch.tensor(key_lengths, dtype=torch.int32)
-    num_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
-    first = num_blocks.cumsum(0) - num_blocks
-    table = first[:, None] + torch.arange(int(num_blocks.max()))
-    table = table.clamp(max=int(num_blocks.sum()) - 1).int()
-    slots = torch.cat([int(start) * BLOCK_SIZE + torch.arange(n) for start, n in zip(first, key_lengths, strict=True)])
-    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
-    return tuple(tensor.to(device) for tensor in (slots, table, query_starts, lengths))
+def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(device) for tensor in blocks_of_keys(query_lengths, key_lengths, BLOCK_SIZE))
 
 
 def _batch_invariant() -> ModuleType:

@@ -17,7 +17,7 @@ from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model
-from ..quantization.schemes import QuantScheme
+from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
@@ -89,19 +89,15 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     Yield options with which a learner cannot compute as the engine does, as `name=value`, and why. With `loads_vllm`
     vLLM may be loaded to see whether its kernels can be called, which a configuration does not do while it is made.
     """
+    against_gpu = against_cpu = None
     # A run on a CPU must not wake a GPU.
-    against_gpu = None
     if not config.use_cpu:
         against_gpu = cuda.reason_against() if loads_vllm else cuda.reason_against_installation()
-    against_cpu = None
-    if config.use_vllm and config.use_cpu:
+    elif config.use_vllm:
         against_cpu = kernels.reason_against() if loads_vllm else kernels.reason_against_installation()
+    covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
     for is_met, option, reason in (
-        (
-            against_gpu is None,
-            "use_cpu=False",
-            f"{against_gpu}. Set `use_cpu=True`",
-        ),
+        (against_gpu is None, "use_cpu=False", f"{against_gpu}. Set `use_cpu=True`"),
         (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
         (
             config.quantize_learner,
@@ -111,7 +107,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         (
             config.use_cpu or all(map(cuda.covers, _schemes(config))),
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *cuda.covered_schemes()]} have",
+            f"its product has not been compared with the engine's; those of {covered} have",
         ),
         (
             not config.cast_lm_head_to_fp32,

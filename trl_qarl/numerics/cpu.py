@@ -128,23 +128,20 @@ class PackedLinear:
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` `(..., K)` in the dtype of the weight, `bias` `(N,)` in any dtype, or `None`."""
-        rows = x.reshape(-1, x.shape[-1])
         import vllm._custom_ops as ops
 
-        num_rows = rows.shape[0]
+        rows = x.reshape(-1, x.shape[-1])
+        num_rows = len(rows)
+        bias = None if bias is None else bias.to(x.dtype)
         if self._handler is not None:
-            rows = (
-                rows.contiguous()
-                if num_rows >= MIN_ROWS_ONEDNN
-                else F.pad(rows, (0, 0, 0, MIN_ROWS_ONEDNN - num_rows))
-            )
-            y = ops.onednn_mm(self._handler, rows, None if bias is None else bias.to(x.dtype))
-            return y[:num_rows].view(*x.shape[:-1], self.num_outputs)
-        pad_inputs, pad_outputs = self._padding
-        rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
-        if bias is not None:
-            bias = F.pad(bias.to(x.dtype).float(), (0, pad_outputs))
-        y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
+            missing = MIN_ROWS_ONEDNN - num_rows
+            rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows.contiguous()
+            y = ops.onednn_mm(self._handler, rows, bias)
+        else:
+            pad_inputs, pad_outputs = self._padding
+            rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
+            bias = None if bias is None else F.pad(bias.float(), (0, pad_outputs))
+            y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
         return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
 
 

@@ -30,7 +30,7 @@ from ..packages import installed
 from ..quantization import gemm
 from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
-from ..quantization.schemes import INT8, SCHEMES, QuantScheme
+from ..quantization.schemes import INT8, QuantScheme
 from .compare import first_difference_on_gpu
 from .cpu_attention import blocks_of_keys
 
@@ -40,7 +40,6 @@ __all__ = [
     "ENVIRONMENT",
     "PackedLinear",
     "attention",
-    "covered_schemes",
     "covers",
     "describe_arithmetic",
     "linear",
@@ -71,9 +70,6 @@ ENGINE_ARGUMENTS: Mapping[str, Any] = {
     "block_size": BLOCK_SIZE,
 }
 """Arguments of `vllm.LLM` for an engine that the learner repeats."""
-
-INT4_KERNEL = "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
-FP8_KERNEL = "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
 def reason_against_installation() -> str | None:
@@ -163,11 +159,6 @@ def covers(scheme: QuantScheme) -> bool:
     return scheme.is_quantized and scheme.activation in format_of(scheme.container).repeated_on_gpus
 
 
-def covered_schemes() -> list[str]:
-    """Names of the schemes that [`covers`] knows."""
-    return [name for name, scheme in SCHEMES.items() if covers(scheme)]
-
-
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`. vLLM decides
     when it is added."""
@@ -190,7 +181,8 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     bfloat16."""
     scheme = weight.scheme
     if scheme.activation is None:
-        return linear(x, weight.dequantize(x.dtype), bias), (x,), INT4_KERNEL
+        y = linear(x, weight.dequantize(x.dtype), bias)
+        return y, (x,), "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
     if scheme.activation == INT8:
         # Sums of integers are exact, whatever their order.
         return gemm.low_bit_linear(x, weight, bias)
@@ -198,7 +190,8 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     # TF32 holds E4M3 codes exactly; the sums are float32.
     product = _batch_invariant().matmul_batch_invariant(codes.float(), weight.qdata.float().t())
     y = product.mul_(scale).mul_(weight.scale.t()).to(x.dtype)
-    return (y if bias is None else y + bias.to(y.dtype)), (codes, scale), FP8_KERNEL
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y, (codes, scale), "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -211,7 +204,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of `x` `(..., H)`: float32 if it is the residual stream, else bfloat16; `weight` `(H,)` bfloat16."""
+    """[`~trl_qarl.numerics.backends.Backend.rms_norm`]; the residual stream is rounded before it."""
     if x.dtype is not torch.float32:
         return _batch_invariant().rms_norm_batch_invariant(x, weight, epsilon)
     import vllm._custom_ops as ops
@@ -223,7 +216,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of bfloat16."""
+    """[`~trl_qarl.numerics.backends.Backend.silu_mul`]."""
     import vllm._custom_ops  # noqa: F401  (loads the operators)
 
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -232,7 +225,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probs `(M, V)` float32 of `logits` in any dtype, as the sampler of vLLM's first model runner takes them."""
+    """[`~trl_qarl.numerics.backends.Backend.log_softmax`], as the sampler of vLLM's first model runner takes it."""
     logits = logits.float()
     if temperature != 1.0:
         # By a tensor: on a GPU a number would be inverted and multiplied with.

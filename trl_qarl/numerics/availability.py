@@ -22,7 +22,7 @@ from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .experts import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, TRANSPARENT, class_of, head_dim_of, window_of
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, class_of, window_of
 
 
 __all__ = [
@@ -185,7 +185,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
     rope = config.rope_parameters.get("rope_type", "default")
     yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
-    head_dim = head_dim_of(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"

@@ -4,8 +4,8 @@ are what [`trl_qarl.numerics.cpu`] is for CPUs.
 
 **None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines.
 On a CPU the tests check what surrounds the kernels: arguments and layouts. On a GPU each process compares the release
-that is installed before it uses any of it ([`reason_against`]): in 0.24 and 0.26 norms depend on the number of rows,
-from 0.32 on a bias is added before a product is rounded, and after it until 0.31.
+that is installed before it uses any of it ([`reason_against`]): from 0.32 on a bias is added before a product is
+rounded, in 0.31 after it.
 
 Differences from a CPU:
 
@@ -132,10 +132,8 @@ def use_one_tiling() -> None:
     vLLM has tables by the shape of a weight. The engine's fused query, key and value have another shape than the
     learner's three layers, and other tiles are other sums.
     """
-    try:
-        from vllm.model_executor.determinism import batch_invariant_configs as tables
-    except ImportError:  # earlier releases have no tables
-        return
+    from vllm.model_executor.determinism import batch_invariant_configs as tables
+
     tables._TUNED_MATMUL_CONFIGS_FOR_DEVICE = None
     tables._TUNED_MATMUL_CONFIGS_RESOLVED = True
 

@@ -40,18 +40,12 @@ __all__ = [
     "LoraOperation",
     "Router",
     "class_of",
-    "head_dim_of",
     "operation_of",
     "window_of",
 ]
 
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
-
-
-def head_dim_of(config) -> int:
-    """Size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def window_of(module: nn.Module) -> int | None:

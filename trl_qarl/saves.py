@@ -187,7 +187,7 @@ class SavesRuns(PushesPolicy):
                 }
                 for name, (value, is_saved) in shared.items():
                     if value and is_saved:
-                        generation_batch.save_shared(folder, name, value)
+                        torch.save(value, folder / name)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -301,9 +301,14 @@ class SavesRuns(PushesPolicy):
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
     def _versions_file(self) -> str:
-        # Of a sharded model's weights a process has its part.
-        is_part = self.policy.takes_all_processes
-        return generation_batch.versions_file(self.accelerator.process_index if is_part else None)
+        """Return the name of the file with the weights that draw what is pending; of a sharded model's a process has
+        its part."""
+        part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
+        return f"rollout_versions{part}.pt"
 
     def _batch_shape(self) -> dict[str, int]:
-        return generation_batch.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)
+        """Return what a generation batch is divided into and how often it is used."""
+        names = ("steps_per_generation", "num_generations", "num_iterations")
+        of_args = {name: getattr(self.args, name) for name in names}
+        num_processes, size = self.accelerator.num_processes, self._train_batch_size
+        return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}

@@ -40,8 +40,7 @@ from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
-from .compact import is_compact
-from .layout import problem_of_zero_points
+from .layout import is_compact, problem_of_zero_points
 
 
 __all__ = [

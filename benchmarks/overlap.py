@@ -35,10 +35,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_server(model: str, scheme: str, folder: Path, port: int) -> subprocess.Popen:
+def start_server(model: str, scheme: str, folder: Path, port: int, dtype: str = "bfloat16") -> subprocess.Popen:
     """Start a server on core 1."""
     command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", model, "--scheme", scheme]
-    command += ["--dtype", "bfloat16", "--port", str(port), "--transfer_dir", str(folder / "transfer")]
+    command += ["--dtype", dtype, "--port", str(port), "--transfer_dir", str(folder / "transfer")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (folder / "server.log").open("w") as log:
         return subprocess.Popen(

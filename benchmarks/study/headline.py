@@ -20,7 +20,7 @@ from long_tables import BITS, group_cells, half_width, read_at_bits, smooth  # n
 from trl_qarl.study.groups import COLORS  # noqa: E402
 
 
-RESULTS, PICTURE = HERE / "study.json", DOCS / "headline.png"
+RESULTS, SECONDS, PICTURE = HERE / "study.json", HERE / "seconds.jsonl", DOCS / "headline.png"
 SCHEMES = {"w4a16-g128": "4-bit weights", "w3a16-g32": "3-bit weights"}
 RUNS = {
     ("rollout-only", "grpo-tis"): ("rollout only, GRPO", "vermillion"),
@@ -47,8 +47,6 @@ RECIPES = {
 # Studies of one recipe with answers of so many tokens.
 LENGTHS = {"length_150": "150 tokens", "length_400": "400 tokens", "length_1000": "1,000 tokens"}
 LENGTH_SCHEME = AGE_SCHEME = "w4a16-g128-signed"
-# The least and the most that docs/async.md has measured.
-OVERLAP = (1.16, 1.81)
 # Of the picture task, benchmarks/study/shapes.yaml.
 SHAPES_RUNS = (("bf16", "grpo-tis"), ("QaRL", "grpo-tis"), ("rollout-only", "grpo-tis"))
 
@@ -214,9 +212,9 @@ def _panels(**options):
     return figure, panels
 
 
-def draw_ages(cells: list[dict]) -> None:
+def draw_ages(cells: list[dict], timed: list[dict]) -> None:
     """Rewards over updates with rollouts of so many generation batches before, a column for each objective, and below
-    over the time of synchronous batches, if `rollout_ahead=1` makes one in `1 / OVERLAP`; means over the seeds."""
+    over the seconds of `timed` runs (`seconds.py`), with and without `rollout_ahead=1`; means over the seeds."""
     import matplotlib.pyplot as plt
 
     groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}
@@ -226,19 +224,19 @@ def draw_ages(cells: list[dict]) -> None:
     for top, bottom, objective in zip(above, below, objectives, strict=True):
         for age, color in {0: "ink", 1: "blue", 2: "green", 4: "vermillion"}.items():
             of = groups.get((AGE_SCHEME + (f"-age{age}" if age else ""), "QaRL", objective), [])
-            if not of:
-                continue
-            rewards, color = smooth([cell["course"]["reward"] for cell in of]), COLORS[color]
-            top.plot(range(8, 8 * len(rewards) + 1, 8), rewards, color=color, label=f"{age} ({len(of)} seeds)")
-            for ratio, style in {0: {1.0: "-"}, 1: dict(zip(OVERLAP, ("--", ":"), strict=True))}.get(age, {}).items():
-                label = f"{age}, {ratio} times as fast" if age else "0"
-                times = [number / ratio for number in range(1, len(rewards) + 1)]
-                bottom.plot(times, rewards, color=color, linestyle=style, label=label)
+            if of:
+                rewards = smooth([cell["course"]["reward"] for cell in of])
+                updates = range(8, 8 * len(rewards) + 1, 8)
+                top.plot(updates, rewards, color=COLORS[color], label=f"{age} ({len(of)} seeds)")
+            if runs := [run for run in timed if (run["objective"], run["rollout_ahead"]) == (objective, age)]:
+                seconds = [statistics.fmean(times) for times in zip(*(run["seconds"] for run in runs), strict=True)]
+                rewards = smooth([run["reward"] for run in runs])
+                bottom.plot(seconds, rewards, color=COLORS[color], label=f"{age} ({len(runs)} seeds)")
         top.set_title(f"QaRL, {objective}", fontsize=10)
         top.set_xlabel("update")
-        bottom.set_xlabel("time, in synchronous batches")
-        for axis, place in ((top, "upper left"), (bottom, "lower right")):
-            axis.legend(title="age in batches", loc=place, fontsize=8, title_fontsize=8, frameon=False)
+        bottom.set_xlabel("seconds, vLLM on a core of its own")
+        for axis, title, place in ((top, "age in batches", "upper left"), (bottom, "rollout_ahead", "lower right")):
+            axis.legend(title=title, loc=place, fontsize=8, title_fontsize=8, frameon=False)
     for axis in (above[0], below[0]):
         axis.set_ylabel("reward")
     figure.tight_layout()
@@ -255,6 +253,6 @@ if __name__ == "__main__":
     if any(cell["study"] in LENGTHS for cell in cells):
         draw_lengths(cells)
     if any(cell["study"] == "age" for cell in cells):
-        draw_ages(cells)
+        draw_ages(cells, [json.loads(line) for line in SECONDS.read_text().splitlines()])
     if any(cell["study"] == "shapes" for cell in cells):
         draw_shapes(cells)

@@ -185,7 +185,8 @@ def train(args: Namespace) -> None:
     )
 
 
-def make_trainer(args: Namespace):
+def make_trainer(args: Namespace, **more):
+    """Return the trainer of a cell, with `more` options of `QaRLConfig`."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -215,6 +216,7 @@ def make_trainer(args: Namespace):
     config = QaRLConfig(
         str(args.output_dir),
         **options,
+        **more,
         quantize_learner=args.quantize_learner == "true",
         objective=objective,
         seed=args.seed,

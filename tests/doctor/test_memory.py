@@ -15,6 +15,7 @@ from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.quantization.versions import kept_version
 
 
 ROOT = Path(__file__).parents[2]
@@ -46,13 +47,17 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
         tiny_model, tmp_path, callbacks=[gradients], max_steps=1, optim=optim, bf16=True, peft_config=adapter
     )
     trainer.train()
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, optim, lora_rank=rank))["ddp"]
+    run = Run(1, optim, lora_rank=rank, rollout_ahead=2)
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), run)["ddp"]
+    kept = kept_version(trainer.model)
     low_bit = sum(layer.low_bit_weight().num_bytes for layer in quantized_layers(trainer.model).values())
     measured = {
         "masters": sum(p.nbytes for p in trainer.model.parameters() if not isinstance(p, LowBitTensor)),
         "gradients": gradients.num_bytes,
         "optimizer": state_of(trainer),
         "low-bit weights": low_bit,
+        "kept weights": 2 * sum(w.num_bytes for w in kept.low_bit.values())
+        + 2 * sum(w.nbytes for w in kept.others.values()),
     }
     for name, value in measured.items():
         assert parts[name] == pytest.approx(value, rel=1e-3), name

@@ -1,11 +1,13 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from reference.objectives_naive import naive_binary_kl, naive_mismatch_ratio
 from testing_utils.batches import make_batch
-from trl_qarl.objectives.ratios import binary_kl, mismatch_ratio, weigh_advantages
+from trl_qarl.objectives.ratios import binary_kl, mismatch_ratio
+from trl_qarl.objectives.registry import find_objective
 
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -53,6 +55,12 @@ def test_unknown_mode_raises():
 
 def test_advantages_stay_as_they_are_without_weights():
     advantages = torch.tensor([1.0, -2.0, 0.0])
-    assert weigh_advantages(advantages, None) is advantages
-    assert weigh_advantages(advantages, None, is_positive_only=True).tolist() == [1.0, 0.0, 0.0]
-    assert weigh_advantages(advantages, torch.full((3, 2), 0.5)).tolist() == [[0.5, 0.5], [-1.0, -1.0], [0.0, 0.0]]
+
+    def weighed(objective, **ratio):
+        config = SimpleNamespace(use_vllm=False)
+        return find_objective(objective).for_trl(config, {"advantages": advantages} | ratio)["advantages"]
+
+    assert weighed("grpo-tis") is advantages
+    assert weighed("positive-only").tolist() == [1.0, 0.0, 0.0]
+    ratio = torch.full((3, 2), 0.5)
+    assert weighed("grpo-tis", importance_sampling_ratio=ratio).tolist() == [[0.5, 0.5], [-1.0, -1.0], [0.0, 0.0]]

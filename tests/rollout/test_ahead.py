@@ -272,10 +272,10 @@ def ask_late(monkeypatch):
         self.may_ask = threading.Event()
         start(self, lambda: self.may_ask.wait(60) and request())
 
-    def wait_for_what_may_ask(self):
+    def wait_for_what_may_ask(self, *args):
         if self.is_started:
             self.may_ask.set()
-        wait(self)
+        wait(self, *args)
 
     monkeypatch.setattr(InFlight, "start", start_later)
     monkeypatch.setattr(InFlight, "wait", wait_for_what_may_ask)

@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_qarl.rollout.channels import FileChannel, HTTPChannel, choose_channel, sends_changes
+from trl_qarl.rollout.channels import FileChannel, HTTPChannel, NCCLChannel, choose_channel, sends_changes
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost
-from trl_qarl.rollout.nccl import NCCLChannel
 from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.vllm_plugin.gate import PublicationGate

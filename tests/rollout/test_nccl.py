@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_qarl.rollout import nccl
+from trl_qarl.rollout import channels
+from trl_qarl.rollout.channels import NCCLChannel
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost
-from trl_qarl.rollout.nccl import NCCLChannel
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -85,7 +85,7 @@ def broadcast(address, monkeypatch):
     """Send two tensors to a server of that behaviour through a communicator."""
     from vllm.distributed.weight_transfer import packed_tensor
 
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(channels, "GRACE_SECONDS", 3.0)
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, count: (stream,) * count)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -142,7 +142,7 @@ def test_an_error_of_nccl_is_a_lost_server(broadcast):
 def test_a_group_that_is_never_formed_is_a_lost_server_and_is_formed_again(address, monkeypatch):
     from trl.generation import vllm_client
 
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(channels, "GRACE_SECONDS", 3.0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     released = threading.Event()
     monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: released.wait() and Communicator())

@@ -1,5 +1,5 @@
-"""Checks of a [`QaRLConfig`]: each function yields problems. Only that of the scheme changes the configuration: it
-parses `precisions`."""
+"""Checks of a [`QaRLConfig`]: each function yields problems. Only `check_scheme` changes the configuration: it parses
+`precisions`."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import torch
 from ..checkpoint.uploads import problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
 from ..objectives.options import default
-from ..objectives.registry import all_objectives, get_objective, problem_of_objective
+from ..objectives.registry import get_objective
 from ..options import CHOICES
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
@@ -28,11 +28,16 @@ from .refused import (
 
 __all__ = [
     "as_dict",
+    "check_ahead",
+    "check_choices",
+    "check_hub",
+    "check_inherited",
     "check_numerics",
+    "check_precision",
+    "check_probe",
+    "check_scheme",
     "check_vllm",
     "low_precision_masters",
-    "problems_as_given",
-    "problems_as_settled",
     "raise_problems",
     "refused_by_all",
 ]
@@ -40,19 +45,7 @@ __all__ = [
 _CHOICES = CHOICES | {"vllm_mode": ("server", "colocate")}
 
 
-def problems_as_given(config) -> Iterator[str]:
-    """Yield contradictions between options as they were given, before the objective sets any."""
-    for check in (_check_scheme, check_numerics, _check_precision, _check_objective, _check_choices):
-        yield from check(config)
-
-
-def problems_as_settled(config) -> Iterator[str]:
-    """Yield problems of options once the objective has set its own."""
-    for check in (_check_ratios, _check_inherited, _check_probe, check_vllm, _check_ahead, _check_hub):
-        yield from check(config)
-
-
-def _check_scheme(config) -> Iterator[str]:
+def check_scheme(config) -> Iterator[str]:
     try:
         plan = config.plan
     except ValueError as error:
@@ -80,39 +73,13 @@ def check_numerics(config) -> Iterator[str]:
             yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
 
 
-def _check_objective(config) -> Iterator[str]:
-    """Contradictions between given options and `objective`, before the objective sets anything."""
-    if problem := problem_of_objective(config):
-        yield problem
-        return
-    yield from get_objective(config).contradictions(config)
-
-
-def _check_ratios(config) -> Iterator[str]:
-    """Options of the loss, once `objective` has set its own."""
-    if problem_of_objective(config):
-        return
-    objective = get_objective(config)
-    users: dict[str, list[str]] = {}
-    for other in all_objectives().values():
-        for name in other.own_options:
-            users.setdefault(name, []).append(f"objective={other.name!r}")
-    for name, owners in users.items():
-        if name not in objective.own_options and getattr(config, name) != default(type(config), name):
-            yield (
-                f"{said(config, name)} belongs to {' and '.join(owners)}, but {said(config, 'objective')}. Remove it or change the "
-                "objective."
-            )
-    yield from objective.problems(config)
-
-
-def _check_choices(config) -> Iterator[str]:
+def check_choices(config) -> Iterator[str]:
     for name, known in _CHOICES.items():
         if (value := getattr(config, name)) not in known and value != default(type(config), name):
             yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
 
 
-def _check_precision(config) -> Iterator[str]:
+def check_precision(config) -> Iterator[str]:
     if config.fp16 and config.is_quantized:
         yield (
             f"fp16=True with scheme={config.scheme!r}: under quantized training float16 with loss scaling underflows to "
@@ -125,7 +92,7 @@ def _check_precision(config) -> Iterator[str]:
         )
 
 
-def _check_probe(config) -> Iterator[str]:
+def check_probe(config) -> Iterator[str]:
     if config.mismatch_probe_steps < 0:
         yield f"mismatch_probe_steps={config.mismatch_probe_steps} must be 0 (never) or a number of updates."
     if not config.mismatch_probe_steps or not config.use_vllm or config.vllm_mode != "colocate":
@@ -160,7 +127,7 @@ def _check_gpu(config) -> Iterator[str]:
     it starts."""
     is_here = config.vllm_mode == "colocate" or config.vllm_server_autostart
     gpu = Gpu.here() if is_here and not config.use_cpu else None
-    # Errors of the plan itself come from `_check_scheme`.
+    # Errors of the plan itself come from `check_scheme`.
     with suppress(ValueError):
         if gpu is not None:
             reasons = (reason_against(scheme, gpu) for scheme in config.plan.schemes)
@@ -217,7 +184,7 @@ def check_vllm(config) -> Iterator[str]:
             )
 
 
-def _check_ahead(config) -> Iterator[str]:
+def check_ahead(config) -> Iterator[str]:
     if type(config.rollout_ahead) is not int or config.rollout_ahead < 0:
         yield f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or a number of batches."
         return
@@ -262,7 +229,7 @@ def _check_ahead(config) -> Iterator[str]:
         yield "in_flight_updates=True is unsupported with old_logps='learner'. Use 'version'."
 
 
-def _check_hub(config) -> Iterator[str]:
+def check_hub(config) -> Iterator[str]:
     if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
         yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is made if it is missing."
     name = config.hub_model_id
@@ -274,7 +241,7 @@ def _check_hub(config) -> Iterator[str]:
         yield problem
 
 
-def _check_inherited(config) -> Iterator[str]:
+def check_inherited(config) -> Iterator[str]:
     yield from refused_by_all(config)
     for name, why in MODEL_INIT_KWARGS_REFUSED.items():
         if as_dict(config, "model_init_kwargs").get(name) not in (None, False):

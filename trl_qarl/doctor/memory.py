@@ -39,7 +39,8 @@ class Run:
     Settings of a run that memory depends on, in addition to the model. `optim` is one of [`OPTIMIZERS`]; `num_tokens`
     are those of a micro-batch, prompts and completions; `engine_bytes` is the share of each GPU that a colocated
     engine is given; `lora_rank` is that of adapters on all linear layers over a frozen base, 0 without; `accumulates`
-    says that gradients of several micro-batches are added up without `sync_each_batch`.
+    says that gradients of several micro-batches are added up without `sync_each_batch`; `rollout_ahead` batches are
+    drawn ahead, whose weights are kept.
     """
 
     num_gpus: int
@@ -48,6 +49,7 @@ class Run:
     engine_bytes: int = 0
     lora_rank: int = 0
     accumulates: bool = False
+    rollout_ahead: int = 0
 
 
 def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
@@ -90,6 +92,10 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
         "optimizer": state[run.optim] // shards,
         "low-bit weights": low_bit_bytes // shards,
     }
+    others = total if run.lora_rank else total - sum(weight.numel() for weight in _quantized(model))
+    # Of a frozen base nothing is kept.
+    kept = 4 * others + (0 if run.lora_rank else low_bit_bytes)
+    parts["kept weights"] = run.rollout_ahead * kept // shards
     if is_sharded:
         parts["gathered"] = _gathered(model, low_bit_bytes, has_gradients=not run.lora_rank)
     tokens, hidden, width = run.num_tokens, config.hidden_size, 2 if is_sharded else 4

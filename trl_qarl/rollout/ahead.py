@@ -37,16 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 class InFlight(BackgroundCall):
-    """
-    Completions that a thread of the main process waits for. In other processes none is started, and this holds the
-    prompts.
-
-    Args:
-        prompts (`list[list[int]]`):
-            Token ids of this process' prompts, each as often as it is completed.
-        num_generations (`int`):
-            Completions of each prompt.
-    """
+    """Completions that a thread of the main process waits for, `num_generations` of each prompt. In other processes
+    none is started. `prompts` are the token ids of this process', each as often as it is completed."""
 
     def __init__(self, prompts: list[list[int]], num_generations: int):
         super().__init__()
@@ -62,12 +54,10 @@ class Pending:
         prompt_ids (`list[list[int]]`):
             Token ids of the prompts, each as often as it is completed.
         versions (`list[tuple[int, KeptVersion]]`):
-            The update whose weights draw it, and these weights; further ones that were published while it was drawn,
-            in their order.
-        completion_ids (`list[list[int]]`, *optional*), logps (`list[list[float]]`, *optional*):
-            Completions and the log-probs of their tokens, once they are there.
-        seconds (`float`, *optional*):
-            How long the engine took; known to the main process.
+            The update whose weights draw it, and these weights; further ones that were published meanwhile, in order.
+        completion_ids, logps, seconds:
+            Completions and the log-probs of their tokens, once they are there, and how long the engine took, which
+            the main process knows.
         in_flight ([`InFlight`], *optional*):
             What is waited for.
     """
@@ -98,22 +88,9 @@ class Pending:
 
 class NextPrompts:
     """
-    The prompts of generation batches that have not begun, from a sampler seeded as the one of the training.
-
-    The loader itself must not be asked ahead of time: it marks the end of its data, after which accelerate cuts what
-    it gathers.
-
-    Args:
-        sampler:
-            A TRL `RepeatSampler` of its own, none of whose orders has been drawn.
-        dataset:
-            The training dataset, with a length and a column `"prompt"`.
-        num_repeats (`int`):
-            Micro-batches for which the loader yields a generation batch.
-        accumulation (`int`):
-            Micro-batches of an update.
-        num_processes, process_index (`int`):
-            How many processes share a generation batch, and which of them this one is.
+    The prompts of generation batches that have not begun, from a `sampler` of its own, seeded as the one of the
+    training. The loader itself must not be asked ahead of time: it marks the end of its data, after which accelerate
+    cuts what it gathers. It repeats a batch for `num_repeats` micro-batches; an update has `accumulation` of them.
     """
 
     def __init__(
@@ -122,19 +99,16 @@ class NextPrompts:
         self._sampler, self._dataset = sampler, dataset
         self._num_repeats, self._accumulation = num_repeats, accumulation
         self._num_processes, self._process_index = num_processes, process_index
-        # The loader repeats a batch for each micro-batch of it.
         self._sampler.repeat_count = 1
         self._num_drawn, self._order = 0, []
         self._per_epoch = sampler.num_samples // sampler.batch_size
 
     def number_at(self, epoch: int, micro_batch: int) -> int:
-        """Return the number, counted from the first epoch, of the generation batch that a micro-batch of an epoch
-        belongs to."""
+        """Return the number, from the first epoch on, of the generation batch that a micro-batch belongs to."""
         return epoch * self._per_epoch + micro_batch // self._num_repeats
 
     def prompts(self, number: int) -> list[Any]:
-        """Return the prompts of this process in a generation batch. Of earlier epochs than the last that was asked for
-        there are none."""
+        """Return the prompts of this process in a generation batch, of no earlier epoch than the last asked for."""
         epoch, place = divmod(number, self._per_epoch)
         while self._num_drawn <= epoch:
             self._order = list(self._sampler)
@@ -145,8 +119,7 @@ class NextPrompts:
         return [self._dataset[index]["prompt"] for index in self._order[start : start + share]]
 
     def updates_before(self, number: int) -> int:
-        """Return how many updates are made before a generation batch. The last of an epoch may be of fewer
-        micro-batches."""
+        """Return the updates before a generation batch. The last of an epoch may be of fewer micro-batches."""
         epoch, place = divmod(number, self._per_epoch)
         per_epoch = -(-self._per_epoch * self._num_repeats // self._accumulation)
         return epoch * per_epoch + place * self._num_repeats // self._accumulation
@@ -161,7 +134,7 @@ class Ahead:
         generation ([`~trl_qarl.rollout.generation.QaRLVLLMGeneration`]):
             Rollouts of a server.
         args ([`QaRLConfig`]):
-            Configuration of the run: how many batches are drawn ahead, and what a batch is.
+            Of the run.
 
     Attributes:
         pending (`deque[Pending]`):
@@ -186,10 +159,7 @@ class Ahead:
         self._coming = NextPrompts(sampler, dataset, num_repeats, args.gradient_accumulation_steps, *processes)
 
     def wait(self, number: int | None = None) -> None:
-        """
-        Wait for what is in flight, of the next `number` batches if it is given. What has failed stays pending, to be
-        drawn again by [`~Ahead.collect`].
-        """
+        """Wait for what is in flight, of the next `number` batches if it is given. What has failed stays pending."""
         start = time.perf_counter()
         for batch in islice(self.pending, number):
             if batch.in_flight is None:
@@ -207,10 +177,7 @@ class Ahead:
         """
         Wait for what is in flight, for training with `in_flight_updates` only for the next batch, and draw what was
         lost with the weights that were to draw it, which are published again. Returns whether they were: then the
-        engine no longer has the learner's.
-
-        Raises:
-            EngineLost: on every process, if the engine cannot be brought back. What is lost stays pending.
+        engine no longer has the learner's. [`EngineLost`] is raised on every process if it cannot be brought back.
         """
         self.wait(1 if is_training and self.args.in_flight_updates else None)
         if any(batch.is_lost for batch in self.pending):
@@ -244,8 +211,7 @@ class Ahead:
         return batch
 
     def measure(self, now: int, seconds: float) -> dict[str, float]:
-        """Return what is logged of the batch in progress, which begins at update `now` and took the engine
-        `seconds`."""
+        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
             "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),
@@ -256,15 +222,8 @@ class Ahead:
     def draw(self, place: tuple[int, int], state: Any, tokenize: Callable[[list], tuple]) -> None:
         """
         Have the engine, which has the learner's weights, draw the batches that come next, as far as the training goes,
-        and keep these weights.
-
-        Args:
-            place (`tuple[int, int]`):
-                The epoch, and the micro-batch of it that comes next.
-            state ([`~transformers.TrainerState`]):
-                The update whose weights the learner has, and the last one.
-            tokenize (`Callable`):
-                Makes token ids and pictures of prompts.
+        and keep these weights. `place` is the epoch, and the micro-batch of it that comes next; `state` has the update
+        whose weights the learner has, and the last one; `tokenize` makes token ids and pictures of prompts.
         """
         number, prompts = self._coming.number_at(*place), []
         # An error in one process' prompts must not leave the others waiting.
@@ -292,32 +251,20 @@ class Ahead:
         return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.versions[0][1])
 
     def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
-        """
-        Return, for files, what is pending in this process, of which what has failed has no completions, and the
-        weights that draw it, of a sharded model this process' part; otherwise all processes have the same.
-        """
+        """Return, for files, what is pending in this process, and the weights that draw it: this process' part of a
+        sharded model, else the same on all processes."""
         self.wait()
         kept = {id(version): version for batch in self.pending for _, version in batch.versions}
         places = list(kept)
-        batches = [
-            (
-                b.prompt_ids,
-                [(update, places.index(id(version))) for update, version in b.versions],
-                b.completion_ids,
-                b.logps,
-                b.seconds,
-            )
-            for b in self.pending
-        ]
+        batches = []
+        for batch in self.pending:
+            drawn_by = [(update, places.index(id(version))) for update, version in batch.versions]
+            batches.append((batch.prompt_ids, drawn_by, batch.completion_ids, batch.logps, batch.seconds))
         return batches, [version.state() for version in kept.values()]
 
     def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
-        """
-        Go on from [`~Ahead.state`].
-
-        Raises:
-            ValueError: if a batch is of the weights of several updates, and this run looks for those of one.
-        """
+        """Go on from [`~Ahead.state`]. `ValueError` is raised if a batch is of the weights of several updates, and
+        this run looks for those of one."""
         if not self.args.in_flight_updates and any(len(drawn_by) > 1 for _, drawn_by, *_ in batches):
             raise ValueError(
                 "The checkpoint has completions that were drawn with in_flight_updates=True, by the weights of several updates. Resume "

@@ -28,19 +28,13 @@ class BadAnswer(ValueError):
 
 
 def vocabulary_size(model) -> int:
-    """
-    Return how many token ids a model has rows for. The tokenizer may know fewer, as the rows are padded, and an engine
-    samples from all of them; it may also know more, which no model can score.
-    """
+    """Return how many token ids a model has rows for, which an engine samples from: padded, they may be more than the
+    tokenizer knows, or fewer."""
     return model.config.get_text_config().vocab_size
 
 
 def check_answer(
-    answer: dict[str, Any],
-    prompts: Sequence[list[int]],
-    num_generations: int,
-    max_tokens: int,
-    vocab_size: int,
+    answer: dict[str, Any], prompts: Sequence[list[int]], num_generations: int, max_tokens: int, vocab_size: int
 ) -> None:
     """
     Check an engine's completions.
@@ -50,14 +44,8 @@ def check_answer(
             As TRL's client of a server returns it: `prompt_ids`, one list for each prompt; `completion_ids`,
             `logprobs` and `logprob_token_ids`, one list for each completion, those of one prompt side by side. In the
             last two each token has a list of its own, in which the sampled token is the first. NaN is `None`.
-        prompts (`list[list[int]]`):
-            Token ids of what was to be completed.
-        num_generations (`int`):
-            Completions asked for, for each prompt.
-        max_tokens (`int`):
-            Largest length of a completion.
-        vocab_size (`int`):
-            Number of the learner's token ids.
+        prompts, num_generations, max_tokens, vocab_size:
+            Token ids that were to be completed, how often, how long at most, and how many ids the learner has.
 
     Raises:
         BadAnswer: if that cannot be what was sampled.
@@ -90,19 +78,9 @@ def check_answer(
 
 def check_rollout(output: dict[str, Any], num_prompts: int, vocab_size: int) -> None:
     """
-    Check what a `rollout_func` returns. Its completions may be of any length, as several turns of an environment are,
-    and NaN, or `None`, stands for a log-prob that is unknown.
-
-    Args:
-        output (`dict`):
-            `prompt_ids`, `completion_ids` and `logprobs`, one list for each prompt. Tensors and arrays do as well.
-        num_prompts (`int`):
-            Prompts that `rollout_func` got.
-        vocab_size (`int`):
-            Number of the learner's token ids.
-
-    Raises:
-        BadAnswer: if the learner cannot be trained on it.
+    Check what a `rollout_func` returns for `num_prompts` prompts: `prompt_ids`, `completion_ids` and `logprobs`, one
+    list, tensor or array for each. Completions may be of any length, as several turns of an environment are, and NaN,
+    or `None`, stands for a log-prob that is unknown. [`BadAnswer`] is raised if the learner cannot be trained on it.
     """
     wanted = f"one for each of {num_prompts} prompts"
     prompt_ids, completion_ids, logprobs = (output[name] for name in ("prompt_ids", "completion_ids", "logprobs"))

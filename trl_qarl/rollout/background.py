@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from typing import Any
 
 
@@ -26,44 +28,50 @@ class BackgroundCall:
     def __init__(self, in_thread: bool = True):
         self.in_thread = in_thread
         self.seconds = 0.0
-        self._thread: threading.Thread | None = None
-        self._answer: Any = None
-        self._error: Exception | None = None
+        self._outcome: Future | None = None
 
     @property
     def is_started(self) -> bool:
-        """True once a thread was started."""
-        return self._thread is not None
+        return self._outcome is not None
 
     @property
     def is_running(self) -> bool:
         """True until there is an answer or an error."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._outcome is not None and not self._outcome.done()
 
     def start(self, function: Callable[[], Any]) -> None:
         """Call the `function`. What it raises is raised by `answer`."""
-        if not self.in_thread:
-            return self._run(function)
-        self._thread = threading.Thread(target=self._run, args=(function,), name="trl-qarl-call", daemon=True)
-        self._thread.start()
+        self._outcome = Future()
+        if self.in_thread:
+            threading.Thread(target=self._run, args=(function,), name="trl-qarl-call", daemon=True).start()
+        else:
+            self._run(function)
 
-    def wait(self) -> None:
-        """Wait for the end of the call, whatever comes of it."""
-        if self._thread is not None:
-            self._thread.join()
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end of the call, whatever comes of it, for at most `timeout` seconds."""
+        if self._outcome is not None:
+            wait([self._outcome], timeout)
 
-    def answer(self) -> Any:
-        """Wait for the answer; what the function raised is raised here."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._answer
+    def answer(self, timeout: float | None = None) -> Any:
+        """Wait for the answer; what the function raised is raised here, and `TimeoutError` after `timeout` seconds."""
+        self.wait(timeout)
+        return None if self._outcome is None else self._outcome.result(0)
+
+    def fail(self, error: BaseException) -> None:
+        """Have `answer` raise `error`, unless the call has ended. Its thread is left behind."""
+        with suppress(InvalidStateError):
+            self._outcome.set_exception(error)
 
     def _run(self, function: Callable[[], Any]) -> None:
         start = time.perf_counter()
-        self._answer = self._error = None
         try:
-            self._answer = function()
-        except Exception as error:
-            self._error = error
+            answer = function()
+        except BaseException as error:
+            self.seconds = time.perf_counter() - start
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return
         self.seconds = time.perf_counter() - start
+        with suppress(InvalidStateError):
+            self._outcome.set_result(answer)

@@ -76,11 +76,8 @@ class Canary:
             self.texts.append(_Text("publish/canary_picture", prompt, PICTURE_TOKENS, inputs, pictures))
 
     def score(self) -> list[tuple[torch.Tensor, float]]:
-        """
-        Return for each text the learner's log-probs of the tokens that are compared, `(T,)` in nats on the CPU, and
-        how much they change, on average, when everything is rounded otherwise. Where masters are sharded, every
-        process calls it.
-        """
+        """Return for each text the learner's log-probs of the tokens that are compared, `(T,)` in nats on the CPU, and
+        their mean change when everything is rounded otherwise. Where masters are sharded, every process calls it."""
         scores = []
         for text in self.texts:
             log_probs = self._log_probs(text)
@@ -155,9 +152,8 @@ class Canary:
                 return (output[0].to(self.dtype).to(output[0]), *output[1:])
             return output.to(self.dtype).to(output)
 
-        layers = {layer_of(name) for name, _ in self.model.named_parameters()}
         handles = [embedding.register_forward_hook(move)]
-        for name in layers:
+        for name in {layer_of(name) for name, _ in self.model.named_parameters()}:
             if name.rpartition(".")[2].isdigit():
                 handles.append(self.model.get_submodule(name).register_forward_hook(round_output))
         try:

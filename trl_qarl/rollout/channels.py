@@ -5,7 +5,7 @@ Channels to a server, and the choice of one.
 |---|---|---|
 | [`FileChannel`] | trainer and server on one host, or hosts with a shared filesystem | files in one directory |
 | [`HTTPChannel`] | trainer and server anywhere | pieces of safetensors files |
-| [`~trl_qarl.rollout.nccl.NCCLChannel`] | GPUs of trainer and server | vLLM's weight transfer through TRL's client |
+| [`NCCLChannel`] | GPUs of trainer and server | vLLM's weight transfer through TRL's client |
 """
 
 import hashlib
@@ -14,6 +14,8 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,17 +25,20 @@ from safetensors.torch import save, save_file
 
 from ..wire.protocol import NCCL_BACKEND, UPLOAD_HEADER, UPLOAD_PATH, PublishError
 from ..wire.transfer_dir import check_transfer_dir, make_transfer_dir, owned_prefix, remove_leftovers
+from .background import BackgroundCall
 from .engine import Channel, Tensors, num_bytes_of
-from .http_session import ServerLost, is_local
-from .nccl import NCCLChannel
+from .http_session import ServerLost, is_local, refusals
 
 
-__all__ = ["FileChannel", "HTTPChannel", "choose_channel", "sends_changes"]
+__all__ = ["FileChannel", "HTTPChannel", "NCCLChannel", "choose_channel", "sends_changes"]
 
 _PIECE_BYTES = 8 * 2**20
 # Smallest piece: a proxy that refuses it ends the weight sync.
 _SMALLEST_PIECE = 2**16
 _MAX_FAILURES = 5
+
+GRACE_SECONDS = 30.0
+"""Waited for NCCL after the time in which the server has to answer: it answers when it has received everything."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +48,18 @@ class FileChannel(Channel):
 
     works_meanwhile = True
     _known_dir: str | None = None
-    """A directory that has been seen on this host."""
 
     def begin(self) -> None:
         directory = self.client.transfer_dir
         if directory and directory == self._known_dir and not os.path.lexists(directory):
             # Cleaners of temporary directories remove folders that look unused.
-            self._make_again(directory)
+            logger.warning("Something has removed the transfer directory %s; it is made again.", directory)
+            try:
+                make_transfer_dir(directory)
+            except (OSError, ValueError) as error:
+                raise PublishError(
+                    f"The transfer directory {directory!r} was removed and cannot be created again: {error}"
+                ) from error
         if not directory or not os.access(directory, os.W_OK | os.X_OK):
             raise PublishError(
                 f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
@@ -60,21 +70,20 @@ class FileChannel(Channel):
         # Remove files of killed trainers only: another server may use the same directory.
         remove_leftovers(directory, also=self.client.instance)
 
-    def _make_again(self, directory: str) -> None:
-        logger.warning("Something has removed the transfer directory %s; it is made again.", directory)
-        try:
-            make_transfer_dir(directory)
-        except (OSError, ValueError) as error:
-            raise PublishError(
-                f"The transfer directory {directory!r} was removed and cannot be created again: {error}"
-            ) from error
-
     def send(self, tensors: Tensors) -> None:
         directory = self.client.transfer_dir
         try:
             path = self._write(tensors, directory)
         except (OSError, SafetensorError) as error:
-            raise PublishError(_cannot_write(directory, num_bytes_of(tensors), error)) from error
+            try:
+                free = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free there"
+            except OSError as missing:
+                free = str(missing)
+            raise PublishError(
+                f"A chunk of weights of {num_bytes_of(tensors) / 2**20:.1f} MiB could not be written to the transfer directory "
+                f"{directory!r} ({error}); {free}. Make room, start the server with `trl-qarl vllm-serve --transfer_dir DIR` on a "
+                "larger file system, or give a container more shared memory (`docker run --shm-size 2g`)."
+            ) from error
         try:
             self.client.control("/update_weights", {"update_info": {"file": path.name}})
         finally:
@@ -90,18 +99,6 @@ class FileChannel(Channel):
             return written.rename(folder.with_name(f"{folder.name}.safetensors"))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _cannot_write(directory: str, num_bytes: int, error: Exception) -> str:
-    try:
-        free = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free there"
-    except OSError as missing:
-        free = str(missing)
-    return (
-        f"A chunk of weights of {num_bytes / 2**20:.1f} MiB could not be written to the transfer directory {directory!r} ({error}); "
-        f"{free}. Make room, start the server with `trl-qarl vllm-serve --transfer_dir DIR` on a larger file system, or give a "
-        "container more shared memory (`docker run --shm-size 2g`)."
-    )
 
 
 class HTTPChannel(Channel):
@@ -156,23 +153,77 @@ class HTTPChannel(Channel):
         return response.json()
 
 
+class NCCLChannel(Channel):
+    """
+    Broadcasts each chunk from this process' accelerator, `device`, over a group with the server's workers.
+
+    NCCL waits for all of a group without a time-out, and a worker joins while it answers a request. TRL's client posts
+    that request in a thread and joins in the caller, which would wait for ever for a server that has died or refused.
+    Here both are in threads, and the caller waits for the first of them that fails.
+    """
+
+    def __init__(self, client, device: torch.device | None = None):
+        super().__init__(client)
+        self.device = device
+
+    def connect(self) -> None:
+        """Form the group, again after a broadcast that failed, which leaves the two sides out of step."""
+        self.client.close_communicator()
+        self._join(partial(self.client.init_communicator, device=self.device))
+
+    def send(self, tensors: Tensors) -> None:
+        tensors = [(name, tensor.to(torch.accelerator.current_accelerator())) for name, tensor in tensors]
+        metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors]
+        # NCCL reads them in other streams, which do not wait for the kernels that produce them.
+        torch.accelerator.synchronize()
+        # TRL's client then sends tensors and nothing else.
+        self.client._updating_weights = True
+        try:
+            self._join(partial(self.client.update_named_params, metadata, iter(tensors)))
+        finally:
+            self.client._updating_weights = False
+
+    def _join(self, function: Callable[[], None]) -> None:
+        """Call `function`, which posts a request and joins the group; [`ServerLost`] if that does not end in time. A
+        thread that never ends is left behind; it does not keep the process from ending."""
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        seconds = self.client.session.request_timeout + GRACE_SECONDS
+
+        def join() -> None:
+            if device is not None:
+                # Every thread starts on the first device.
+                torch.accelerator.set_device_index(device)
+            function()
+
+        self.client.joining = call = BackgroundCall()
+        call.start(join)
+        try:
+            with refusals():
+                try:
+                    call.answer(seconds)
+                except TimeoutError as error:
+                    raise ServerLost(f"NCCL did not end within {seconds:g} s.") from error
+                except (NotImplementedError, ServerLost):
+                    raise
+                except (OSError, RuntimeError) as error:
+                    raise ServerLost(f"NCCL failed: {error}") from error
+        except (ServerLost, PublishError):
+            # vLLM's gives up what it waits for.
+            getattr(self.client.communicator, "destroy", lambda: None)()
+            raise
+        finally:
+            self.client.joining = None
+
+
 def choose_channel(
     client, wanted: str = "auto", allow_plain_http: bool = False, device: torch.device | None = None
 ) -> tuple[Channel, str]:
     """
     Return the channel to a server, and why it is that one in words.
 
-    Args:
-        wanted (`str`, *optional*, defaults to `"auto"`):
-            `"file"`, `"nccl"`, `"http"` or `"auto"`, which is NCCL for a server that was started for it, else files if
-            the server's transfer directory is on this host too, else HTTP.
-        allow_plain_http (`bool`, *optional*, defaults to `False`):
-            Whether weights may travel to another host in clear text.
-        device (`torch.device`, *optional*):
-            What NCCL sends from.
-
-    Raises:
-        ValueError: for a channel that the server was not started for, or clear text to another host.
+    `wanted` is `"file"`, `"nccl"`, `"http"` or `"auto"`: NCCL, from `device`, for a server that was started for it,
+    else files if the server's transfer directory is on this host too, else HTTP. `ValueError` is raised for a channel
+    that the server was not started for, and for clear text to another host unless `allow_plain_http`.
     """
     backend = client.call_workers("qarl_describe")[0]["backend"]
     if (wanted == "nccl") != (backend == NCCL_BACKEND) and wanted != "auto":
@@ -199,13 +250,8 @@ def choose_channel(
 
 
 def sends_changes(channel: Channel, wanted: bool | None) -> bool:
-    """
-    Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes longer
-    than sending everything.
-
-    Raises:
-        ValueError: if it is wanted over NCCL.
-    """
+    """Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes
+    longer than sending everything. Over NCCL it raises `ValueError`."""
     if wanted and isinstance(channel, NCCLChannel):
         raise ValueError(
             "vllm_delta_sync=True, but the server takes weights over NCCL, which is faster than finding out what changed. Leave it "

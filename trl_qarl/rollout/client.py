@@ -8,7 +8,6 @@ import ssl
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from typing_extensions import override
 
 from ..wire.handshake import is_proof, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH
-from .http_session import CheckedSession, ServerLost, check_finished, error_text, refusals
-from .nccl import fail
+from .background import BackgroundCall
+from .http_session import CheckedSession, ServerLost, check_finished, error_text, json_of, refusals
 from .pictures import PICTURE_PATH, complete_prompts
 
 
@@ -46,14 +45,13 @@ class QaRLClient(VLLMClient):
     left to the caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
-        base_url (`str`), group_port (`int`, *optional*, defaults to `51216`):
+        base_url, group_port:
             Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
         connection_timeout, request_timeout, generation_timeout (`float`, *optional*):
             Seconds to wait for the server, for the answer to a request, and for completions.
-        token (`str`, *optional*):
-            The secret of a server that was started here.
-        token_file (`str` or `Path`, *optional*):
-            File with the secret. Defaults to the one the server names, which only a process of the same user can read.
+        token (`str`, *optional*), token_file (`str` or `Path`, *optional*):
+            The secret of a server that was started here, or a file with it. Defaults to the file that the server
+            names, which only a process of the same user can read.
         ca_certs (`str` or `Path`, *optional*):
             File with the certificates that vouch for an https server's. Defaults to those that `requests` comes with.
         start_command (`str`, *optional*):
@@ -70,8 +68,8 @@ class QaRLClient(VLLMClient):
     placeholders: frozenset[int] = frozenset()
     """Token ids that stand for pictures."""
     communicator: Any = None
-    joining: Future | None = None
-    """Outcome of what joins NCCL's group; a request that fails meanwhile decides it."""
+    joining: BackgroundCall | None = None
+    """Joins NCCL's group; a request that fails meanwhile decides it."""
 
     def __init__(
         self,
@@ -89,9 +87,7 @@ class QaRLClient(VLLMClient):
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
-        self.instance: str | None = None
-        self.transfer_dir: str | None = None
-        self.transfer_mark: str | None = None
+        self.instance = self.transfer_dir = self.transfer_mark = None
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
         except ServerLost as error:
@@ -177,10 +173,6 @@ class QaRLClient(VLLMClient):
                 f"({named_by_server!r} on its host) to this host, with mode 0600, and set `vllm_token_file` to the copy."
             ) from error
 
-    def has_session(self) -> bool:
-        """Return whether a server has proved who it is and let this trainer in, be it that it has gone since."""
-        return self._held is not None
-
     def has_lost_session(self) -> bool:
         """Return whether the server has closed the session's connection, which it does not while it lives."""
         held = self._held
@@ -208,11 +200,8 @@ class QaRLClient(VLLMClient):
     def reconnect(self, timeout: float) -> bool:
         """
         Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server
-        process. What answers and opens no session is not waited for: it works for another trainer, or has taken the
-        port.
-
-        Raises:
-            ServerLost: if no server answers in time.
+        process. [`ServerLost`] is raised if none answers in time, and sooner for one that opens no session, as it
+        works for another trainer or has taken the port.
         """
         self.close_session()
         instance, start, refused_since = self.instance, time.monotonic(), None
@@ -246,19 +235,13 @@ class QaRLClient(VLLMClient):
     def control(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> requests.Response:
-        """
-        POST to one of the server's control endpoints.
-
-        Raises:
-            ServerLost: if the server does not answer or gave the session away.
-            PublishError: if the server refuses.
-        """
+        """POST to one of the server's control endpoints; errors are those of [`refusals`]."""
         with refusals():
             return self.session.post(f"{self.base_url}{path}", json=body or {}, headers=headers)
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of [`~trl_qarl.vllm_plugin.worker.WorkerExtension`] on every worker and return the results."""
-        return _json(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
+        return json_of(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
 
     def weight_version(self) -> str:
         """Return the version that the server stamps on what it generates."""
@@ -275,38 +258,28 @@ class QaRLClient(VLLMClient):
 
     @override
     def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
-        """Sends pictures with prompts that have one placeholder for each; returns the prompts that the server makes of
-        them."""
+        """Sends pictures with their prompts; returns the prompts that the server makes of them."""
         post = partial(self._post, f"{self.base_url}{PICTURE_PATH}")
         return complete_prompts(post, self.model, prompts, features, sampling_params, self.placeholders)
 
     @override
     def _get(self, url: str, **kwargs) -> dict:
-        return _json(self.session.get(url, **kwargs))
+        return json_of(self.session.get(url, **kwargs))
 
     @override
     def _post(self, url: str, **kwargs) -> dict:
         # 503: nothing is published; 500: the engine behind the server has died.
         try:
-            return check_finished(url, _json(self.session.post(url, **kwargs)))
+            return check_finished(url, json_of(self.session.post(url, **kwargs)))
         except ServerLost as error:
             if self.joining is not None:
-                fail(self.joining, error)
+                self.joining.fail(error)
             raise
 
 
-def _json(response: requests.Response) -> dict:
-    try:
-        return response.json()
-    except ValueError as error:
-        raise ServerLost(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
-
-
 class _SessionAdapter(HTTPAdapter):
-    """
-    Sends requests as long as the server that proved who it is holds the session's connection open, and without a
-    session only those of the handshake.
-    """
+    """Sends requests as long as the server holds the session's connection open, and without a session only those of
+    the handshake."""
 
     def __init__(self, client: QaRLClient, **kwargs):
         super().__init__(**kwargs)
@@ -319,7 +292,7 @@ class _SessionAdapter(HTTPAdapter):
             if client.has_lost_session():
                 raise requests.ConnectionError("the server has ended the session", request=request)
             path = urlsplit(request.url).path.removeprefix(urlsplit(client.base_url).path)
-            if not client.has_session() and path not in _HANDSHAKE_PATHS:
+            if client._held is None and path not in _HANDSHAKE_PATHS:
                 raise requests.ConnectionError("this trainer holds no session of the server", request=request)
         return super().send(request, *args, **kwargs)
 

@@ -30,33 +30,22 @@ def num_bytes_of(tensors: Tensors) -> int:
 
 
 class Engine(Protocol):
-    """
-    Samples completions with the weights it is sent. What it refuses in a weight sync is a [`PublishError`].
-
-    Attributes:
-        works_meanwhile (`bool`):
-            Whether a thread may call `begin` and `send` while its caller quantizes what is sent next.
-    """
+    """Samples completions with the weights it is sent. What it refuses in a weight sync is a [`PublishError`]."""
 
     works_meanwhile: bool
+    """Whether a thread may call `begin` and `send` while its caller quantizes what is sent next."""
 
     def describe(self) -> dict[str, Any]:
-        """
-        Return what the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels; for a server
-        also how many `replicas` it has, which are all alike.
-        """
+        """Return what the engine was built for, as [`trl_qarl.vllm_plugin.worker`] describes it; for a server also how
+        many `replicas` it has, which are all alike."""
 
     def begin(self) -> list[str]:
-        """
-        Start a weight sync. The engine does not generate from here on. Returns the names of tensors that the engine no
-        longer holds as they were published.
-        """
+        """Start a weight sync, from which on the engine does not generate, and return the names of tensors that it no
+        longer holds as they were published."""
 
     def keep_copy(self) -> str:
-        """
-        Have the engine keep a copy of what it is sent, to which changes can be applied. Returns the digest of the
-        fingerprints of what it holds already; the empty string where that is nothing, or not the same on each rank.
-        """
+        """Have the engine keep a copy of what it is sent, to which changes can be applied, and return the digest of
+        the fingerprints of what it holds; the empty string for nothing, or where ranks differ."""
 
     def send(self, tensors: Tensors) -> None:
         """Deliver a chunk."""
@@ -70,49 +59,28 @@ class Engine(Protocol):
     def generate(
         self, prompts: list[list[int]], pictures: Sequence[Any] | None = None, **sampling: Any
     ) -> dict[str, Any]:
-        """
-        Return completions as [`~trl_qarl.rollout.answers.check_answer`] describes them.
-
-        Args:
-            prompts (`list[list[int]]`):
-                Token ids.
-            pictures (`list`, *optional*):
-                The pictures, or `None`, of each prompt.
-            sampling:
-                Parameters of `vllm.SamplingParams`, such as `n`, the completions of each prompt.
-        """
+        """Return completions as [`~trl_qarl.rollout.answers.check_answer`] describes them. `pictures` has those of
+        each prompt, or `None`; `sampling` are parameters of `vllm.SamplingParams`."""
 
     def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
-        """
-        Return the engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica.
-        With `pictures` the tokens are an [`~trl_qarl.rollout.pictures.ExpandedPrompt`]. Raises [`PublishError`] if the
-        engine makes another prompt of it.
-        """
+        """Return the engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica.
+        With `pictures` the tokens are an [`~trl_qarl.rollout.pictures.ExpandedPrompt`], and a
+        [`PublishError`] says if the engine makes another prompt of it."""
 
     def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
-        """
-        Return what the engine expects at each position of `sequences` from the second token on: `{token id: log-prob}`
-        of the token that stands there and of the `num_top` likeliest ones, at temperature 1.
-        """
+        """Return, for each position of `sequences` from the second token on, `{token id: log-prob}` of the token that
+        stands there and of the `num_top` likeliest ones, at temperature 1."""
 
     def clear_cache(self) -> None:
         """Set all keys and values that the engine holds to 0."""
 
 
 class Channel:
-    """
-    Way of tensors to a server. A subclass defines `send`, and whatever else it needs.
-
-    Args:
-        client ([`~trl_qarl.rollout.client.QaRLClient`]):
-            With a session.
-
-    Attributes:
-        works_meanwhile (`bool`):
-            Whether tensors may be sent by a thread.
-    """
+    """Way of tensors to a server, to which `client` has a session. A subclass defines `send`, and whatever else it
+    needs."""
 
     works_meanwhile = False
+    """Whether tensors may be sent by a thread."""
 
     def __init__(self, client: Any):
         self.client = client

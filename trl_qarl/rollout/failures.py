@@ -21,14 +21,11 @@ MAX_ATTEMPTS = 4
 
 class EngineLost(RuntimeError):
     """
-    The engine could not be filled, or did not generate; a server, not in [`MAX_ATTEMPTS`] attempts.
+    The engine could not be filled, or did not generate; a server, not in [`MAX_ATTEMPTS`] attempts. `can_be_filled`
+    tells whether another publication may bring it back.
 
     Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them
     stop at the same line instead of waiting for each other.
-
-    Args:
-        can_be_filled (`bool`, *optional*, defaults to `False`):
-            Whether another publication may bring the engine back.
     """
 
     def __init__(self, *args, can_be_filled: bool = False):
@@ -41,10 +38,8 @@ class EngineLost(RuntimeError):
 
 @contextmanager
 def all_or_none(accelerator):
-    """
-    While open, an error of one process is raised by all of them, which would otherwise wait for it at their next
-    meeting. Every process has to open it, and a meeting inside must fail for all alike.
-    """
+    """While open, an error of one process is raised by all, which would otherwise wait for it at their next meeting.
+    Every process has to open it, and a meeting inside must fail for all alike."""
     failure = None
     try:
         yield
@@ -60,10 +55,7 @@ def all_or_none(accelerator):
 
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
-    """
-    Return the error that ended `doing` as [`EngineLost`], which says whether another publication may help; an
-    unexpected one is logged with its traceback.
-    """
+    """Return the error that ended `doing` as [`EngineLost`]; an unexpected one is logged with its traceback."""
     if isinstance(error, EngineLost):
         return error
     if not isinstance(error, (ServerLost, PublishError, ValueError)):
@@ -75,10 +67,8 @@ def as_lost(error: Exception, doing: str) -> EngineLost:
 def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
     """
     Return the result of the first `attempt` that does not lose the engine. Each is told how many have failed before,
-    and gets the engine back if any has.
-
-    Raises:
-        EngineLost: after [`MAX_ATTEMPTS`], or at once where another publication does not help.
+    and gets the engine back if any has. [`EngineLost`] is raised after [`MAX_ATTEMPTS`], or at once where another
+    publication does not help.
     """
     for failed in range(MAX_ATTEMPTS):
         try:

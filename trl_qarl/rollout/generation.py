@@ -1,9 +1,5 @@
-"""
-Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with our publication in place of its own.
-
-The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the optimizer step has changed and
-`generate()`.
-"""
+"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with our publication in place of its
+own."""
 
 import logging
 import secrets
@@ -59,8 +55,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             Dtype in which the engine runs the model.
         weight_version (`Callable[[], str]`):
             Gives the name of the learner's current weights.
-
-    All other arguments are those of the parent class.
+        args, kwargs:
+            Those of the parent class.
 
     Attributes:
         publication (`dict[str, float]`):
@@ -91,8 +87,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     @override
     def _init_vllm(self):
-        """Connects to a server, or builds an engine, that was made for the learner's scheme, and checks that it
-        was."""
+        """Connects to a server, or builds an engine, and checks that it was made for the learner."""
         with all_or_none(self.accelerator):
             if self.mode != "server":
                 self._build_engine()
@@ -176,9 +171,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors, with nothing in flight, which vLLM would cut short and call a success,
-        but with `in_flight_updates`. What fails is [`EngineLost`]: from a server on every process, from an engine in
-        this process on this one.
+        Publishes the learner's low-bit tensors. Without `in_flight_updates` nothing is in flight then, as vLLM would
+        cut it short and call that a success. What fails is [`EngineLost`], with a server on every process.
         """
         if self.mode == "colocate":
             self._publish_directly()
@@ -189,10 +183,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def is_published(self) -> bool:
         """Return whether no parameter of any process was written to since the last publication, but through
         `.data`."""
-        is_published = self._parameter_versions() == self._published_parameters
-        if self.accelerator.num_processes == 1:
-            return is_published
-        return all(gather_object([is_published]))
+        return all(gather_object([self._parameter_versions() == self._published_parameters]))
 
     def _parameter_versions(self) -> list[tuple[int, ...]]:
         return [writes_to(parameter) for parameter in self.model.parameters()]
@@ -200,9 +191,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
         """
-        As the parent's; completions that cannot be what was sampled, or that are from other weights than those
-        published, are a failure. A server that was lost is filled again, in which every process has a part; what fails
-        is [`EngineLost`].
+        As the parent's, but with completions that were sampled from what was published, or [`EngineLost`]. A server
+        that was lost is filled again, in which every process has a part.
         """
 
         def attempt(failed: int) -> tuple:
@@ -220,10 +210,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         return in_flight
 
     def collect(self, in_flight: InFlight) -> tuple:
-        """
-        Wait for what was launched, and return what [`~QaRLVLLMGeneration.generate`] does. What failed is
-        [`EngineLost`] on every process, and is not tried again, as the learner may have other weights by now.
-        """
+        """Wait for what was launched, and return what [`~QaRLVLLMGeneration.generate`] does. What failed is
+        [`EngineLost`] on every process; the learner may have other weights by now, so it is not tried again."""
         self._in_flight = in_flight
         try:
             return self._generate_once(in_flight.prompts, None, in_flight.num_generations)
@@ -302,8 +290,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             raise as_lost(error, f"{_PUBLISHING} failed") from error
 
     def _publish_to_server(self, failed: int) -> None:
-        """Publish from the main process, after getting the server back if attempts have failed. The others, which all
-        have to call, take part where masters are sharded, and raise what it raises."""
+        """Publish from the main process, after getting the server back if attempts have failed. All processes call
+        it, take part where masters are sharded, and raise what the main one raises."""
         while self._launched and not self.options.in_flight_updates:
             self._launched.pop().wait()
         outcome: list[Any] = [None]
@@ -373,12 +361,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         return completions
 
     def _recover(self, failed: int) -> None:
-        """
-        Get back to a server that can take a publication: the same one, or one that was started in its place.
-
-        Raises:
-            ServerLost: if there is none, or if starting one fails.
-        """
+        """Get back to a server that can take a publication, the same one or one that was started in its place, or
+        raise [`ServerLost`]."""
         self.vllm_client.close_session()
         time.sleep(min(BACKOFF_SECONDS * 2.0 ** (failed - 1), 30.0))
         try:

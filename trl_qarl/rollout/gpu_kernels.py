@@ -40,17 +40,8 @@ _OURS = ("QaRL", "Repeatable")
 
 @dataclass(frozen=True)
 class Gpu:
-    """
-    A kind of GPU, and the vLLM that runs on it.
-
-    Args:
-        capability (`Sequence[int]`):
-            Its compute capability, major and minor.
-        name (`str`, *optional*, defaults to `"a GPU"`):
-            Its name.
-        vllm (`str`, *optional*):
-            The version of vLLM. Defaults to the one that is installed here, or to the newest of [`RELEASES`].
-    """
+    """A kind of GPU by its compute capability, major and minor, and the version of vLLM on it, by default the one that
+    is installed here, or the newest of [`RELEASES`]."""
 
     capability: Sequence[int]
     name: str = "a GPU"
@@ -80,13 +71,8 @@ class Gpu:
 
 
 def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> "KernelChoice":
-    """
-    Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason against
-    it: what the container's format says.
-
-    Raises:
-        NotImplementedError: for a format of which no kernel is known.
-    """
+    """Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason
+    against it. `NotImplementedError` is raised for a format of which no kernel is known."""
     # A command that only builds another's command line needs no torch before it gets here.
     from ..quantization.formats.base import KernelChoice
     from ..quantization.formats.registry import format_of
@@ -116,14 +102,10 @@ def kernel_arguments(
     Return the arguments of `vllm.LLM` with which an engine takes the kernels of [`choose_kernels`]; none on a CPU.
 
     Args:
-        quantization_config (`Mapping` or `None`):
-            From [`~trl_qarl.checkpoint.layout.quantization_config`].
-        dtype (`str`):
-            Dtype of everything that is not quantized.
-        on_cpu (`bool`):
-            Whether the engine runs on a CPU.
-        gpu ([`Gpu`], *optional*):
-            The GPU of an engine that does not. Defaults to the one that is here; without one, as for a command that
+        quantization_config, dtype:
+            Those of an [`~trl_qarl.rollout.spec.EngineSpec`].
+        on_cpu (`bool`), gpu ([`Gpu`], *optional*):
+            What the engine runs on. The GPU defaults to the one that is here; without one, as for a command that
             another machine will run, to Hopper, which runs most schemes.
 
     Raises:

@@ -9,15 +9,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-from requests.adapters import HTTPAdapter
 from typing_extensions import override
 
 from ..wire.protocol import PublishError
 
 
-__all__ = ["CheckedSession", "LocalSession", "ServerLost", "check_finished", "error_text", "is_local", "refusals"]
+__all__ = [
+    "CheckedSession",
+    "ServerLost",
+    "check_finished",
+    "error_text",
+    "is_local",
+    "json_of",
+    "refusals",
+]
 
 _CONNECT_SECONDS = 10
+_GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
 class ServerLost(ConnectionError):
@@ -31,10 +39,7 @@ class ServerLost(ConnectionError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """
-    Have a request that the server refuses raise [`PublishError`]; one that it does not answer, or has not let in, is
-    lost.
-    """
+    """Have a request that the server refuses raise [`PublishError`]; one that it does not let in stays lost."""
     try:
         yield
     except ServerLost as error:
@@ -43,19 +48,11 @@ def refusals() -> Iterator[None]:
         raise PublishError(str(error)) from error
 
 
-class LocalSession(requests.Session):
-    """Session that leaves the environment's proxies out for addresses of this machine, which no proxy can reach."""
-
-    @override
-    def request(self, method, url, **kwargs):
-        self.trust_env = not is_local(urlsplit(url).hostname)
-        return super().request(method, url, **kwargs)
-
-
-class CheckedSession(LocalSession):
+class CheckedSession(requests.Session):
     """
     Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in
-    time. Its arguments are those of [`~trl_qarl.rollout.client.QaRLClient`].
+    time. Its arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. It leaves the environment's proxies out
+    for addresses of this machine, which no proxy can reach.
 
     Raises:
         ValueError: for a server whose certificate is not to be trusted.
@@ -66,13 +63,12 @@ class CheckedSession(LocalSession):
         self.ca_certs = None if ca_certs is None else str(ca_certs)
         self.request_timeout = request_timeout
         self.generation_timeout = generation_timeout
-        for scheme in ("http://", "https://"):
-            self.mount(scheme, HTTPAdapter(pool_maxsize=64))
 
     @override
     def request(self, method, url, *, expected: Collection[int] = (200,), **kwargs):
-        path = urlsplit(url).path
-        generates = method == "POST" and path.endswith(_GENERATING_PATHS)
+        parts = urlsplit(url)
+        self.trust_env = not is_local(parts.hostname)
+        generates = method == "POST" and parts.path.endswith(_GENERATING_PATHS)
         seconds = self.generation_timeout if generates else self.request_timeout
         kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
         if self.ca_certs is not None:
@@ -89,8 +85,9 @@ class CheckedSession(LocalSession):
         except requests.exceptions.SSLError as error:
             if "CERTIFICATE_VERIFY_FAILED" not in str(error):
                 raise ServerLost(f"The vLLM server did not answer {url}: {error}") from error
+            reason = re.search(r"certificate verify failed: ([^(]*)", str(error))
             raise ValueError(
-                f"The certificate of the server at {url} is not to be trusted: {_tls_reason(error)}. If it is your own, set "
+                f"The certificate of the server at {url} is not to be trusted: {reason[1].strip() if reason else error}. If it is your own, set "
                 "`vllm_ssl_ca_certs` to a file with it, or with that of who signed it."
             ) from error
         except requests.RequestException as error:
@@ -104,14 +101,6 @@ class CheckedSession(LocalSession):
         return response
 
 
-def _tls_reason(error: Exception) -> str:
-    match = re.search(r"certificate verify failed: ([^(]*)", str(error))
-    return match[1].strip() if match else str(error)
-
-
-_GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
-
-
 def is_local(host: str | None) -> bool:
     """Return whether what is sent to `host`, a name or an address, stays on this machine."""
     try:
@@ -121,14 +110,17 @@ def is_local(host: str | None) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def check_finished(url: str, answer: Any) -> Any:
-    """
-    Return the `answer` of a server. Completions that were cut short are not an answer: vLLM's `/pause?mode=abort` ends
-    them with status 200, and TRL's client drops the reason.
+def json_of(response: requests.Response, failure: type[Exception] = ServerLost) -> dict[str, Any]:
+    """Return the JSON object in an answer, or raise `failure`."""
+    try:
+        return response.json()
+    except ValueError as error:
+        raise failure(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
 
-    Raises:
-        ServerLost: with their number.
-    """
+
+def check_finished(url: str, answer: Any) -> Any:
+    """Return the `answer` of a server, or raise [`ServerLost`] if completions in it were cut short: vLLM's
+    `/pause?mode=abort` ends them with status 200, and TRL's client drops the reason."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     reasons = [choice.get("finish_reason") for choice in choices or () if isinstance(choice, dict)]
     if num_cut := reasons.count("abort"):

@@ -25,13 +25,8 @@ __all__ = ["InProcessEngine", "load_engine", "make_engine", "share_engine"]
 
 
 class InProcessEngine:
-    """
-    The [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors as they are.
-
-    Args:
-        llm (`vllm.LLM`):
-            Engine whose worker runs in this process (`distributed_executor_backend` `"uni"` or `"external_launcher"`).
-    """
+    """The [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors as they are. The worker of `llm`, a
+    `vllm.LLM`, is here too (`distributed_executor_backend` `"uni"` or `"external_launcher"`)."""
 
     works_meanwhile = False
 
@@ -200,16 +195,9 @@ def make_engine(spec: EngineSpec, *, on_cpu: bool, **arguments) -> InProcessEngi
 
 
 def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
-    """
-    Let processes that share an engine, `size` of them each, find each other. Every process must call it.
-
-    Returns:
-        Arguments of [`make_engine`], and the processes with which this one shares its engine, `None` where it has one
-        of its own.
-
-    Raises:
-        ValueError: if `size` does not divide the number of processes.
-    """
+    """Let processes that share an engine, `size` of them each, find each other; every process must call it. Returns
+    arguments of [`make_engine`], and the processes with which this one shares its engine, `None` for one of its
+    own."""
     from trl.trainer.utils import ensure_master_addr_port
 
     count = accelerator.num_processes
@@ -247,9 +235,8 @@ def _start(spec: EngineSpec, on_cpu: bool, **arguments):
     from vllm import LLM
     from vllm.distributed import parallel_state
 
-    # A garbage-collected engine destroys the process group that the next engine shares.
-    # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine,
-    # too.
+    # A garbage-collected engine destroys the process group that the next engine shares, and vLLM exempts all objects
+    # that are there when an engine starts from collection.
     gc.unfreeze()
     gc.collect()
     # vLLM keeps the groups of an earlier dense engine and adds no group of experts for a mixture.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,8 +69,6 @@ MAX_DRAWS = 50
 MAX_REQUESTS = 64
 """Requests to a server at the same time."""
 
-_Output = TypeVar("_Output")
-
 
 def takes_pictures(model: nn.Module) -> bool:
     """Return whether a model is of a class whose pictures have been compared."""
@@ -87,15 +85,8 @@ def problem_of_class(model: nn.Module) -> str | None:
 
 
 class ExpandedPrompt(list):
-    """
-    Token ids of a prompt as the learner has them.
-
-    Args:
-        ids (`Sequence[int]`):
-            Token ids, with every placeholder that the processor has written.
-        sent (`Sequence[int]`):
-            The same with one placeholder for each picture, for an engine.
-    """
+    """Token `ids` of a prompt as the learner has them, with every placeholder that the processor has written; `sent`
+    are the same with one placeholder for each picture, for an engine."""
 
     def __init__(self, ids: Sequence[int], sent: Sequence[int]):
         super().__init__(ids)
@@ -114,14 +105,11 @@ def sent_ids(prompt: list[int]) -> list[int]:
 def check_prompt(theirs: list[int] | None, ours: list[int]) -> None:
     """Raise [`PublishError`] unless the prompt that an engine has computed is the learner's."""
     if theirs != ours:
+        made = "nothing" if theirs is None else f"{len(theirs)} tokens {theirs}"
         raise PublishError(
-            f"The engine makes another prompt of the same picture and text: {_described(theirs)}, the learner {_described(ours)}. Its image "
+            f"The engine makes another prompt of the same picture and text: {made}, the learner {len(ours)} tokens {ours}. Its image "
             "processor, or what it was sent, is not the learner's."
         )
-
-
-def _described(ids: list[int] | None) -> str:
-    return "nothing" if ids is None else f"{len(ids)} tokens {ids}"
 
 
 def count_pictures(prompts: Sequence[Any]) -> list[int]:
@@ -132,11 +120,8 @@ def count_pictures(prompts: Sequence[Any]) -> list[int]:
 
 
 def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:
-    """
-    Raise a `ValueError` for rows of which some have pictures and others none, where these cannot be told apart
-    afterwards: one process has to keep grids of patches, as it does for Qwen's models. `counts` has the pictures of
-    each prompt of a generation batch, of all processes.
-    """
+    """Raise a `ValueError` for a generation batch of all processes, with `counts` pictures in its prompts, of which
+    some have none, where these cannot be told apart afterwards: only one process can, by Qwen's grids of patches."""
     if 0 not in counts or not any(counts):
         return
     image_processor = getattr(processing_class, "image_processor", None)
@@ -155,8 +140,7 @@ def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int)
 def expanded_prompts(
     prompt_ids: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Any
 ) -> list[ExpandedPrompt]:
-    """Return the prompts of a rollout from the processor's token ids, and from the chat template's texts, which have
-    one placeholder for each picture."""
+    """Return prompts from the processor's token ids and the chat template's texts, with one placeholder a picture."""
     prompts = []
     for ids, text in zip(prompt_ids, texts, strict=True):
         # As processors do: the template has written the first special token, or the tokenizer does.
@@ -172,31 +156,24 @@ def placeholders_of(processing_class: Any) -> frozenset[int]:
 
 
 def engine_arguments(model: nn.Module) -> dict[str, Any]:
-    """
-    Return the arguments of `vllm.LLM` with which an engine sees the pictures that the learner sees; none for a model
-    of text.
-
-    By default vLLM leaves the normalization of some processors to buffers of the model, which no publication fills;
-    without, its processor normalizes as the learner's.
-    """
+    """Return the arguments of `vllm.LLM` with which an engine sees the pictures that the learner sees; none for a
+    model of text."""
+    # Some processors would leave normalization to buffers of vLLM's model, which no publication fills.
     if model.config.get_text_config() is model.config:
         return {}
     return {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}}
 
 
 def draw_again(
-    outputs: list[_Output],
-    tokens_of: Callable[[_Output], Sequence[int]],
+    outputs: list,
+    tokens_of: Callable[[Any], Sequence[int]],
     placeholders: frozenset[int],
-    draw: Callable[[list[int]], Sequence[_Output]],
-) -> list[_Output]:
+    draw: Callable[[list[int]], Sequence],
+) -> list:
     """
     Replace completions in which the placeholder of a picture was sampled, which the learner would take for a picture:
-    `draw` gives others for those at the places in a list. A trained model gives a placeholder no weight; one with
-    random weights and a small vocabulary does.
-
-    Raises:
-        BadAnswer: if there is one after [`MAX_DRAWS`] attempts.
+    `draw` gives others for those at the places in a list, at most [`MAX_DRAWS`] times. A trained model gives a
+    placeholder no weight; one with random weights and a small vocabulary does.
     """
     for _ in range(MAX_DRAWS):
         places = [place for place, output in enumerate(outputs) if not placeholders.isdisjoint(tokens_of(output))]
@@ -256,8 +233,8 @@ def complete_prompts(
     sampling: Mapping[str, Any],
     placeholders: frozenset[int],
 ) -> dict[str, Any]:
-    """Have a server complete prompts, and return what TRL's client returns, with the server's prompts. `post` sends a
-    body to [`PICTURE_PATH`]; the rest is that of [`picture_request`], of several prompts."""
+    """Have a server complete prompts with [`picture_request`], which `post` sends to [`PICTURE_PATH`], and return what
+    TRL's client returns, with the server's prompts."""
     num_each = sampling["n"]
 
     def draw(place: int, count: int) -> dict[str, Any]:
@@ -288,10 +265,8 @@ def _data_url(picture: Any) -> str:
 
 
 def canary_prompt(processor: Any, num_tokens: int) -> tuple[ExpandedPrompt, Mapping[str, torch.Tensor], list]:
-    """
-    Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for the
-    learner's forward, and the picture: a gradient in three colours, whose sides differ.
-    """
+    """Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for
+    the learner's forward, and the picture: a gradient in three colours, whose sides differ."""
     from PIL import Image
 
     ramp = Image.linear_gradient("L")

@@ -31,6 +31,7 @@ from ..wire.describe import (
     describe_model,
     describe_pictures,
     describe_tokenizer,
+    differences,
     model_differences,
 )
 from ..wire.fingerprint import fingerprints as fingerprints_of
@@ -62,9 +63,8 @@ class Publisher:
             Dtype in which the engine runs the model; tensors that are not quantized are rounded to it.
         engine ([`Engine`], *optional*):
             `None` in a process that only takes part in gathering ([`~Publisher.join`]).
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each
-            publication.
+        tokenizer (*optional*):
+            The learner's, or its processor. With it the engine's is compared, and log-probs after each publication.
         delta (`bool`, *optional*, defaults to `False`):
             Whether to send only what changed within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
 
@@ -96,22 +96,13 @@ class Publisher:
         self._published = {}
 
     def check_engine(self) -> dict[str, Any]:
-        """
-        Compare scheme, group sizes, exclude list, dtype, log-prob mode, model configuration, tokenizer, vision tower
-        and image processor with the engine's, and return its description.
-
-        Raises:
-            ValueError: naming both values of everything that differs.
-        """
+        """Return the engine's description, or raise `ValueError` that names both values of everything in which the
+        engine was not made for this learner."""
         theirs = self.engine.describe()
         inventory = Inventory.of(self.model)
         problems = config_differences(quantization_config(inventory), theirs["quantization_config"])
-        for name, value in (
-            ("dtype", str(self.dtype).removeprefix("torch.")),
-            ("logprobs_mode", "processed_logprobs"),
-        ):
-            if theirs[name] != value:
-                problems.append(f"{name}: learner {value!r}, engine {theirs[name]!r}")
+        ours = {"dtype": str(self.dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs"}
+        problems += differences(ours, ours, theirs)
         config = getattr(self.model, "config", None)
         if config is not None:
             ours = describe_model(config.get_text_config())
@@ -122,8 +113,11 @@ class Publisher:
         if self.tokenizer is not None:
             ours = describe_tokenizer(self.tokenizer)
             problems += model_differences("tokenizer", ours, theirs.get("tokenizer") or {})
-        problems += [*_unsupported_settings(theirs), *adapter_problems(self.model, theirs)]
-        problems += _kernel_problems(inventory, theirs)
+        problems += [
+            *_unsupported_settings(theirs),
+            *adapter_problems(self.model, theirs),
+            *_kernel_problems(inventory, theirs),
+        ]
         has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in inventory.layers.values())
         if has_fp8_scales and theirs["tensor_parallel_size"] != 1:
             problems.append(
@@ -131,11 +125,10 @@ class Publisher:
                 "scales of each shard on its own"
             )
         if problems:
+            listed = "\n  ".join(problems)
             raise ValueError(
-                "The engine was not started for this learner:\n  "
-                + "\n  ".join(problems)
-                + "\nStart it with `trl-qarl "
-                "vllm-serve` and the same model, tokenizer, scheme, group_size, exclude_modules and dtype."
+                f"The engine was not started for this learner:\n  {listed}\nStart it with `trl-qarl vllm-serve` and the same "
+                "model, tokenizer, scheme, group_size, exclude_modules and dtype."
             )
         return theirs
 
@@ -232,8 +225,7 @@ class Publisher:
             self.engine.clear_cache()
 
     def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
-        """Return nothing where the engine does not hold exactly what it has confirmed, as one that was started again:
-        all is sent."""
+        """Return `published`, or nothing where the engine does not hold exactly that: all is sent."""
         if self.engine.keep_copy() != base_digest(published):
             published = {}
         self._patches.confirm(published)
@@ -305,30 +297,25 @@ def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
     return min(sum(sizes), max(CHUNK_BYTES, *sizes))
 
 
-def _unsupported_settings(engine: Mapping[str, Any]) -> list[str]:
-    """Settings of an engine, wherever they came from, with which it would not sample from the published weights."""
-    lines = []
+def _unsupported_settings(engine: Mapping[str, Any]) -> Iterator[str]:
+    """Yield settings of an engine, wherever they came from, with which it would not sample from the published
+    weights."""
     for name, models in (("pipeline_parallel_size", ""), ("data_parallel_size", " for a mixture of experts")):
         if engine.get(name, 1) != 1:
-            lines.append(
-                f"{name}: 1 is supported{models}, the engine has {engine[name]}: the audit sees whole models only"
-            )
+            yield f"{name}: 1 is supported{models}, the engine has {engine[name]}: the audit sees whole models only"
     if engine.get("enable_expert_parallel"):
-        lines.append(
-            "enable_expert_parallel: not supported, as a rank holds some experts, and the audit sees whole models only"
-        )
+        yield "enable_expert_parallel: not supported, as a rank holds some experts, and the audit sees whole models only"
     if engine.get("kv_cache_dtype", "auto") not in ("auto", engine["dtype"]):
-        lines.append(
+        yield (
             f"kv_cache_dtype: the learner keeps keys and values in {engine['dtype']!r}, engine {engine['kv_cache_dtype']!r}"
         )
     if engine.get("is_speculative"):
-        lines.append("speculative_config: not supported, as no weights are published to a draft model")
+        yield "speculative_config: not supported, as no weights are published to a draft model"
     if engine.get("use_w4a8"):
-        lines.append(
+        yield (
             "activations: the learner does not quantize them, but the engine's INT4 kernel rounds them to 8 bits, as vLLM does on CPUs "
             "with AMX. Set VLLM_CPU_INT4_W4A8=0 in its environment"
         )
-    return lines
 
 
 def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 from ..wire.protocol import PublishError
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .engine import Channel, Tensors
+from .http_session import json_of
 from .pictures import PICTURE_PATH, check_prompt, picture_request
 from .server_command import build_server_command
 from .server_process import ServerProcess
@@ -39,9 +40,12 @@ class ServerEngine:
 
     def describe(self) -> dict[str, Any]:
         first, *others = self.client.call_workers("qarl_describe")
+        # Replicas are on devices of their own, and one may have been started again.
+        alike = sorted(first.keys() - {"device", "published", "replica"})
         for other in others:
+            names = [name for name in alike if other.get(name) != first[name]]
             # The ranks of one replica are compared by their fingerprints instead.
-            if (replica := other.get("replica")) != first.get("replica") and (names := _differing(first, other)):
+            if names and (replica := other.get("replica")) != first.get("replica"):
                 raise ValueError(
                     f"Replica {replica} of the server is not like the first one. They differ in: {', '.join(names)}."
                 )
@@ -69,7 +73,7 @@ class ServerEngine:
         self.client.call_workers("qarl_finish", fingerprints=fingerprints)
         # Empty the cache before the gate opens.
         reset = self.client.control("/reset_prefix_cache")
-        if reset.content and not _json(reset).get("success", True):
+        if reset.content and not json_of(reset, PublishError).get("success", True):
             raise PublishError(
                 "/reset_prefix_cache: the server could not empty its prefix cache, which holds keys and values of the old weights."
             )
@@ -96,7 +100,8 @@ class ServerEngine:
         ]
 
     def _score_with(self, replica: int, path: str, body: dict[str, Any], token_ids: list[int]) -> list[float]:
-        answer = _json(self.client.control(path, body, {"X-data-parallel-rank": str(replica)}))
+        answered = self.client.control(path, body, {"X-data-parallel-rank": str(replica)})
+        answer = json_of(answered, PublishError)
         if path == PICTURE_PATH:
             check_prompt(answer.get("prompt_token_ids"), token_ids)
         entries = (answer if path == PICTURE_PATH else answer["choices"][0]).get("prompt_logprobs")
@@ -108,41 +113,17 @@ class ServerEngine:
     def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
         body = {"model": self.client.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": num_top}
         choices = self.client._post(f"{self.client.base_url}/v1/completions", json=body)["choices"]
-        return [
-            [
-                {int(token): value["logprob"] for token, value in entry.items()}
-                for entry in choice["prompt_logprobs"][1:]
-            ]
-            for choice in choices
-        ]
+        rows = [choice["prompt_logprobs"][1:] for choice in choices]
+        return [[{int(token): value["logprob"] for token, value in entry.items()} for entry in row] for row in rows]
 
     def clear_cache(self) -> None:
         self.client.call_workers("qarl_clear_cache")
 
     def reconnect(self, timeout: float) -> bool:
-        """
-        Open a session again, for up to `timeout` seconds, and return whether it is another server process.
-
-        Raises:
-            ServerLost: if no server answers in time.
-        """
+        """Do as [`~trl_qarl.rollout.client.QaRLClient.reconnect`], for session and channel."""
         is_other = self.client.reconnect(timeout)
         self.channel.connect()
         return is_other
-
-
-def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return in what two replicas differ that must not: they are on devices of their own, and one may have been
-    started again."""
-    own = ("device", "published", "replica")
-    return sorted(name for name in first if name not in own and other.get(name) != first[name])
-
-
-def _json(response) -> dict[str, Any]:
-    try:
-        return response.json()
-    except ValueError as error:
-        raise PublishError(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
 
 
 def start_command(args, spec: EngineSpec) -> str:

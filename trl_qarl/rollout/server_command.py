@@ -94,16 +94,13 @@ def build_server_command(
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
-    Command line and environment of vLLM's own OpenAI server, ready for a trainer.
+    Return argv of vLLM's own OpenAI server, ready for the learner of `spec`, and the variables to add to the
+    environment.
 
     Args:
-        spec ([`EngineSpec`]):
-            Of the learner.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to listen on.
-        port (`int`, *optional*, defaults to `8000`):
-            Port to listen on.
-        on_cpu (`bool`, *optional*, defaults to `False`), gpu ([`Gpu`], *optional*):
+        host, port:
+            What to listen on.
+        on_cpu, gpu:
             What the engine runs on. The GPU defaults to the one that is here.
         transport (`str`, *optional*):
             `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and where only this host can reach the server; to
@@ -112,9 +109,6 @@ def build_server_command(
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
         vllm_args (`Sequence[str]`, *optional*):
             Further arguments of `vllm serve`.
-
-    Returns:
-        argv, and the variables to add to the environment.
 
     Raises:
         ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run
@@ -132,7 +126,7 @@ def build_server_command(
     arguments |= {
         "host": host,
         "port": port,
-        # A deep audit asks for the log-probs of a whole prompt.
+        # For the log-probs of a whole prompt.
         "max_logprobs": -1,
         "weight_transfer_config": {"backend": FILE_BACKEND if transport == "file" else NCCL_BACKEND},
         "middleware": GATE,

@@ -28,10 +28,8 @@ _TRACKER_SECONDS = 5.0
 
 
 def free_port() -> int:
-    """
-    Return a port on the loopback address that nothing listens on, below those that Linux gives to outgoing
-    connections: one of them could otherwise take it before a server does.
-    """
+    """Return a port on the loopback address that nothing listens on, below those that Linux gives to outgoing
+    connections, one of which could take it before a server does."""
     for port in random.SystemRandom().sample(range(15000, 32768), 100):
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
@@ -42,17 +40,8 @@ def free_port() -> int:
 class ServerProcess:
     """
     A server as a child of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on Linux also
-    when the trainer is killed.
-
-    Args:
-        argv (`Sequence[str]`), environment (`Mapping[str, str]`):
-            From [`build_server_command`].
-        log_file (`Path`):
-            Where the server's output goes.
-
-    Attributes:
-        token (`str`):
-            The secret that the server asks its trainer for.
+    when the trainer is killed. `argv` and `environment` are from [`build_server_command`], `token` is the secret that
+    the server asks its trainer for.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log_file: Path):
@@ -91,27 +80,21 @@ class ServerProcess:
             )
 
     def wait(self, url: str, timeout: float) -> None:
-        """
-        Wait until the server answers, saying so on the terminal.
+        """Wait until the server answers, saying so on the terminal. `RuntimeError`, with the end of its log, is raised
+        if it ends or does not answer in time."""
+        from .http_session import CheckedSession, ServerLost
 
-        Raises:
-            RuntimeError: if it ends or does not answer in time, with the end of its log.
-        """
-        import requests
-
-        from .http_session import LocalSession
-
-        session = LocalSession()
+        session = CheckedSession(request_timeout=5.0, generation_timeout=5.0)
         assert self._process is not None
         print(f"Starting a vLLM server; its log is {self.log_file}", flush=True)
         start = time.monotonic()
         while True:
             waited = time.monotonic() - start
             try:
-                if session.get(f"{url}/health", timeout=5).status_code == 200:
-                    print(f"\rvLLM server ready after {waited:.0f} s          ", flush=True)
-                    return
-            except requests.RequestException:
+                session.get(f"{url}/health", timeout=5.0)
+                print(f"\rvLLM server ready after {waited:.0f} s          ", flush=True)
+                return
+            except ServerLost:
                 pass
             if not self.is_running or waited > timeout:
                 state = f"ended with code {self._process.returncode}" if not self.is_running else "did not answer"

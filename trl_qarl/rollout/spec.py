@@ -42,8 +42,7 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model, dtype) -> "EngineSpec":
-        """Return that of `model`, a learner prepared by [`prepare_model`], in `dtype`. On a GPU its numerics are those
-        that `model` has by then."""
+        """Return that of `model`, a learner prepared by [`prepare_model`] that has its numerics, in `dtype`."""
         from ..adapters.engine import lora_arguments
         from ..checkpoint.layout import quantization_config
         from ..numerics.attach import has_engine_numerics
@@ -60,18 +59,8 @@ class EngineSpec:
         )
 
     def arguments(self, on_cpu: bool, gpu: Gpu | None = None) -> dict[str, Any]:
-        """
-        Return the arguments of `vllm.LLM`, which are options of its server too.
-
-        Args:
-            on_cpu (`bool`):
-                Whether the engine runs on a CPU.
-            gpu ([`Gpu`], *optional*):
-                Where it runs otherwise, as of [`kernel_arguments`].
-
-        Raises:
-            ValueError: from [`kernel_arguments`].
-        """
+        """Return the arguments of `vllm.LLM`, which are options of its server too. `on_cpu` and `gpu` are as in
+        [`kernel_arguments`], and so is the `ValueError` that is raised."""
         arguments: dict[str, Any] = {
             "model": self.model,
             # Left to itself vLLM would run a float32 export in 16 bits.

@@ -16,12 +16,8 @@ __all__ = ["OwnGenerationConfig", "SamplingLogProbs", "record_sampling_logps"]
 
 
 class OwnGenerationConfig(GenerationConfig):
-    """
-    Generation configuration that stays as it is where the model has one of its own.
-
-    `generate` fills every field that is `None` from the model's, so its `min_p` would truncate rollouts while
-    `QaRLConfig(min_p=None)` says that nothing does.
-    """
+    """Generation configuration whose fields that are `None` `generate` does not fill from the model's: its `min_p`
+    would truncate rollouts while `QaRLConfig(min_p=None)` says that nothing does."""
 
     @override
     def update(self, defaults_only=False, allow_custom_entries=False, **kwargs):
@@ -31,26 +27,17 @@ class OwnGenerationConfig(GenerationConfig):
 
 class SamplingLogProbs(LogitsProcessor):
     """
-    Logits processor that leaves the scores as they are and keeps the log-prob of each sampled token.
+    Logits processor that leaves the scores as they are and keeps the log-prob of each sampled token: that of
+    `softmax(scores / temperature)`, before any truncation (top-k, top-p, min-p), as the learner computes it.
 
     A processor sees the scores before a token is drawn, so step `t` is settled when step `t + 1` (or
     [`~SamplingLogProbs.finish`]) shows which token it was. Only one `(B, V)` tensor is held at a time.
-
-    Args:
-        temperature (`float`):
-            Sampling temperature; the log-probs are those of `softmax(scores / temperature)`, before any truncation of
-            the distribution (top-k, top-p, min-p), as the learner computes them.
     """
 
     def __init__(self, temperature: float):
         self.temperature = temperature
         self.steps: list[torch.Tensor] = []
         self._pending: torch.Tensor | None = None
-
-    @property
-    def has_run(self) -> bool:
-        """True if the scores of any token have been seen."""
-        return bool(self.steps) or self._pending is not None
 
     @override
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -59,10 +46,8 @@ class SamplingLogProbs(LogitsProcessor):
         return scores
 
     def finish(self, sequences: torch.Tensor) -> torch.Tensor:
-        """
-        Log-probs of all sampled tokens, `(B, T)` float32 in nats; `sequences`, `(B, P + T)`, is what `generate`
-        returned. Entries after a sequence's end-of-sequence token belong to padding.
-        """
+        """Log-probs of all sampled tokens, `(B, T)` float32 in nats, padding included; `sequences`, `(B, P + T)`, is
+        what `generate` returned."""
         self._settle(sequences[:, -1])
         self._pending = None
         return torch.stack(self.steps, dim=1)
@@ -87,7 +72,7 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
     def generate_and_record(*args, **kwargs):
         recorder = SamplingLogProbs(temperature)
         sequences = generate(*args, logits_processor=LogitsProcessorList([recorder]), **kwargs)
-        if not recorder.has_run:
+        if not recorder.steps and recorder._pending is None:
             raise TypeError(
                 f"The `generate` of {type(model).__name__} did not call its `logits_processor`, so the log-probs under which "
                 "tokens were sampled are unknown. Have it pass `logits_processor` on, or use `use_vllm=True` or `rollout_func`."
@@ -99,8 +84,7 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
     try:
         yield recorded
     finally:
-        # Restore a `generate` that was set on the instance.
-        if own is None:
-            del model.generate
-        else:
+        del model.generate
+        if own is not None:
+            # One that was set on the instance.
             model.generate = own

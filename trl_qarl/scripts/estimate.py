@@ -41,6 +41,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         default=0.3,
         help="share of each GPU that a colocated vLLM gets; 0 with a server elsewhere",
     )
+    add("--rollout_ahead", type=int, default=0, help="generation batches that are drawn ahead")
     add("--trust_remote_code", action="store_true", help="allow model code from the hub")
     add("--write", metavar="FILE", help="write the first launch that fits for `accelerate launch --config_file`")
     return parser
@@ -55,17 +56,17 @@ def main(args: Namespace) -> int:
     """Print the parts by launch. Return 0 if one of them fits and vLLM runs every scheme, else 1."""
     with configuration_errors():
         positive = min(args.gpus, args.gpu_memory, args.tokens, args.lora_r, args.gradient_accumulation_steps) > 0
-        if not positive or not 0 <= args.vllm_gpu_memory_utilization < 1:
+        if not positive or not 0 <= args.vllm_gpu_memory_utilization < 1 or args.rollout_ahead < 0:
             raise ValueError(
                 "--gpus, --gpu_memory, --tokens, --lora_r and --gradient_accumulation_steps are positive, "
-                "--vllm_gpu_memory_utilization is from 0 to 1."
+                "--vllm_gpu_memory_utilization is from 0 to 1, --rollout_ahead is not negative."
             )
         from ..doctor.memory import Run, launch_configuration, parts_of_memory, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
         check_folder(args.model)
         rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
-        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates)
+        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, args.rollout_ahead)
         plan, model = plan_of(vars(args)), shapes_of(args.model, args.trust_remote_code, "MODEL")
         found = parts_of_memory(model, plan, run, args.exclude_modules)
     if args.gpu_capability is not None and not _runs_in_vllm(plan, args.gpu_capability):
@@ -87,7 +88,7 @@ def main(args: Namespace) -> int:
         )
     if fitting is None:
         # Only these parts shrink with the number of GPUs.
-        sharded = ["masters", "optimizer", "low-bit weights"] + ["gradients"] * (not accumulates)
+        sharded = ["masters", "optimizer", "low-bit weights", "kept weights"] + ["gradients"] * (not accumulates)
         divided = args.gpus * sum(found["fsdp2"][name] for name in sharded) / _GB
         room = args.gpu_memory - totals["fsdp2"] + divided / args.gpus
         more = "GPUs with more memory, as no number of these is enough"

@@ -45,18 +45,14 @@ def is_delta(name: str) -> bool:
 
 
 def base_digest(fingerprints: Mapping[str, str]) -> str:
-    """Return one number for a complete set of fingerprints by name, in hexadecimal digits; the empty string for
-    none."""
-    if not fingerprints:
-        return ""
-    return hashlib.sha256(json.dumps(sorted(fingerprints.items())).encode()).hexdigest()
+    """Return one number for a complete set of fingerprints by name, in hexadecimal digits, or the empty string."""
+    listed = json.dumps(sorted(fingerprints.items())).encode()
+    return hashlib.sha256(listed).hexdigest() if fingerprints else ""
 
 
 def elements(tensor) -> np.ndarray:
-    """
-    Return the memory of a contiguous `torch.Tensor` on the CPU as a 1-D array: `uint16` for a dtype of two bytes, else
-    `uint8`.
-    """
+    """Return the memory of a contiguous `torch.Tensor` on the CPU as a 1-D array: `uint16` for a dtype of two bytes,
+    else `uint8`."""
     import torch
 
     return tensor.view(-1).view(torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8).numpy()

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..quantization.schemes import SCHEMES, QuantScheme
@@ -15,20 +15,21 @@ __all__ = [
     "describe_model",
     "describe_pictures",
     "describe_tokenizer",
+    "differences",
     "group_name",
     "model_differences",
     "sample_token_ids",
     "scheme_of_group",
 ]
 
+# Of weights and activations.
+_ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
+
 
 def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return what differs between the `quantization_config` of learner and engine, empty for an unquantized model, in
     a way that changes numbers, as `"setting: ours, theirs"`."""
-    lines = []
-    for name in ("quant_method", "format"):
-        if ours.get(name) != theirs.get(name):
-            lines.append(f"{name}: learner {ours.get(name)!r}, engine {theirs.get(name)!r}")
+    lines = differences(("quant_method", "format"), ours, theirs)
     our_groups, their_groups = (list(config.get("config_groups", {}).values()) for config in (ours, theirs))
     if len(our_groups) != len(their_groups):
         lines.append(f"config_groups: learner {len(our_groups)}, engine {len(their_groups)}")
@@ -36,7 +37,7 @@ def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
         if sorted(our_group["targets"]) != sorted(their_group["targets"]):
             lines.append(f"targets: learner {our_group['targets']}, engine {their_group['targets']}")
         for part in ("weights", "input_activations"):
-            lines += _args_differences(part, our_group.get(part) or {}, their_group.get(part) or {})
+            lines += differences(_ARGS, our_group.get(part) or {}, their_group.get(part) or {}, f"{part}.")
     if set(ours.get("ignore", [])) != set(theirs.get("ignore", [])):
         lines.append(
             f"exclude list: learner {sorted(ours.get('ignore', []))}, engine {sorted(theirs.get('ignore', []))}"
@@ -44,10 +45,12 @@ def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
     return lines
 
 
-def _args_differences(part: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    names = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
+def differences(
+    names: Iterable[str], ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+) -> list[str]:
+    """Return those of the named settings that differ, as `"setting: ours, theirs"`."""
     return [
-        f"{part}.{name}: learner {ours.get(name)!r}, engine {theirs.get(name)!r}"
+        f"{prefix}{name}: learner {ours.get(name)!r}, engine {theirs.get(name)!r}"
         for name in names
         if ours.get(name) != theirs.get(name)
     ]
@@ -131,17 +134,15 @@ def describe_model(config) -> dict[str, Any]:
         for name, value in config.to_dict().items()
         if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
     }
-    # Both mean that there is none, and vLLM changes one into the other.
     if settings.get("sliding_window") == 0:
+        # vLLM changes one into the other.
         settings["sliding_window"] = None
     return json.loads(json.dumps(settings, default=str))
 
 
 def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return what decides the numbers that a model computes from a picture, as JSON has it; empty for a model of text.
-    `engine` has options of vLLM's `MultiModalConfig`, of which the learner's are [`PICTURE_OPTIONS`].
-    """
+    """Return what decides the numbers that a model computes from a picture, as JSON has it; empty for a model of text.
+    `engine` has options of vLLM's `MultiModalConfig`, of which the learner's are [`PICTURE_OPTIONS`]."""
     vision = getattr(config, "vision_config", None)
     if vision is None or image_processor is None:
         return {}
@@ -182,11 +183,8 @@ def sample_token_ids(tokenizer) -> list[int]:
 
 
 def model_differences(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """
-    Return what differs between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`.
-
-    A setting that one side does not have is left out: versions of transformers differ in which ones they write.
-    """
+    """Return what differs between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`, but
+    for settings that one side does not have: versions of transformers differ in which ones they write."""
     return [
         f"{kind}.{name}: learner {ours[name]!r}, engine {theirs[name]!r}"
         for name in sorted(ours.keys() & theirs.keys())

@@ -33,13 +33,9 @@ _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
     """
-    Dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`. Of three
-    dimensions, as the matrices of all experts have, it has a sum for each entry of the first, with hyphens between, so
-    that what differs can be named.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Any dtype, shape and device.
+    Dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`, for any dtype,
+    shape and device. Of three dimensions, as the matrices of all experts have, it has a sum for each entry of the
+    first, with hyphens between, so that what differs can be named.
     """
     return fingerprints([("", tensor)])[""]
 
@@ -133,10 +129,8 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 
 def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, str, str]]:
-    """
-    Yield `name` and two fingerprints if they differ, and of tensors of three dimensions only those entries that do:
-    `name[3]` is the matrix of expert 3.
-    """
+    """Yield `name` and two fingerprints if they differ, and of tensors of three dimensions only those entries that do:
+    `name[3]` is the matrix of expert 3."""
     if value == other:
         return
     (kind, _, sums), (other_kind, _, other_sums) = value.rpartition(" "), other.rpartition(" ")
@@ -149,10 +143,8 @@ def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, 
 
 
 def fingerprint_differences(expected: Mapping[str, str], received: Mapping[str, str], limit: int = 5) -> list[str]:
-    """
-    Return what differs between the fingerprints a learner announced and those an engine computed, by checkpoint name,
-    one line per tensor, and at most `limit` lines of each kind.
-    """
+    """Return what differs between the fingerprints a learner announced and those an engine computed, one line per
+    tensor, and at most `limit` lines of each kind."""
     missing = [f"{name}: the engine received nothing" for name in expected.keys() - received.keys()]
     unknown = [f"{name}: the learner did not announce it" for name in received.keys() - expected.keys()]
     changed = [

@@ -67,12 +67,8 @@ def make_token_file(path: str | Path) -> None:
 
 
 def read_token_file(path: str | Path) -> str:
-    """
-    Return the secret in a file of [`make_token_file`].
-
-    Raises:
-        ValueError: if there is none, others can read or replace it, or something else is in it.
-    """
+    """Return the secret in a file of [`make_token_file`]. `ValueError` is raised if there is none, others can read or
+    replace it, or something else is in it."""
     try:
         # A named pipe would otherwise wait for somebody to write.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
@@ -105,12 +101,7 @@ def take_token() -> str | None:
 
 
 def server_token() -> str:
-    """
-    The secret this server was started with.
-
-    Raises:
-        ValueError: if it was started with none.
-    """
+    """Return the secret this server was started with, or raise `ValueError`."""
     if token := take_token():
         return token
     if path := os.environ.get(TOKEN_FILE_VARIABLE):

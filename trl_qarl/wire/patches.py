@@ -37,10 +37,8 @@ class PatchBook:
         self._elements: dict[str, np.ndarray] = {}
 
     def confirm(self, fingerprints: Mapping[str, str]) -> str:
-        """
-        Drop what `fingerprints` does not name, and make changes to the rest. Return their digest if a copy of all of
-        it is here, else the empty string.
-        """
+        """Drop what `fingerprints` does not name, and make changes to the rest. Return their digest if a copy of all
+        of it is here, else the empty string."""
         self.is_kept, self.fingerprints = True, dict(fingerprints)
         for name in self.tensors.keys() - fingerprints.keys():
             # Of another plan.
@@ -77,8 +75,7 @@ class PatchBook:
         self, tensors: Iterable[tuple[str, torch.Tensor]], confirmed: Mapping[str, str], arrived: Container[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Yield tensors under their names in a checkpoint, those that only changes have come for too, and keep all of
-        them.
+        Yield received tensors, or those that blocks of changes make, under their names in a checkpoint, and keep them.
 
         Args:
             tensors (`Iterable[tuple[str, torch.Tensor]]`):

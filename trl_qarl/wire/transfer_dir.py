@@ -40,9 +40,8 @@ def transfer_bases() -> list[Path]:
 
 def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
     """
-    Return shared memory where it has room for the largest chunk, `num_bytes`, else the temporary directory, else the
-    one with more room; one directory per user and port. Containers often have 64 MiB of shared memory, less than one
-    chunk of weights.
+    Return the directory of one user and port: in shared memory if it has room for the largest chunk, `num_bytes`, else
+    in the temporary directory, else where there is more room. Containers often have 64 MiB of shared memory.
     """
     bases = transfer_bases()
     free = [shutil.disk_usage(base).free for base in bases]
@@ -54,12 +53,7 @@ def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
 
 
 def make_transfer_dir(directory: str | Path) -> None:
-    """
-    Make the directory only for its owner.
-
-    Raises:
-        ValueError: if what exists is not [fit][check_transfer_dir].
-    """
+    """Make the directory only for its owner; what exists is [checked][check_transfer_dir]."""
     # A link to a directory would pass for one.
     if not os.path.islink(directory):
         os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -67,12 +61,7 @@ def make_transfer_dir(directory: str | Path) -> None:
 
 
 def check_transfer_dir(directory: str | Path) -> None:
-    """
-    Raise unless `directory` is one that only this process's user can put weights into.
-
-    Raises:
-        ValueError: if it is a link or no directory, belongs to somebody else, or others may write to it.
-    """
+    """Raise `ValueError` unless `directory` is one that only this process's user can put weights into."""
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode):
         problem, remedy = "is a link or no directory", "Name the directory itself"
@@ -90,13 +79,7 @@ def check_transfer_dir(directory: str | Path) -> None:
 
 
 def confined_path(directory: str | None, name: str) -> Path:
-    """
-    Path of the plain file `name` in `directory`.
-
-    Raises:
-        ValueError: if there is no directory, or `name` is anything but the name of a regular `.safetensors` file in
-            it.
-    """
+    """Return the path of `name` in `directory`, or raise `ValueError` unless it is a regular `.safetensors` file."""
     if not directory:
         raise ValueError(
             f"This server takes no weights from files: {TRANSFER_DIR_VARIABLE} is not set. Start it with `trl-qarl "
@@ -120,8 +103,8 @@ def owned_prefix() -> str:
 
 
 def remove_leftovers(directory: str | Path, also: str | None = None) -> None:
-    """Remove from a transfer directory, or the one in which they are, what trainers of this user left that were killed
-    on this host, and names with `also` after their prefix, which nobody alive can use, whoever made them."""
+    """Remove from a folder what trainers of this user left that were killed on this host, and names with `also` after
+    their prefix, which nobody alive can use, whoever made them."""
     for path in Path(directory).glob("trl-qarl-*"):
         name = _OWNED.fullmatch(path.name)
         if name is None:

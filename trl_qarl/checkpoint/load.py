@@ -177,11 +177,13 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
 
 
 def _has_unread_experts(path: Path) -> bool:
-    if any(re.search(r"\.experts\.\d+\.\w+\.weight_zero_point$", name) for name in _names_in(path)):
-        return True
-    matrices = [name for name in _names_in(path) if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]
     with safe_open(path, "pt") as file:
-        return any(file.get_slice(name).get_dtype() == "I8" for name in matrices)
+        of_experts = [name for name in file.keys() if re.search(r"\.experts\.\d+\.\w+\.weight", name)]
+        return any(
+            name.endswith(".weight_zero_point")
+            or (name.endswith(".weight") and file.get_slice(name).get_dtype() == "I8")
+            for name in of_experts
+        )
 
 
 @torch.no_grad()
@@ -273,9 +275,6 @@ def _fill(
     if unexpected:
         raise ValueError(f"{folder} holds tensors that {type(model).__name__} does not have: {unexpected[:3]}.")
 
-    def read(name: str, scheme: QuantScheme) -> LowBitTensor:
-        return LowBitTensor.from_checkpoint(low_bit.pop(name), scheme, dtype)
-
     for name, module in inventory.quantizable.items():
         parts = {
             leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
@@ -299,7 +298,8 @@ def _fill(
                 raise ValueError(
                     f"{folder} lacks {missing[0]!r} and holds other experts of {name!r}. Export it again."
                 )
-            layer.quantized_weights[leaf].hold(LowBitTensor.stack([read(matrix, layer.scheme) for matrix in matrices]))
+            read = [LowBitTensor.from_checkpoint(low_bit.pop(matrix), layer.scheme, dtype) for matrix in matrices]
+            layer.quantized_weights[leaf].hold(LowBitTensor.stack(read))
         model.set_submodule(name, layer)
     if low_bit:
         raise ValueError(

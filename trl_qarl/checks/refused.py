@@ -30,18 +30,16 @@ VLLM_SAMPLING_KWARGS = frozenset(
 
 # Inherited options that no objective honours yet, with the reason and the fix.
 REFUSED = {
-    **dict.fromkeys(
-        ("use_transformers_continuous_batching", "use_transformers_paged"),
-        "continuous batching casts the master weights to 16 bits and returns no sampling log-probs; set it to `False`",
-    ),
+    "use_transformers_continuous_batching": "continuous batching casts the master weights to 16 bits and returns no "
+    "sampling log-probs; set it to `False`",
+    "use_transformers_paged": "continuous batching casts the master weights to 16 bits and returns no sampling "
+    "log-probs; set it to `False`",
     "torch_compile": "a compiled graph ends at every quantized layer, whose low-bit weight is found by the version of its master; set "
     "`torch_compile=False`",
     "use_liger_kernel": "Liger replaces layers when training starts, after they were quantized and rollouts were set up, and has "
     "not been tried with quantized ones; leave it unset",
-    **dict.fromkeys(
-        ("bf16_full_eval", "fp16_full_eval"),
-        "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
-    ),
+    "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
+    "fp16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
     "fsdp": "the masters are sharded by what `accelerate launch --config_file` says; launch with FSDP2 (`fsdp_version: 2`)",
     "deepspeed": "the masters are sharded by what `accelerate launch --config_file` says; launch with `distributed_type: DEEPSPEED` and "
     "`zero_stage: 2`",

@@ -177,13 +177,11 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
 
 
 def _has_unread_experts(path: Path) -> bool:
+    if any(re.search(r"\.experts\.\d+\.\w+\.weight_zero_point$", name) for name in _names_in(path)):
+        return True
+    matrices = [name for name in _names_in(path) if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]
     with safe_open(path, "pt") as file:
-        of_experts = [name for name in file.keys() if re.search(r"\.experts\.\d+\.\w+\.weight", name)]
-        return any(
-            name.endswith(".weight_zero_point")
-            or (name.endswith(".weight") and file.get_slice(name).get_dtype() == "I8")
-            for name in of_experts
-        )
+        return any(file.get_slice(name).get_dtype() == "I8" for name in matrices)
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def test_from_linear_keeps_parameters_and_state_dict_keys():
     # Who holds the old module sees what becomes of the new one.
     layer.weight = nn.Parameter(torch.zeros(96, 256))
     assert linear.weight is layer.weight and type(linear) is nn.Linear
-    restored = layer.to_linear()
+    restored = layer.restored()
     assert type(restored) is nn.Linear and restored.weight is layer.weight and restored.bias is bias
     assert vars(restored).keys() == vars(nn.Linear(2, 2)).keys()
 
@@ -94,7 +94,7 @@ def test_hooks_survive_the_swap():
     assert calls == [1] and not layer.training
     handle.remove()
     layer(torch.randn(2, 256))
-    layer.to_linear()(torch.randn(2, 256))
+    layer.restored()(torch.randn(2, 256))
     assert calls == [1]
 
 
@@ -133,7 +133,7 @@ def test_next_forward_after_each_optimizer_step_uses_new_codes(optimizer):
         after = layer(x)
         assert layer.low_bit_weight() is not low_bit
         assert layer.num_flipped_codes > 0
-        fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme)
+        fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).restored(), layer.scheme)
         assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
 
 

@@ -15,17 +15,15 @@ from packaging.version import Version
 from torch import nn
 
 from ..packages import installed
-from ..quantization.checkpoint_names import CheckpointNames
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.int4_packed import to_words
 from ..quantization.formats.registry import format_of
 from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
-from ..quantization.names import architecture
-from ..quantization.parameters import shapes_of
+from ..quantization.names import CheckpointNames, architecture
 from ..quantization.schemes import INT4_PACKED, SCHEMES, QuantScheme
 from ..quantization.selection import ROUTER_NAMES
-from ..quantization.storage import storage_of, whole
+from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name, scheme_of_group
 

@@ -29,12 +29,11 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ..quantization.checkpoint_names import find_checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import is_adapted
+from ..quantization.names import find_checkpoint_names, is_adapted
 from ..quantization.own_grid import compare_groups, masters_on_grid
 from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme
 from ..quantization.swap import restore_model

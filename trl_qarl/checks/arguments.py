@@ -14,7 +14,7 @@ from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
-from ..quantization.parameters import num_elements
+from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
     is_nf4,

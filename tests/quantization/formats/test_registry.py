@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_qarl.quantization.formats.mxfp4 import MAGNITUDES
+from trl_qarl.quantization.formats.fp4 import MAGNITUDES
 from trl_qarl.quantization.formats.registry import format_of
 from trl_qarl.quantization.schemes import CONTAINERS, GRIDS, SCHEMES
 from trl_qarl.quantization.tensors import LowBitTensor

@@ -2,8 +2,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from trl_qarl.quantization.formats.int4_zero_points import Int4ZeroPoints
-from trl_qarl.quantization.formats.int8_zero_points import Int8ZeroPoints
+from trl_qarl.quantization.formats.zero_points import Int4ZeroPoints, Int8ZeroPoints
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])

@@ -108,6 +108,6 @@ def sqnr(weights: Iterable[tuple[str, QuantizedWeight]], add_up: AddUp = list) -
             for total in totals:
                 total[0] += signal
                 total[1] += noise
-    added = iter(add_up([*chain.from_iterable(sums.values())]))
-    pairs = zip(sums, added, added, strict=True)
+    added = add_up([*chain.from_iterable(sums.values())])
+    pairs = zip(sums, added[::2], added[1::2], strict=True)
     return {key: 10 * math.log10(s / n) if s and n else math.nan for key, s, n in pairs}

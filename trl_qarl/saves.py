@@ -176,10 +176,10 @@ class SavesRuns(PushesPolicy):
                 batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
                 generation_batch.save_batch(folder, rank, self._batch_shape(), batch)
                 if versions and (self.args.should_save or self.policy.takes_all_processes):
-                    generation_batch.save_shared(folder, self._versions_file(), versions)
+                    torch.save(versions, folder / self._versions_file())
                 learned = self._objective.state()
                 if learned and self.args.should_save:
-                    generation_batch.save_shared(folder, generation_batch.OBJECTIVE_FILE, learned)
+                    torch.save(learned, folder / generation_batch.OBJECTIVE_FILE)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -287,12 +287,17 @@ class SavesRuns(PushesPolicy):
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
     def _versions_file(self) -> str:
-        # Of a sharded model's weights a process has its part.
-        is_part = self.policy.takes_all_processes
-        return generation_batch.versions_file(self.accelerator.process_index if is_part else None)
+        """Return the name of the file with the weights that draw what is pending; of a sharded model's a process has
+        its part."""
+        part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
+        return f"rollout_versions{part}.pt"
 
     def _batch_shape(self) -> dict[str, int]:
-        return generation_batch.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)
+        """Return what a generation batch is divided into and how often it is used."""
+        names = ("steps_per_generation", "num_generations", "num_iterations")
+        of_args = {name: getattr(self.args, name) for name in names}
+        num_processes, size = self.accelerator.num_processes, self._train_batch_size
+        return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}
 
 
 def _saved_state(checkpoint: str) -> TrainerState:

@@ -1,7 +1,7 @@
 """The learner's forward over a generation batch: its inputs, how it counts positions, and the tokens of the loss."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ __all__ = [
     "Batch",
     "count_positions",
     "learner_log_probs",
+    "padded_logps",
     "takes_positions",
     "without_empty_pictures",
 ]
@@ -57,6 +58,14 @@ def without_empty_pictures(model: nn.Module) -> Callable[..., Any]:
         return model(**inputs)
 
     return forward
+
+
+def padded_logps(rows: Sequence[Sequence[float | None]], length: int) -> torch.Tensor:
+    """Tensor `(B, length)` of the log-probs of completions, with zeros behind them; `None` is TRL's mark of NaN."""
+    logps = torch.zeros(len(rows), length)
+    for target, row in zip(logps, rows, strict=True):
+        target[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
+    return logps
 
 
 class Batch(NamedTuple):

@@ -9,7 +9,6 @@ from inspect import cleandoc
 from types import MappingProxyType
 from typing import Any
 
-from .objectives.options import TRUST_BAND_SHARE, TRUST_BANDS
 from .quantization.plan import QuantPlan, get_plan
 
 
@@ -20,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "exact": ("require", "warn"),
     "cpu_weights": ("expanded", "packed"),
     "lora_mode": ("adapter", "merged"),
+    "trust_band": ("fixed", "auto"),
     "vllm_transport": ("auto", "file", "nccl", "http"),
     "old_logps": ("version", "learner", "sampler"),
     "hub_export": ("low-bit", "master", "both", "adapter"),
@@ -193,8 +193,8 @@ class ObjectiveOptions:
     positive_epsilon_high: float = 4e-4
     negative_epsilon_low: float = 3e-4
     negative_epsilon_high: float = 7e-4
-    trust_band: str = field(default="fixed", metadata={"choices": list(TRUST_BANDS)})
-    trust_band_share: float = TRUST_BAND_SHARE
+    trust_band: str = _one_of("trust_band", "fixed")
+    trust_band_share: float = 0.25
     mismatch_cap: float = 2.0
     mismatch_low: float | None = None
     mismatch_high: float | None = None

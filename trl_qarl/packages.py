@@ -13,6 +13,7 @@ imported before this package.
 import logging
 import re
 import sys
+from contextlib import suppress
 
 
 __all__ = ["installed", "problem_of_torchvision", "quiet_torchao"]
@@ -29,10 +30,8 @@ def installed(*packages: str) -> dict[str, str]:
 
     versions = {}
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
-from .adapters.engine import lora_arguments
-from .adapters.tensors import describe_adapter, is_adapter_folder
+from .adapters.tensors import describe_adapter, is_adapter_folder, lora_arguments
 from .checkpoint.cards import described_settings
 from .checkpoint.export import checkpoint_state_dict, export_checkpoint
 from .checkpoint.layout import problem_of_zero_points
@@ -30,7 +29,7 @@ from .checks.arguments import check_dropout, problems_of_experts, problems_of_ma
 from .checks.options import raise_problems
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
-from .numerics.exact import Exactness
+from .numerics.exact import Exactness, check_arithmetic
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
@@ -204,8 +203,9 @@ class Policy:
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine so described computes differently from the learner."""
-        rank = lora_arguments(self.model).get("max_lora_rank")
-        self.exactness.check_engine(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)
+        if self.exactness.is_required:
+            rank = lora_arguments(self.model).get("max_lora_rank")
+            check_arithmetic(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)
 
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` as the reference that the KL term keeps the learner close to: the low-bit model at the

@@ -8,7 +8,6 @@ import torch
 from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
-from .checks.objective import check_objective, check_ratios
 from .checks.options import (
     as_dict,
     check_ahead,
@@ -24,8 +23,9 @@ from .checks.options import (
     refused_by_all,
 )
 from .checks.types import check_types
+from .objectives.objective import Objective
 from .objectives.options import UNSET, trl_default
-from .objectives.registry import get_objective, problem_of_objective
+from .objectives.registry import get_objective, options_of_others
 from .options import EngineOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import parse_scheme
@@ -101,19 +101,17 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if generation_kwargs.get("do_sample") is True:
             # Set by TRL itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
-        problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
-        problems += check_choices(self)
-        self._apply_objective()
-        problems += [
-            *check_ratios(self),
-            *check_inherited(self),
-            *check_probe(self),
-            *check_vllm(self),
-            *check_ahead(self),
-        ]
-        problems += check_hub(self)
-        raise_problems(problems)
-        objective = get_objective(self)
+        problems = [*check_scheme(self), *check_numerics(self), *check_precision(self)]
+        try:
+            objective = get_objective(self)
+        except ValueError as error:
+            problems += [str(error), *check_choices(self)]
+        else:
+            problems += [*objective.contradictions(self), *check_choices(self)]
+            self._apply(objective)
+            problems += [*options_of_others(self, objective), *objective.problems(self)]
+        problems += [*check_inherited(self), *check_probe(self), *check_vllm(self), *check_ahead(self)]
+        raise_problems([*problems, *check_hub(self)])
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if objective.is_on_policy else 8) * self.gradient_accumulation_steps
         # transformers knows no such optimizer name; the trainer builds it.
@@ -144,11 +142,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
                 self.fp16,
             )
 
-    def _apply_objective(self) -> None:
+    def _apply(self, objective: Objective) -> None:
         """Sets what `objective` decides, and TRL's defaults where an option of its loss was not given."""
-        if problem_of_objective(self):
-            return
-        objective = get_objective(self)
         self.loss_type = objective.loss_type
         for name, value in objective.options.items():
             setattr(self, name, value)

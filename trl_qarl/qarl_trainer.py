@@ -16,7 +16,6 @@ from typing_extensions import override
 from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
 from .checks.options import raise_problems
 from .forward import Batch
-from .log_probs import ScoresRollouts
 from .muon import create_muon_adamw
 from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
@@ -36,7 +35,7 @@ from .sharding.zero3 import compute_in_bfloat16, forget_order
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
-from .trainer_mixins import PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
+from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts, TakesTurns, replaced_in_trl
 
 
 __all__ = ["QaRLTrainer"]
@@ -145,7 +144,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             self._ahead = Ahead(self.vllm_generation, args)
         measured = self.accelerator, self.model, self._metrics, self._tokenizer.decode, self._objective
         self.recorder = Recorder(args, *measured)
-        self._explain_scoring()
+        if self.numerics == "engine" and not self._are_compared:
+            logger.info(
+                "Rollouts are scored by a forward of their own: log-probs of a `rollout_func` are not the engine's."
+            )
         self._add_callbacks()
 
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 class SavesRuns(PushesPolicy):
     """
-    Checkpoints of a trainer from which a run goes on as if it had not ended. To be inherited from before TRL's
-    trainer, whose generation batch it saves.
+    Checkpoints of a trainer from which a run goes on as if it had not ended. Inherit from it before TRL's trainer,
+    whose generation batch it saves.
     """
 
     _step: int
@@ -73,12 +73,8 @@ class SavesRuns(PushesPolicy):
             try:
                 self._save_checkpoint(self.model, trial=None)
             except Exception as error:
-                logger.error(
-                    "%s could not be saved (%s: %s). A resumed run goes on from the last complete checkpoint.",
-                    folder,
-                    type(error).__name__,
-                    error,
-                )
+                message = "%s could not be saved (%s: %s). A resumed run goes on from the last complete checkpoint."
+                logger.error(message, folder, type(error).__name__, error)
         # A launcher ends the other processes as soon as one has failed.
         self.accelerator.wait_for_everyone()
 
@@ -99,20 +95,18 @@ class SavesRuns(PushesPolicy):
         if resume_from_checkpoint is None:
             return position
         if isinstance(self.train_dataset, IterableDataset):
-            saved = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            saved = _saved_state(resume_from_checkpoint)
             num_passes, share = divmod(saved.epoch, 1)
             num_batches = round(share * saved.max_steps * self.args.gradient_accumulation_steps)
             position = int(num_passes), 0 if self.args.ignore_data_skip else num_batches
         if self.state.global_step < max_steps:
             return position
         if self.is_world_process_zero():
-            logger.warning(
+            message = (
                 "%s is of update %d, and the run ends at %d: nothing is left to train. Raise `max_steps` or "
-                "`num_train_epochs` to go on.",
-                resume_from_checkpoint,
-                self.state.global_step,
-                max_steps,
+                "`num_train_epochs` to go on."
             )
+            logger.warning(message, resume_from_checkpoint, self.state.global_step, max_steps)
         return num_train_epochs, 0
 
     @override
@@ -181,13 +175,11 @@ class SavesRuns(PushesPolicy):
                 has_differed = self.policy.exactness.has_differed
                 batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
                 generation_batch.save_batch(folder, rank, self._batch_shape(), batch)
-                shared = {
-                    self._versions_file(): (versions, self.args.should_save or self.policy.takes_all_processes),
-                    generation_batch.OBJECTIVE_FILE: (self._objective.state(), self.args.should_save),
-                }
-                for name, (value, is_saved) in shared.items():
-                    if value and is_saved:
-                        generation_batch.save_shared(folder, name, value)
+                if versions and (self.args.should_save or self.policy.takes_all_processes):
+                    torch.save(versions, folder / self._versions_file())
+                learned = self._objective.state()
+                if learned and self.args.should_save:
+                    torch.save(learned, folder / generation_batch.OBJECTIVE_FILE)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -209,13 +201,13 @@ class SavesRuns(PushesPolicy):
 
     @override
     def create_model_card(self, *args, **kwargs) -> None:
-        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
+        """Raises a failure of one process by all, within a checkpoint."""
         with self._shared_while_saving():
             super().create_model_card(*args, **kwargs)
 
     @override
     def save_model(self, *args, **kwargs) -> None:
-        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
+        """Raises a failure of one process by all, within a checkpoint."""
         with self._shared_while_saving():
             super().save_model(*args, **kwargs)
 
@@ -251,11 +243,8 @@ class SavesRuns(PushesPolicy):
             versions = generation_batch.load_shared(checkpoint, self._versions_file(), device)
             self._ahead.load(batch.ahead, versions or [])
         elif batch.ahead:
-            logger.warning(
-                "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped, and drawn anew.",
-                checkpoint,
-                len(batch.ahead),
-            )
+            message = "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped, and drawn anew."
+            logger.warning(message, checkpoint, len(batch.ahead))
 
     def _check_folders_are_free(self) -> None:
         """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Asked before a server
@@ -280,10 +269,7 @@ class SavesRuns(PushesPolicy):
             self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
             with all_or_none(self.accelerator):
                 if args.publish_dir is not None and is_main:
-                    resumed_at = None
-                    if checkpoint is not None:
-                        state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-                        resumed_at = state.global_step
+                    resumed_at = None if checkpoint is None else _saved_state(checkpoint).global_step
                     self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
                     held.callback(self._relay.close)
             try:
@@ -301,9 +287,18 @@ class SavesRuns(PushesPolicy):
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
     def _versions_file(self) -> str:
-        # Of a sharded model's weights a process has its part.
-        is_part = self.policy.takes_all_processes
-        return generation_batch.versions_file(self.accelerator.process_index if is_part else None)
+        """Return the name of the file with the weights that draw what is pending; of a sharded model's a process has
+        its part."""
+        part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
+        return f"rollout_versions{part}.pt"
 
     def _batch_shape(self) -> dict[str, int]:
-        return generation_batch.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)
+        """Return what a generation batch is divided into and how often it is used."""
+        names = ("steps_per_generation", "num_generations", "num_iterations")
+        of_args = {name: getattr(self.args, name) for name in names}
+        num_processes, size = self.accelerator.num_processes, self._train_batch_size
+        return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}
+
+
+def _saved_state(checkpoint: str) -> TrainerState:
+    return TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))

@@ -5,7 +5,7 @@ Bases of [`~trl_qarl.qarl_trainer.QaRLTrainer`] in the order in which Python loo
 |---|---|
 | [`~trl_qarl.saves.SavesRuns`] | checkpoints from which a run continues as if it had not ended |
 | [`TakesTurns`] | bits of the policy, batch by batch |
-| [`~trl_qarl.log_probs.ScoresRollouts`] | the learner's log-probs of a rollout |
+| [`ScoresRollouts`] | the learner's log-probs of a rollout |
 | `trl.GRPOTrainer` | rollouts, rewards, advantages, losses |
 | [`PreparesPolicy`] | the low-bit policy |
 | `trl.trainer.base_trainer._BaseTrainer`, `transformers.Trainer` | the loop, the optimizer, files |
@@ -16,25 +16,32 @@ and prepares the policy, and then builds a reference model and an engine from it
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
 from .checks.launch import check_agreement, check_launch
+from .forward import FORWARD_KEYS, Batch, count_positions, padded_logps, takes_positions, without_empty_pictures
 from .numerics.attach import keep_no_products
+from .numerics.exact import choose_versions
+from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .quantization.precisions import precision_at
 from .quantization.swap import SwapReport
+from .quantization.versions import at_version
+from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 from .sharding.accelerate import shard_when_prepared, sharded_by
+from .telemetry.recorder import Recorder
 
 
-__all__ = ["PreparesPolicy", "RefreshReference", "TakesTurns", "replaced_in_trl"]
+__all__ = ["PreparesPolicy", "RefreshReference", "ScoresRollouts", "TakesTurns", "replaced_in_trl"]
 
 
 class PreparesPolicy(_BaseTrainer):
@@ -118,6 +125,237 @@ class TakesTurns(_BaseTrainer):
             return super().train(*args, **kwargs)
         finally:
             self.set_precision(None)
+
+
+class ScoresRollouts(_BaseTrainer):
+    """
+    Gives a generation batch the learner's log-probs, of a forward that scores it or the sampler's, and has both
+    compared. Inherit from it before TRL's trainer.
+
+    With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout
+    computes what is known. The sampler's log-probs are taken instead, and compared with forwards that run anyway:
+    those of the first update, whose weights are still the rollout's. One sequence of each process from the rest of the
+    batch is scored only for this.
+
+    A batch that was drawn ahead is of earlier weights. Those are kept, and score it where a forward is needed; as no
+    update runs with them, one micro-batch of each process is also scored only for the comparison. Where weights were
+    published while it was drawn, all of them score that, and each token is of those that give it the sampler's
+    log-prob.
+    """
+
+    args: Any
+    policy: Policy
+    recorder: Recorder
+    beta: float
+    use_vllm: bool
+    vllm_generation: Any
+    rollout_func: Any
+    _objective: Objective
+    _buffered_inputs: Any
+    _step: int
+    # How many micro-batches of the generation batch in progress were compared, `None` if none is to be.
+    _num_compared: int | None = None
+    # The sampler's log-probs of a rollout that TRL is about to score.
+    _sampled: list[list[float | None]] | None = None
+    _ahead: Ahead | None = None
+    # Whether the next forward of the loss tells how stale a batch is.
+    _measures_staleness = False
+
+    @property
+    def _is_stale(self) -> bool:
+        """True if the batch in progress was drawn by weights that were the learner's in an earlier update."""
+        return self._ahead is not None and self.model.training and self._ahead.drawn is not None
+
+    @property
+    def _was_on_policy(self) -> bool:
+        """True if the learner computed the last micro-batch with the weights of its old log-probs."""
+        args = self.args
+        place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
+        has_older = args.rollout_ahead and args.old_logps != "learner"
+        return place < args.gradient_accumulation_steps and not has_older
+
+    @property
+    def _are_compared(self) -> bool:
+        """True if log-probs of a rollout are the sampler's, to be compared in the first update."""
+        is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
+        is_of_learner = self._is_stale and self.args.old_logps == "learner"
+        return is_exact and self.rollout_func is None and not is_of_learner
+
+    @property
+    def _are_sampled(self) -> bool:
+        """True if log-probs of a rollout are the sampler's, compared or not."""
+        return self._are_compared or (self.args.old_logps == "sampler" and self.model.training)
+
+    @property
+    def _are_unused(self) -> bool:
+        """True if nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
+        return not self._objective.needs_scores and self.beta == 0.0 and self.policy.numerics == "fast"
+
+    def _keep_sampled(self, logps: list[list[float | None]] | None) -> None:
+        """Keep the sampler's log-probs of a rollout, if TRL is about to score it."""
+        args = self.args
+        is_misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+        is_scored_by_trl = is_misaligned or (self.use_vllm and args.vllm_importance_sampling_correction)
+        self._sampled = logps if is_scored_by_trl else None
+
+    def _complete(self, output: dict[str, Any]) -> None:
+        """Adds to a generation batch what TRL leaves out."""
+        if "sampling_per_token_logps" not in output:
+            raise ValueError(
+                "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
+                "the log-prob of every sampled token."
+            )
+        if self._are_unused or self._are_sampled:
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        elif "old_per_token_logps" not in output:
+            with self._at_old_version():
+                output["old_per_token_logps"] = self._score_rollout(output)
+        weight = self._objective.weight(self.args, Batch.of(output))
+        if weight is not None:
+            output["importance_sampling_ratio"] = weight
+
+    def _observe(self, output: dict[str, Any]) -> None:
+        """
+        Measures the mismatch of a generation batch, by the weights that drew it, and looks for the token that is not
+        exact.
+        """
+        if self._is_stale and self.args.old_logps == "learner":
+            now = output["old_per_token_logps"]
+            with self._ahead.at_drawn():
+                output = output | {"old_per_token_logps": self._score_rollout(output)}
+            self.recorder.observe_staleness(now, Batch.of(output))
+        batch = Batch.of(output)
+        if self._are_sampled and not self._are_compared:
+            # Log-probs that are the sampler's and stay so say nothing.
+            return
+        if not self._are_unused:
+            self.recorder.observe_mismatch(output, batch)
+        if self.policy.numerics != "engine":
+            return
+        llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
+        # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
+        asks = self.use_vllm and self.accelerator.is_main_process and not self._is_stale
+        score = self.vllm_generation.engine.log_probs if asks else None
+        self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
+
+    @override
+    def _prepare_inputs(self, generation_batch):
+        """Scores of a new generation batch what is compared, and what the first update leaves out."""
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return inputs
+        if self._num_compared == 0:
+            self._score_compared()
+        if self._is_stale:
+            self._measures_staleness = self.args.old_logps != "learner"
+            self._ahead.drawn = None
+        return inputs
+
+    def _score_compared(self) -> None:
+        """Scores one sequence that the first update leaves out, and of what was drawn ahead one micro-batch, which is
+        observed then."""
+        parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
+        with self.recorder.time("scoring"):
+            if self._is_stale:
+                parts[0]["old_per_token_logps"] = self._score_drawn(parts[0])
+            num_in_first = 1 if self._is_stale else accumulation - self._step % accumulation
+            if num_in_first < len(parts):
+                # TRL has shuffled the batch, by torch's generator: the choice is random, and a resumed run has it.
+                first = {name: value[:1] for name, value in parts[-1].items() if value is not None and value.ndim}
+                rest = parts[-1]["old_per_token_logps"][1:]
+                parts[-1]["old_per_token_logps"] = torch.cat([self._score_drawn(first), rest])
+        if self._is_stale:
+            self._num_compared = None
+            self._observe_parts(parts)
+
+    def _compare(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
+        """
+        Puts the log-probs of a forward that had the weights of the rollout in the place of the sampler's; with the
+        last one before weights change, observes the batch.
+        """
+        if self._measures_staleness and self.model.training:
+            self._measures_staleness = False
+            self.recorder.observe_staleness(per_token_logps.detach(), Batch.of(inputs))
+        if self._num_compared is None:
+            return
+        inputs["old_per_token_logps"] = per_token_logps.detach()
+        self._num_compared += 1
+        is_training = self.model.training
+        if is_training and not self.accelerator.sync_gradients and self._num_compared < len(self._buffered_inputs):
+            return
+        self._num_compared = None
+        self._observe_parts(self._buffered_inputs if is_training else [inputs])
+
+    def _observe_parts(self, parts: list[dict[str, Any]]) -> None:
+        with self.recorder.time("scoring"):
+            names = [name for name, value in parts[0].items() if value is not None and value.ndim]
+            self._observe({name: torch.cat([part[name] for part in parts]) for name in names})
+        self._log_scoring()
+
+    def _log_scoring(self) -> None:
+        self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
+
+    def _at_old_version(self) -> AbstractContextManager:
+        """A context in which the learner has the weights of the old log-probs, as `old_logps` says."""
+        has_earlier = self._is_stale and self.args.old_logps != "learner"
+        return self._ahead.at_drawn() if has_earlier else nullcontext()
+
+    @torch.no_grad()
+    def _score_rollout(self, inputs: dict[str, Any]) -> torch.Tensor:
+        is_training, args = self.model.training, self.args
+        batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
+        return self._score(self.model, inputs, batch_size=batch_size)[0]
+
+    def _score_drawn(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Log-probs of a rollout by the weights that drew it, of each token by those of the versions that have."""
+        drawn = self._ahead.drawn if self._is_stale else None
+        if drawn is None:
+            return self._score_rollout(inputs)
+        by_version = []
+        for _, kept in drawn.versions:
+            with at_version(self.model, kept):
+                by_version.append(self._score_rollout(inputs))
+        mask = inputs["completion_mask"].bool()
+        logps, places = choose_versions(torch.stack(by_version), inputs["sampling_per_token_logps"], mask)
+        if self.args.in_flight_updates:
+            self.recorder.log({"rollout/later_weights_share": (places[mask] > 0).float().mean().item()})
+        return logps
+
+    def _score(self, model, inputs: dict[str, Any], **kwargs):
+        """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
+        forward_kwargs = {key: inputs.get(key) for key in FORWARD_KEYS}
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            **forward_kwargs,
+            **kwargs,
+        )
+
+    @override
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        """
+        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for
+        what is measured next to TRL's losses, which do not return them. Of a rollout TRL gets the sampler's where they
+        are compared later.
+        """
+        sampled = None
+        # TRL scores a rollout without entropies, the policy before its reference, and every loss asks for them.
+        if not kwargs.get("compute_entropy"):
+            sampled, self._sampled = self._sampled, None
+            if self._are_unused:
+                return None, None, None
+            if sampled is not None and self._are_sampled:
+                return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
+        is_text_model = takes_positions(self.accelerator.unwrap_model(model))
+        forward = count_positions(model) if is_text_model else without_empty_pictures(model)
+        with nullcontext() if sampled is None else self._at_old_version():
+            output = super()._get_per_token_logps_and_entropies(
+                forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        self._forward_logps = output[0].detach()
+        return output
 
 
 @contextmanager

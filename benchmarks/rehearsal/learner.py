@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from testing_utils import make_mixture, make_tiny_config  # noqa: E402
 from trl_qarl import prepare_model  # noqa: E402
-from trl_qarl.quantization import experts_product, grouped, tensors  # noqa: E402
+from trl_qarl.quantization import experts_product, tensors  # noqa: E402
 from trl_qarl.quantization.experts import QuantizedExperts  # noqa: E402
 from trl_qarl.quantization.schemes import get_scheme  # noqa: E402
 from trl_qarl.quantization.swap import quantized_layers  # noqa: E402
@@ -173,7 +173,7 @@ def run(kind: str, scheme: str, capability: tuple[int, int]) -> str:
                 model = AutoModelForCausalLM.from_config(make_tiny_config(kind), dtype=torch.float32)
             prepare_model(model, scheme, scale_dtype=torch.bfloat16)
         calls: Counter[str] = Counter()
-        functions = {tensors: "_StraightThroughLinear", grouped: "_GroupedLinear"}
+        functions = {tensors: "_StraightThroughLinear", experts_product: "_GroupedLinear"}
         originals = {module: getattr(module, name).apply for module, name in functions.items()}
         for module, name in functions.items():
             getattr(module, name).apply = with_gradient(getattr(module, name), calls)
@@ -193,7 +193,7 @@ def run(kind: str, scheme: str, capability: tuple[int, int]) -> str:
     assert not watch.problems, "\n  ".join(["", *watch.problems])
     waits = {where for where in watch.waits if where != "elsewhere"}
     # Its one scale for a matrix decides which others it gets.
-    known = {"quantization/formats/nvfp4.py, choose_scales"} if scheme == "nvfp4a16" else set()
+    known = {"quantization/formats/fp4.py, choose_scales"} if scheme == "nvfp4a16" else set()
     assert waits <= known, f"the CPU waits for the GPU in {waits - known}"
     layers = quantized_layers(model).values()
     kernels = sorted({str(layer.kernel_name) for layer in layers})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from testing_utils import make_tiny_config
-from trl_qarl.adapters.engine import adapter_problems, iter_adapter_tensors, lora_arguments
+from trl_qarl.adapters.tensors import adapter_problems, iter_adapter_tensors, lora_arguments
 from trl_qarl.checkpoint.serving import ENGINE_RANKS, engine_rank
 from trl_qarl.checks.adapter import problems_of_adapter
 

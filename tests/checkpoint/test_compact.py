@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_mixture, start_engines_quickly
-from trl_qarl.checkpoint.compact import is_compact
 from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.layout import is_compact
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
 from trl_qarl.cli import main
 from trl_qarl.quantization.swap import prepare_model, quantized_layers

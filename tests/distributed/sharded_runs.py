@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_trainer
 from testing_utils.pictures import KINDS, make_picture_problems, spread
-from trl_qarl.adapters.engine import iter_adapter_tensors
+from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.checkpoint.export import _content
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
 from trl_qarl.quantization.storage import is_sharded, whole

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from testing_utils import make_tiny_model
 from testing_utils.live_bytes import LiveBytes, give_completions
 from trl_qarl import qarl_trainer
-from trl_qarl.adapters.engine import iter_adapter_tensors
+from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.doctor.memory import Run, parts_of_memory
 from trl_qarl.numerics.attach import attach_engine_numerics, has_engine_numerics
 from trl_qarl.numerics.cpu import has_engine_kernels

@@ -36,8 +36,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from testing_utils import launch_environment
 from trl_qarl.numerics.cpu import has_engine_kernels
-from trl_qarl.quantization.parameters import num_elements, writes_to
-from trl_qarl.quantization.storage import whole
+from trl_qarl.quantization.storage import num_elements, whole, writes_to
 
 
 def without_cpu(init):

@@ -152,21 +152,21 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
     from vllm.platforms.interface import PlatformEnum
     from vllm.scalar_type import scalar_types
 
-    from trl_qarl.vllm_plugin import cuda_kernels
+    from trl_qarl.vllm_plugin import linear_kernels
 
     # An engine that was in this process has the variables read once.
     envs.disable_envs_cache()
     tables = {
-        cuda_kernels.RepeatableInt4Kernel: _POSSIBLE_KERNELS,
-        cuda_kernels.RepeatableInt8Kernel: _POSSIBLE_INT8_KERNELS,
-        cuda_kernels.RepeatableFp8Kernel: _POSSIBLE_FP8_KERNELS,
+        linear_kernels.RepeatableInt4Kernel: _POSSIBLE_KERNELS,
+        linear_kernels.RepeatableInt8Kernel: _POSSIBLE_INT8_KERNELS,
+        linear_kernels.RepeatableFp8Kernel: _POSSIBLE_FP8_KERNELS,
     }
     for kernel, table in tables.items():
         monkeypatch.setitem(table, PlatformEnum.CUDA, list(table[PlatformEnum.CUDA]))
-        cuda_kernels.register_kernels()
-        cuda_kernels.register_kernels()
+        linear_kernels.register_kernels(PlatformEnum.CUDA)
+        linear_kernels.register_kernels(PlatformEnum.CUDA)
         assert [k for k in table[PlatformEnum.CUDA] if k is kernel] == [kernel] == table[PlatformEnum.CUDA][:1]
-        assert kernel.is_supported(90)[0] if kernel is not cuda_kernels.RepeatableInt4Kernel else True
+        assert kernel.is_supported(90)[0] if kernel is not linear_kernels.RepeatableInt4Kernel else True
     config = MPLinearLayerConfig(
         full_weight_shape=(64, 64),
         partition_weight_shape=(64, 64),
@@ -175,15 +175,15 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
         group_size=32,
         zero_points=False,
     )
-    kernel = cuda_kernels.RepeatableInt4Kernel
+    kernel = linear_kernels.RepeatableInt4Kernel
     assert kernel.can_implement(config) == (False, "no learner of trl_qarl repeats this engine")
-    monkeypatch.setattr(cuda_kernels, "is_our_engine", lambda *backends: True)
+    monkeypatch.setattr(linear_kernels, "is_our_engine", lambda *backends: True)
     assert not kernel.can_implement(config)[0]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not kernel.can_implement(config)[0]
     for is_eager in (False, True):
         engine = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=is_eager))
-        monkeypatch.setattr(cuda_kernels, "get_current_vllm_config_or_none", lambda engine=engine: engine)
+        monkeypatch.setattr(linear_kernels, "get_current_vllm_config_or_none", lambda engine=engine: engine)
         assert kernel.can_implement(config)[0] == is_eager
     config.act_type = torch.float16
     assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"

@@ -7,10 +7,10 @@ import torch
 from reference.objectives_naive import TEMPERATURES, naive_objective, naive_of_others
 from testing_utils.batches import make_batch
 from trl_qarl.forward import Batch
+from trl_qarl.objectives.others import acr_loss, dppo_tv_loss
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.ratios import geometric_mask, kpop_weight, mismatch_ratio
 from trl_qarl.objectives.registry import OBJECTIVES, all_objectives, find_objective
-from trl_qarl.objectives.token_losses import acr_loss, dppo_tv_loss
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
@@ -143,11 +143,12 @@ def test_what_cannot_be_represented_is_dropped_and_makes_no_nan(weight):
     old, sampling = torch.tensor([[-1.0, -0.01]]), torch.tensor([[-200.0, -0.01]])
     mask, advantages = torch.ones(1, 2, dtype=torch.long), torch.ones(1)
     logps = old.clone().requires_grad_()
+    batch = Batch(old, sampling, advantages, mask, logps)
     if weight == "dppo-tv":
-        loss, dropped = dppo_tv_loss(logps, sampling, advantages, mask, 0.2)
+        loss, dropped = dppo_tv_loss(batch, 0.2)
         assert dropped.tolist() == [[True, False]]
     elif weight == "acr":
-        loss, dropped = acr_loss(logps, old, sampling, advantages, mask, 0.2, 0.2, 2.0)
+        loss, dropped = acr_loss(batch, 0.2, 0.2, 2.0)
         assert not dropped.any()
     else:
         of_tokens = {

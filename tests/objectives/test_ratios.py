@@ -1,12 +1,13 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from reference.objectives_naive import naive_binary_kl, naive_mismatch_ratio
 from testing_utils.batches import make_batch
-from trl_qarl.objectives.ratios import binary_kl, mismatch_ratio, weigh_advantages
-from trl_qarl.objectives.token_losses import MAX_RATIO, acr_loss, dppo_tv_loss
+from trl_qarl.objectives.ratios import binary_kl, mismatch_ratio
+from trl_qarl.objectives.registry import find_objective
 
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -54,23 +55,12 @@ def test_unknown_mode_raises():
 
 def test_advantages_stay_as_they_are_without_weights():
     advantages = torch.tensor([1.0, -2.0, 0.0])
-    assert weigh_advantages(advantages, None) is advantages
-    assert weigh_advantages(advantages, None, is_positive_only=True).tolist() == [1.0, 0.0, 0.0]
-    assert weigh_advantages(advantages, torch.full((3, 2), 0.5)).tolist() == [[0.5, 0.5], [-1.0, -1.0], [0.0, 0.0]]
 
+    def weighed(objective, **ratio):
+        config = SimpleNamespace(use_vllm=False)
+        return find_objective(objective).for_trl(config, {"advantages": advantages} | ratio)["advantages"]
 
-def test_ratio_to_the_sampler_that_weighs_a_token_of_dppo_is_bounded():
-    logps = torch.tensor([[-5.0]], requires_grad=True)
-    loss, dropped = dppo_tv_loss(logps, torch.tensor([[-12.0]]), torch.ones(1), torch.ones(1, 1), 0.2)
-    loss.backward()
-    assert not dropped.any() and logps.grad.item() == pytest.approx(-MAX_RATIO)
-
-
-def test_acr_widens_the_upper_clip_only_where_the_weight_was_truncated():
-    old = torch.zeros(1, 2)
-    sampling = torch.tensor([[-math.log(4.0), -math.log(1.5)]])
-    logps = torch.full((1, 2), math.log(1.8)).requires_grad_()
-    loss, dropped = acr_loss(logps, old, sampling, torch.ones(1), torch.ones(1, 2), 0.2, 0.2, 2.0)
-    loss.backward()
-    # 1.8 is below 1.2 * 4 / 2 and above 1.2.
-    assert dropped.tolist() == [[False, True]] and logps.grad[0, 0] < 0 and logps.grad[0, 1] == 0
+    assert weighed("grpo-tis") is advantages
+    assert weighed("positive-only").tolist() == [1.0, 0.0, 0.0]
+    ratio = torch.full((3, 2), 0.5)
+    assert weighed("grpo-tis", importance_sampling_ratio=ratio).tolist() == [[0.5, 0.5], [-1.0, -1.0], [0.0, 0.0]]

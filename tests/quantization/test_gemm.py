@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trl_qarl.quantization import gemm
-from trl_qarl.quantization.formats import int4_packed, int8_packed
+from trl_qarl.quantization.formats import int4_packed, int8
 from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
@@ -167,7 +167,7 @@ def test_the_documented_products_cover_every_scheme_and_kernel():
     kernels = {
         gemm.EXPANDED.format(weight=weight, dtype="bfloat16") for weight in ("INT4", "INT8", "E4M3", "MXFP4", "NVFP4")
     }
-    kernels |= {int4_packed.KERNEL, int8_packed.KERNEL, gemm.INT8_KERNEL, gemm.INT8_IN_FLOAT32}
+    kernels |= {int4_packed.KERNEL, int8.KERNEL, gemm.INT8_KERNEL, gemm.INT8_IN_FLOAT32}
     assert {name for *_, name in DOCUMENTED} == kernels | {gemm.FP8_KERNEL}
 
 

@@ -77,7 +77,7 @@ def test_from_linear_keeps_parameters_and_state_dict_keys():
     # Who holds the old module sees what becomes of the new one.
     layer.weight = nn.Parameter(torch.zeros(96, 256))
     assert linear.weight is layer.weight and type(linear) is nn.Linear
-    restored = layer.to_linear()
+    restored = layer.restored()
     assert type(restored) is nn.Linear and restored.weight is layer.weight and restored.bias is bias
     assert vars(restored).keys() == vars(nn.Linear(2, 2)).keys()
 
@@ -91,7 +91,7 @@ def test_hooks_survive_the_swap():
     assert calls == [1] and not layer.training
     handle.remove()
     layer(torch.randn(2, 256))
-    layer.to_linear()(torch.randn(2, 256))
+    layer.restored()(torch.randn(2, 256))
     assert calls == [1]
 
 

@@ -7,8 +7,7 @@ from torch import nn
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization import storage
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.parameters import num_elements, writes_to
-from trl_qarl.quantization.storage import Storage, is_sharded, whole
+from trl_qarl.quantization.storage import Storage, is_sharded, num_elements, whole, writes_to
 from trl_qarl.quantization.swap import prepare_model
 
 

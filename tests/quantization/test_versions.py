@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from testing_utils import make_tiny_config
-from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.adapters.merged import merge_adapters
+from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.parameters import writes_to
+from trl_qarl.quantization.storage import writes_to
 from trl_qarl.quantization.swap import freeze_model, prepare_model
 from trl_qarl.quantization.versions import KeptVersion, at_version, kept_version
 

@@ -58,7 +58,6 @@ def test_on_one_host_weights_go_through_files_unless_asked_for(host):
     ("arguments", "message"),
     [
         ({"transport": "nccl", "on_cpu": True}, "needs GPUs on both sides"),
-        ({"transport": "mpi"}, "Choose 'file' or 'nccl'"),
         ({"vllm_args": ["--load-format", "auto"]}, "weights come from the trainer"),
         ({"vllm_args": ["--logprobs_mode=raw_logprobs"]}, "after temperature"),
         ({"vllm_args": ["--api-server-count", "4"]}, "one API process"),

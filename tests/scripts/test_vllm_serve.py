@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from testing_utils.pictures import make_picture_config, make_picture_model
 from trl_qarl import export_checkpoint, prepare_model
-from trl_qarl.adapters.engine import arguments_for
+from trl_qarl.adapters.tensors import arguments_for
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
 from trl_qarl.quantization.inventory import Inventory

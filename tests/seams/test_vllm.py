@@ -79,7 +79,7 @@ def test_a_reload_leaves_tensors_out_by_a_set_from_which_one_can_be_taken():
 
 
 def test_unquantized_layers_look_their_product_up_each_time():
-    """`use_in_engine` puts a function into the module that they import it from."""
+    """`register_kernels` puts a function into the module that they import it from."""
     from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
 
     assert takes(utils.dispatch_cpu_unquantized_gemm, "layer", "remove_weight") == []
@@ -324,7 +324,7 @@ def test_kernels_of_a_cpu_take_the_arguments_that_we_give():
 
 
 def test_methods_of_our_kernels_override_vllms():
-    from trl_qarl.vllm_plugin.cpu_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel
+    from trl_qarl.vllm_plugin.linear_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel
 
     for cls in (QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel):
         assert not cls.__abstractmethods__ and without_place(cls, "vllm") == []

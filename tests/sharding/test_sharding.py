@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_qarl.quantization.parameters import num_elements, shapes_of
-from trl_qarl.quantization.storage import is_sharded, storage_of
+from trl_qarl.quantization.storage import is_sharded, num_elements, shapes_of, storage_of
 from trl_qarl.sharding.accelerate import shard_when_prepared, sharded_by
 from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
 

@@ -57,10 +57,11 @@ def test_int8_activations_are_never_left_to_vllms_kernel_which_has_none(monkeypa
 def test_a_checkpoint_with_activations_of_4_bits_is_not_served_without_them(monkeypatch):
     from vllm.model_executor.kernels.linear import init_mxfp4_linear_kernel
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
+    from vllm.platforms.interface import PlatformEnum
 
-    from trl_qarl.vllm_plugin import cpu_kernels, linear_kernels
+    from trl_qarl.vllm_plugin import linear_kernels
 
-    cpu_kernels.register_kernels()
+    linear_kernels.register_kernels(PlatformEnum.CPU)
     weights = get_scheme("mxfp4a16").weight_args(32)
 
     def kernel_for(input_activations):

@@ -1,7 +1,6 @@
 """The base model of an adapter: loads it, freezes it and tells it from other bases."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,26 +51,19 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
         return create_model_from_path(name_or_path, **kwargs)
-    known = ("dtype", "revision", "trust_remote_code", "attn_implementation")
-    unknown = sorted(set(kwargs) - {*known, "device_map"})
-    if unknown:
-        raise ValueError(f"model_init_kwargs {unknown} are not used for a low-bit checkpoint. Remove them.")
-    return load_frozen_model(name_or_path, **{name: kwargs[name] for name in known if name in kwargs})
+    kwargs.pop("device_map", None)
+    return load_frozen_model(name_or_path, **kwargs)
 
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
-    """Return the adapter in `folder` as a `PeftModel` on its base, which is loaded too. `ValueError` is raised if its
-    base is another model than the one that it was trained on."""
+    """Return the adapter in `folder` as a `PeftModel` on its base, loaded too; `ValueError` if it names none."""
     from peft import PeftModel
 
-    config = json.loads((Path(folder) / CONFIG_FILE).read_text())
-    name = config.get("base_model_name_or_path")
-    if not name:
+    config = saved_adapter_config(folder)
+    if not config.base_model_name_or_path:
         raise ValueError(f"{folder}/{CONFIG_FILE} does not name its base (base_model_name_or_path). Add it.")
-    model = load_base(name, {"revision": config.get("revision"), **model_init_kwargs})
-    return PeftModel.from_pretrained(
-        model, folder, config=_as_linear(saved_adapter_config(folder)), is_trainable=is_trainable
-    )
+    model = load_base(config.base_model_name_or_path, {"revision": config.revision, **model_init_kwargs})
+    return PeftModel.from_pretrained(model, folder, config=_as_linear(config), is_trainable=is_trainable)
 
 
 def _as_linear(config: "PeftConfig") -> "PeftConfig":
@@ -115,11 +107,8 @@ def prepare_base(
 
 
 def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
-    """
-    Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to
-    nothing. `loaded` has the values, by the names of parameters, of an adapter that was loaded; others keep what the
-    rounding left.
-    """
+    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to
+    nothing; `loaded` has the values of an adapter that was loaded, others keep what the rounding left."""
     if getattr(base_model(model), "is_loaded_in_4bit", False):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -139,16 +128,19 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
             "quantize_learner=False needs the base in high precision, but it comes from a low-bit checkpoint. Leave out "
             "`quantize_learner`, or start from the high-precision checkpoint."
         )
+    if exclude_modules:
+        raise ValueError(
+            f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
+            "Remove it."
+        )
     inventory = Inventory.of(model)
     layers = inventory.layers
-    candidates = {name: m for name, m in inventory.modules.items() if name in layers or name in inventory.quantizable}
-    skipped = reasons_to_skip(inventory, None)
     # Only with one scheme does the checkpoint say which layers have it.
-    ours = (
-        dict.fromkeys(layers, plan.schemes[0])
-        if plan.is_uniform and plan.schemes
-        else plan.assign(candidates, skipped, parts_of_experts(candidates))[0]
-    )
+    if plan.is_uniform and plan.schemes:
+        ours = dict.fromkeys(layers, plan.schemes[0])
+    else:
+        candidates = {name: m for name, m in inventory.modules.items() if name in {**layers, **inventory.quantizable}}
+        ours, _ = plan.assign(candidates, reasons_to_skip(inventory, None), parts_of_experts(candidates))
     differing = [name for name in dict.fromkeys([*layers, *ours]) if not _has_scheme(layers, name, ours, scale_dtype)]
     if differing:
         layer = layers.get(differing[0]) or next(iter(layers.values()))
@@ -159,11 +151,6 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
             f"scales in {layer.scale_dtype}; this run has scheme={plan.written!r}, group_size={plan.group_size} and scales in "
             f"{scale_dtype} (`bf16`), and {len(differing)} layers differ, such as {differing[0]!r}. Use the same, or start from "
             "the high-precision checkpoint."
-        )
-    if exclude_modules:
-        raise ValueError(
-            f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
-            "Remove it."
         )
 
 
@@ -178,10 +165,8 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
 
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str:
-    """
-    16 hexadecimal digits that are others for another base or scheme: over names, shapes, and what the codes of
-    quantized layers are multiplied by and counted from, or, where nothing is quantized, the first row of each layer.
-    """
+    """Return 16 hexadecimal digits that are others for another base or scheme: over names, shapes, and scales and
+    zero points of quantized layers, or, where nothing is quantized, the first row of each layer."""
     digest = hashlib.sha256()
     inventory = Inventory.of(model)
     for layer in inventory.walk():

@@ -14,12 +14,9 @@ __all__ = ["MergeLoss", "merge_adapter"]
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """
-    The effect of quantizing the merged weight on an adapter `D` next to the low-bit base `Q(W)`: `|Q(W + D) - (Q(W) +
-    D)| / |D|` over all quantized layers, 0 if the merged policy is the one that was trained, 1 if what is left of the
-    adapter is nothing, or as far from it as nothing is; and the share of the codes in which `Q(W + D)` and `Q(W)`
-    differ.
-    """
+    """The effect of quantizing the merged weight on an adapter `D` next to the low-bit base `Q(W)`: `|Q(W + D) - (Q(W)
+    + D)| / |D|` over all quantized layers, 0 if the merged policy is the one that was trained, 1 if nothing is left of
+    the adapter; and the share of the codes in which `Q(W + D)` and `Q(W)` differ."""
 
     relative_error: float
     flipped_share: float
@@ -34,11 +31,9 @@ class MergeLoss:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
-    """
-    Add the adapter of `model`, a `PeftModel` whose base is prepared and has its masters, to these; layers in high
-    precision take it as it is. Return the base model without adapters, prepared as before, and what was lost.
-    `ValueError` is raised if the masters are gone.
-    """
+    """Add the adapter of `model`, a `PeftModel`, to the masters of its prepared base, and to layers in high precision.
+    Return the base model without adapters, prepared as before, and what was lost. `ValueError` is raised if the
+    masters are gone."""
     inventory = Inventory.of(model)
     frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]
     if frozen:

@@ -16,8 +16,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from typing_extensions import override
 
 from ..quantization.linear import QuantizedLinear
-from ..quantization.parameters import weight_version
-from ..quantization.storage import storage_of, whole
+from ..quantization.storage import storage_of, weight_version, whole
 from ..quantization.weight import MasterSource
 
 
@@ -25,11 +24,8 @@ __all__ = ["LoraSource", "merge_adapters"]
 
 
 def merge_adapters(model: PeftModel) -> int:
-    """
-    Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together, in place;
-    return the number of layers. `ValueError` is raised if a layer that is adapted is not quantized, or if adapters
-    drop some of their inputs.
-    """
+    """Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together; return
+    the number of layers. `ValueError` is raised if one is not quantized, or if adapters drop some of their inputs."""
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     plain = [name for name, module in adapters.items() if not isinstance(module.base_layer, QuantizedLinear)]
     if plain:
@@ -80,8 +76,7 @@ class LoraSource(MasterSource):
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """`W + s B A` in float32, with gradients to `A` and `B`; where they are sharded the rows of this process,
-        without."""
+        """`W + s B A` in float32 with gradients to `A` and `B`; where they are sharded this process' rows, without."""
         storage = storage_of(weight)
         delta = self._delta() if storage.is_whole else self._delta_of_rows()
         weight = storage.value(weight)

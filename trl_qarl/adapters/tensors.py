@@ -1,12 +1,16 @@
-"""The adapter that is trained, as PEFT writes it and an engine reads it."""
+"""The adapter that is trained, as PEFT writes it and an engine reads it, and the adapters that vLLM cannot serve."""
 
 import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.layout import iter_whole
+from ..checkpoint.serving import engine_rank
 from ..quantization.names import is_peft_model
 
 
@@ -17,9 +21,13 @@ __all__ = [
     "ADAPTER_NAME",
     "CONFIG_FILE",
     "adapter_config",
+    "adapter_problems",
     "adapter_tensors",
+    "arguments_for",
     "describe_adapter",
     "is_adapter_folder",
+    "iter_adapter_tensors",
+    "lora_arguments",
     "saved_adapter_config",
 ]
 
@@ -43,8 +51,8 @@ def saved_adapter_config(folder: str | Path) -> "PeftConfig":
 
 
 def adapter_tensors(model: "PeftModel") -> dict[str, torch.Tensor]:
-    """Return the trained adapter of a model that is not wrapped by accelerate under the names of
-    `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached."""
+    """Return the trained adapter under the names of `adapter_model.safetensors`, detached; `model` is not wrapped by
+    accelerate."""
     from peft import get_peft_model_state_dict
 
     # Embeddings are never targets here, so PEFT need not look for changed ones.
@@ -60,10 +68,60 @@ def adapter_config(model: "PeftModel") -> dict[str, Any]:
 
 
 def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
-    """Return what a record of the run says about the adapter of `model`: its mode, size and layers. Nothing without an
-    adapter."""
+    """Return mode, size and layers of the adapter of `model` for a record of the run; nothing without an adapter."""
     if not is_peft_model(model):
         return {}
     config = adapter_config(model)
     names = ("r", "lora_alpha", "use_rslora", "target_modules")
     return {"lora_mode": lora_mode, "lora": {name: config[name] for name in names}}
+
+
+def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield A and B of the adapter next to the layers of `model`, if it has one, as the engine holds them, in `dtype`,
+    in which it runs the model: B multiplied by the scaling and then rounded. Where FSDP2 has sharded them, every
+    process has to go through all."""
+    if not _runs_beside(model):
+        return
+    config = adapter_config(model)
+    scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    for name, tensor in iter_whole(adapter_tensors(model)):
+        name = name.removeprefix("base_model.model.")
+        yield name, (tensor * scaling if name.endswith(".lora_B.weight") else tensor).to(dtype)
+
+
+def lora_arguments(model: nn.Module) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the adapter of `model`; empty without an adapter."""
+    return arguments_for(adapter_config(model)["r"], _targets(model)) if _runs_beside(model) else {}
+
+
+def arguments_for(rank: int, targets: list[str]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an adapter of a rank, next to layers whose names end in `targets`."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(rank), "lora_target_modules": targets}
+
+
+def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the reasons why an engine that describes itself as `engine` could not serve the adapter of `model`."""
+    if not _runs_beside(model):
+        return
+    lora, rank = engine.get("lora"), adapter_config(model)["r"]
+    add = f"Start it with `--max_lora_rank {engine_rank(rank)}`"
+    if lora is None:
+        yield f"adapter: the learner trains one of rank {rank}, the engine was started without LoRA. {add}"
+        return
+    if rank > lora["max_rank"]:
+        yield f"adapter: learner rank {rank}, engine at most {lora['max_rank']}. {add}"
+    if lora["dtype"] != engine["dtype"]:
+        yield f"adapter: the engine would round it to {lora['dtype']}, its weights are {engine['dtype']}. Leave out --lora-dtype"
+    missing = sorted(set(_targets(model)) - set(lora["modules"]))
+    if missing:
+        yield f"adapter: the learner trains one on {missing}, the engine serves adapters only on {lora['modules']}"
+
+
+def _runs_beside(model: nn.Module) -> bool:
+    """Return whether `model` has an adapter that is not a part of its low-bit weights."""
+    return is_peft_model(model) and not any(getattr(module, "holds_adapter", False) for module in model.modules())
+
+
+def _targets(model: nn.Module) -> list[str]:
+    """Last components of the names of the layers that have an adapter."""
+    return sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)})

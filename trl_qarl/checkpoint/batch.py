@@ -11,17 +11,7 @@ import torch
 from transformers import trainer
 
 
-__all__ = [
-    "OBJECTIVE_FILE",
-    "SavedBatch",
-    "batch_shape",
-    "hold_back_rotation",
-    "load_batch",
-    "load_shared",
-    "save_batch",
-    "save_shared",
-    "versions_file",
-]
+__all__ = ["OBJECTIVE_FILE", "SavedBatch", "hold_back_rotation", "load_batch", "load_shared", "save_batch"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +24,6 @@ OBJECTIVE_FILE = "objective_state.pt"
 torch.serialization.register_package(
     100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
-
-
-def versions_file(rank: int | None = None) -> str:
-    """Return the name of the file with the weights that draw what is pending: all of them, or the part of a rank."""
-    return f"rollout_versions{'' if rank is None else f'_{rank}'}.pt"
 
 
 @contextmanager
@@ -58,13 +43,6 @@ def hold_back_rotation() -> Iterator[Callable[[], None]]:
         yield rotate
     finally:
         trainer.rotate_checkpoints = original
-
-
-def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, int]:
-    """Return what a generation batch is divided into and how often it is used."""
-    names = ("steps_per_generation", "num_generations", "num_iterations")
-    of_args = {name: getattr(args, name) for name in names}
-    return {"num_processes": num_processes, "per_device_train_batch_size": train_batch_size, **of_args}
 
 
 class SavedBatch(NamedTuple):
@@ -88,11 +66,10 @@ def save_batch(folder: Path, rank: int, shape: dict[str, int], batch: SavedBatch
 
 def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device: torch.device) -> SavedBatch | None:
     """Return what [`save_batch`] wrote, or `None` where there is none or this run's batches have another shape."""
-    path = Path(checkpoint or "") / _BATCH_FILE.format(rank=rank)
-    if checkpoint is None or not path.is_file():
-        # Where processes were added, the others find another `num_processes` and start a new batch too.
+    name = _BATCH_FILE.format(rank=rank)
+    # Where processes were added, the others find another `num_processes` and start a new batch too.
+    if checkpoint is None or (state := load_shared(checkpoint, name, device)) is None:
         return None
-    state = torch.load(path, map_location=device, weights_only=True)
     theirs = state.pop("shape")
     if theirs == shape:
         return SavedBatch(**state)
@@ -108,12 +85,7 @@ def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device:
     return None
 
 
-def save_shared(folder: Path, name: str, value: Any) -> None:
-    """Write what is not of one process' rollouts: [`versions_file`] or [`OBJECTIVE_FILE`]."""
-    torch.save(value, folder / name)
-
-
 def load_shared(checkpoint: str, name: str, device: torch.device | str) -> Any:
-    """Return what [`save_shared`] wrote, or `None` where there is nothing."""
+    """Return what `torch.save` wrote to a file of a checkpoint, or `None` where there is none."""
     path = Path(checkpoint, name)
     return torch.load(path, map_location=device, weights_only=True) if path.is_file() else None

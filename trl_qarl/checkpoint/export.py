@@ -26,10 +26,16 @@ from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
-from .compact import compact, problem_of_compact
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
-from .layout import iter_checkpoint_tensors, iter_whole, loads_in_transformers, quantization_config
+from .layout import (
+    compact,
+    iter_checkpoint_tensors,
+    iter_whole,
+    loads_in_transformers,
+    problem_of_compact,
+    quantization_config,
+)
 from .load import auto_class
 from .serving import ADAPTER_FOLDER
 
@@ -85,7 +91,8 @@ def export_checkpoint(
             File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
             copy of it, as `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
         is_compact (`bool`, *optional*, defaults to `False`):
-            Whether codes of 3 and 2 bits take as many bits, see [`trl_qarl.checkpoint.compact`], in place of 4.
+            Whether codes of 3 and 2 bits take as many bits in place of 4, see
+            [`~trl_qarl.checkpoint.layout.compact`].
 
     Where FSDP2 has sharded the masters, every process has to call. They are gathered layer by layer, and the first
     process writes.

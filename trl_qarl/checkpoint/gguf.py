@@ -48,8 +48,6 @@ _BLOCK = 32
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _DENSE_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _WRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")
-# llama.cpp's defaults for missing entries.
-_DEFAULTS = {"rope.freq_base": 10000.0}
 _ROPE = "rope_"
 # Numbers of llama.cpp's `llama_ftype`, for what the file is called when it is listed.
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
@@ -279,8 +277,8 @@ def _different_settings(base: "GGUFReader", config: Any) -> Iterator[str]:
         "rope.freq_base": rope["rope_theta"],
     }
     for key, ours in settings.items():
-        theirs = _metadata(base, f"{architecture}.{key}", _DEFAULTS.get(key))
-        # The file has numbers in float32.
+        # A missing base of rotations has llama.cpp's default. The file has numbers in float32.
+        theirs = _metadata(base, f"{architecture}.{key}", 10000.0 if key == "rope.freq_base" else None)
         if theirs is not None and np.float32(theirs) != np.float32(ours):
             yield f"{architecture}.{key} is {theirs:g}, the model's {ours:g}"
     is_scaled = _metadata(base, f"{architecture}.rope.scaling.type", "none") != "none" or any(

@@ -15,25 +15,27 @@ from packaging.version import Version
 from torch import nn
 
 from ..packages import installed
-from ..quantization.checkpoint_names import CheckpointNames
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.formats.int4_packed import to_words
 from ..quantization.formats.registry import format_of
 from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
-from ..quantization.names import architecture
-from ..quantization.parameters import shapes_of
-from ..quantization.schemes import SCHEMES, QuantScheme
+from ..quantization.names import CheckpointNames, architecture
+from ..quantization.schemes import INT4_PACKED, SCHEMES, QuantScheme
 from ..quantization.selection import ROUTER_NAMES
-from ..quantization.storage import storage_of, whole
+from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
-from ..wire.describe import group_name
+from ..wire.describe import group_name, scheme_of_group
 
 
 __all__ = [
+    "compact",
+    "is_compact",
     "iter_checkpoint_layers",
     "iter_checkpoint_tensors",
     "iter_whole",
     "loads_in_transformers",
+    "problem_of_compact",
     "problem_of_mixture",
     "problem_of_zero_points",
     "quantization_config",
@@ -237,3 +239,43 @@ def problem_of_mixture(inventory: Inventory) -> str | None:
 
 def _has_compared_experts(scheme: QuantScheme) -> bool:
     return scheme.is_quantized and scheme.activation in format_of(scheme.container).experts_in_vllm
+
+
+def _is_coarse(scheme: QuantScheme) -> bool:
+    return scheme.container == INT4_PACKED and scheme.grid.num_bits < scheme.container.num_bits
+
+
+def problem_of_compact(inventory: Inventory) -> str | None:
+    """Return why the codes of a model cannot be packed closer, or `None`."""
+    for name, module in inventory.layers.items():
+        if isinstance(module, QuantizedExperts) and _is_coarse(module.scheme):
+            return f"experts ({name!r}) with scheme {module.scheme.name!r} can be read only in INT4's container. Leave the option out."
+    schemes = [scheme for scheme, _ in inventory.formats.values()]
+    if not any(map(_is_coarse, schemes)):
+        names = list(dict.fromkeys(scheme.name for scheme in schemes))
+        return f"no layer has codes of 3 or 2 bits, only {names or ['bf16']}. Add --bits 3 or --bits 2, or leave the option out."
+    return None
+
+
+def compact(inventory: Inventory, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Pack codes of 3 and 2 bits with [`~trl_qarl.quantization.formats.int4_packed.to_words`], in place, in tensors of
+    a model under their names in a checkpoint, and say so in its `quantization_config`. It must have no
+    [`problem_of_compact`]."""
+    for name, (scheme, _) in inventory.formats.items():
+        if _is_coarse(scheme):
+            key = f"{inventory.names.of_tensor(name)}.weight_packed"
+            tensors[key] = to_words(tensors[key], scheme.grid.num_bits)
+    for name, group in config["config_groups"].items():
+        scheme = scheme_of_group(name, group)
+        if _is_coarse(scheme):
+            group["weights"]["num_bits"] = scheme.grid.num_bits
+
+
+def is_compact(config: dict[str, Any]) -> bool:
+    """Return whether a `quantization_config` is one of [`compact`]; others of 3 and 2 bits are for transformers to
+    read."""
+    return any(
+        weights["num_bits"] < INT4_PACKED.num_bits and scheme_of_group(name, group) is not None
+        for name, group in config.get("config_groups", {}).items()
+        if (weights := group.get("weights"))
+    )

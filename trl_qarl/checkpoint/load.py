@@ -29,19 +29,17 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ..quantization.checkpoint_names import find_checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import is_adapted
+from ..quantization.names import find_checkpoint_names, is_adapted
 from ..quantization.own_grid import compare_groups, masters_on_grid
 from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
-from .compact import is_compact
-from .layout import problem_of_zero_points
+from .layout import is_compact, problem_of_zero_points
 
 
 __all__ = [
@@ -274,9 +272,6 @@ def _fill(
     if unexpected:
         raise ValueError(f"{folder} holds tensors that {type(model).__name__} does not have: {unexpected[:3]}.")
 
-    def read(name: str, scheme: QuantScheme) -> LowBitTensor:
-        return LowBitTensor.from_checkpoint(low_bit.pop(name), scheme, dtype)
-
     for name, module in inventory.quantizable.items():
         parts = {
             leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
@@ -300,7 +295,8 @@ def _fill(
                 raise ValueError(
                     f"{folder} lacks {missing[0]!r} and holds other experts of {name!r}. Export it again."
                 )
-            layer.quantized_weights[leaf].hold(LowBitTensor.stack([read(matrix, layer.scheme) for matrix in matrices]))
+            read = [LowBitTensor.from_checkpoint(low_bit.pop(matrix), layer.scheme, dtype) for matrix in matrices]
+            layer.quantized_weights[leaf].hold(LowBitTensor.stack(read))
         model.set_submodule(name, layer)
     if low_bit:
         raise ValueError(

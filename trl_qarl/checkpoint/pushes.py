@@ -90,9 +90,9 @@ class PushesPolicy(_BaseTrainer):
         """Makes the repositories of `hub_export`, and says what to do where that fails."""
         if self.is_world_process_zero():
             args = self.args
-            self.hub_model_id = hub.create_repositories(
-                args.hub_export, hub.repository_name(args), token or args.hub_token, self._is_private(private)
-            )
+            private = args.hub_private_repo if private is None else private
+            name = hub.repository_name(args)
+            self.hub_model_id = hub.create_repositories(args.hub_export, name, token or args.hub_token, private)
             self.push_in_progress = None
 
     @override
@@ -110,7 +110,8 @@ class PushesPolicy(_BaseTrainer):
         and [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `private`, by default
         `args.hub_private_repo`, is for repositories that have to be made; `kwargs` are those of `create_model_card`.
         """
-        args, token, private = self.args, token or self.args.hub_token, self._is_private(private)
+        args, token = self.args, token or self.args.hub_token
+        private = args.hub_private_repo if private is None else private
         self.callback_handler.on_push_begin(args, self.state, self.control)
         self._finish_current_push()
         self.save_model(_internal_call=True)
@@ -131,9 +132,6 @@ class PushesPolicy(_BaseTrainer):
         job = hub.push_in_background(*args)
         self.push_in_progress = PushInProgress([job])
         return job
-
-    def _is_private(self, private: bool | None) -> bool | None:
-        return self.args.hub_private_repo if private is None else private
 
     def _write_for_hub(
         self, masters: Path, revision: str | None, private: bool | None, checkpoint: str | None = None, **kwargs

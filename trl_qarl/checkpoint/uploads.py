@@ -176,7 +176,7 @@ def create_repositories(hub_export: str, name: str, token: str | None, private: 
     """Make the repositories of a push if they are missing, and return the first one's name with its namespace.
     [`PushFailed`] is raised if one cannot be made."""
     found = []
-    for repo_id in dict.fromkeys(repositories(hub_export, name)[: 1 if hub_export == "low-bit" else 2]):
+    for repo_id in filter(None, names(hub_export, name)):
         try:
             found.append(_api().create_repo(repo_id, token=token, private=private, exist_ok=True).repo_id)
         except Exception as error:

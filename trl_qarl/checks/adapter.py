@@ -14,7 +14,6 @@ from .refused import REFUSED_BY_LORA
 
 
 __all__ = [
-    "REFUSED_BY_LORA",
     "problems_of_adapted_model",
     "problems_of_adapter",
     "problems_of_options",

@@ -14,7 +14,7 @@ from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
-from ..quantization.parameters import num_elements
+from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
     is_nf4,
@@ -52,33 +52,27 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         and isinstance(value, float)
         and value > 0
     }
-    if args.disable_dropout:
-        _switch_off(model, active)
-        return
-    needs_one_policy = get_objective(args).needs_one_policy
-    if needs_one_policy:
+    switched_off = active
+    if not args.disable_dropout:
+        if not get_objective(args).needs_one_policy:
+            return
         # Where TRL's examples have it, unlike a model that drops activations, which is rare.
-        of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
-        for rate in set(of_adapter.values()):
+        switched_off = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
+        for rate in set(switched_off.values()):
             logger.warning(
                 "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
                 "Use lora_dropout=0, or another objective.",
                 rate,
                 args.objective,
             )
-        _switch_off(model, of_adapter)
-        active = {place: rate for place, rate in active.items() if place not in of_adapter}
-    if active and needs_one_policy:
-        (name, key), value = next(iter(active.items()))
+    for name, key in switched_off:
+        setattr(model.get_submodule(name), key, 0.0)
+    if remaining := active.keys() - switched_off.keys():
+        name, key = next(place for place in active if place in remaining)
         raise ValueError(
-            f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
+            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={active[name, key]}), so rollout, "
             f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
         )
-
-
-def _switch_off(model: nn.Module, rates: Iterable[tuple[str, str]]) -> None:
-    for name, key in rates:
-        setattr(model.get_submodule(name), key, 0.0)
 
 
 def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:

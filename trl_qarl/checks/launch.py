@@ -1,5 +1,5 @@
-"""Checks settings from `accelerate launch` that are not in the training arguments: sharding, parallelism,
-compilation."""
+"""Checks settings from `accelerate launch` that are not in the training arguments: sharding by FSDP2 or DeepSpeed,
+parallelism, compilation."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
@@ -19,15 +20,10 @@ from transformers.trainer_utils import HubStrategy
 from ..checkpoint.uploads import exports_policy
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
-from .options import name_of_optimizer, raise_problems
-from .zero import given_configuration, problems_of_zero
+from .options import raise_problems
 
 
-__all__ = [
-    "check_agreement",
-    "check_launch",
-    "check_resumed_launch",
-]
+__all__ = ["check_agreement", "check_launch", "check_resumed_launch"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +35,12 @@ OPTIMIZERS_WITHOUT_SHARDS = {
     "LOMO": "it steps within backward, before gradients are reduced. Use 'adamw_torch_fused'",
 }
 """Optimizers that fail on FSDP2's parameters, by package or kind, and what to use instead."""
+
+_ROUNDED = (
+    "it rounds the model's weights to 16 bits, and low-bit weights would be made of rounded masters. Leave it out: with bf16=True "
+    "the forward computes in bfloat16 all the same"
+)
+_OTHER_LAUNCHES = "it has not been tried. Leave it out, or launch with FSDP2 or DDP"
 
 _DEEPSPEED_STATES = "global_step*/*zero_pp_rank_*_optim_states.pt"
 LAUNCHES_BY_FILES = {
@@ -84,7 +86,10 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         _check_fsdp(plugin, args, model)
     if deepspeed is not None:
         config, kind = deepspeed.deepspeed_config, _kind_of_optimizer(args)
-        problems = [*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)]
+        # The content of `deepspeed_config_file`, which accelerate completes.
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        given = {} if file == "none" else HfDeepSpeedConfig(file).config
+        problems = [*_problems_of_zero(config, given, args, is_peft_model(model), kind)]
         if deepspeed.zero_stage == 3:
             problems += _problem_of_pushes(args, "zero_stage=3")
         raise_problems(problems)
@@ -173,7 +178,7 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         )
     kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
-        yield f"optim={name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+        yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
     if not args.quantize_learner:
         yield (
             "quantize_learner=False with FSDP2: it gathers low-bit weights and no masters. Leave it out, or launch with DDP"
@@ -204,9 +209,70 @@ def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[s
         )
 
 
+def _problems_of_zero(
+    config: Mapping[str, Any], given: Mapping[str, Any], args: Any, has_adapter: bool, optimizer: str | None
+) -> Iterator[str]:
+    """Yield what ZeRO cannot serve: of DeepSpeed's configuration, as accelerate has filled it up and as it was
+    `given`, of the run's, and of package or kind of its optimizer."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2, 3):
+        yield f"zero_stage={stage} shards nothing. Use 1, 2 or 3, or launch with DDP (`accelerate launch --multi_gpu`)"
+    if stage == 3:
+        yield from _problems_of_slices(zero, args, has_adapter)
+    for name in ("offload_optimizer", "offload_param"):
+        device = (zero.get(name) or {}).get("device")
+        if device not in (None, "none", "cpu"):
+            yield f"{name}_device={device!r} with DeepSpeed: it has not been tried. Use none or cpu"
+    for name in ("bf16", "fp16", "torch_autocast"):
+        # `bf16.enabled` that accelerate derives from `mixed_precision: bf16` is undone later.
+        found = (given if name == "bf16" else config).get(name) or {}
+        if found.get("enabled") is True:
+            yield f"{name}.enabled=true in DeepSpeed's configuration: {_ROUNDED}"
+    for name, option in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
+        if name in config:
+            yield f"{name!r} in DeepSpeed's configuration: `{option}` chooses it. Leave it out"
+    if optimizer != "torch":
+        yield (
+            f"optim={_name_of_optimizer(args)!r} with DeepSpeed: DeepSpeed hands out flat slices of masters, where it needs matrices "
+            "or is untested. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
+        )
+    if has_adapter and stage != 3 and args.lora_mode == "adapter":
+        yield (
+            "lora_mode='adapter' with DeepSpeed: it broadcasts every parameter when it starts, and cannot send the low-bit ones "
+            "of a frozen base. Use lora_mode='merged', or launch with FSDP2 or DDP"
+        )
+
+
+def _problems_of_slices(zero: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
+    if has_adapter:
+        yield (
+            "an adapter with zero_stage=3: outside a forward no process has a whole factor of it, to add to the base. Use zero_stage 1 or 2 with "
+            "lora_mode='merged', or launch with FSDP2 or DDP"
+        )
+    if args.numerics == "engine":
+        yield "numerics='engine' with zero_stage=3: it has not been tried. Use numerics='fast', or launch with DDP"
+    if args.sync_ref_model:
+        yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
+    if zero.get("zero_quantized_weights"):
+        yield (
+            "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made of masters rounded to 8 bits. Leave "
+            "it out, or launch with FSDP2, which gathers low-bit weights"
+        )
+    if not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
+    if args.precisions is not None:
+        yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
+
+
+def _name_of_optimizer(args: Any) -> str:
+    """Return what `optim` says, which transformers may have made a member of its enumeration."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
 def _kind_of_optimizer(args: Any) -> str | None:
     """Return its package, or its name where that is what matters; `None` for Muon."""
-    name = name_of_optimizer(args)
+    name = _name_of_optimizer(args)
     for kind in ("GaLore", "APOLLO", "LOMO"):
         if kind.lower() in name:
             return kind

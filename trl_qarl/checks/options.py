@@ -38,7 +38,6 @@ __all__ = [
     "check_scheme",
     "check_vllm",
     "low_precision_masters",
-    "name_of_optimizer",
     "raise_problems",
     "refused_by_all",
 ]
@@ -275,11 +274,6 @@ def refused_by_all(config) -> Iterator[str]:
 def said(config: Any, *names: str) -> str:
     """Return options as a message says them: `name=value, ...`."""
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
-
-
-def name_of_optimizer(args: Any) -> str:
-    """Return what `optim` says, which transformers may have made a member of its enumeration."""
-    return str(getattr(args.optim, "value", args.optim))
 
 
 def raise_problems(problems: list[str]) -> None:

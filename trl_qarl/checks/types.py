@@ -31,14 +31,11 @@ def check_types(config: Any, inherited: type) -> Iterator[str]:
     """
     hints = get_type_hints(type(config))
     for name in own_options(type(config), inherited):
-        allowed = _alternatives(hints[name])
+        hint = hints[name]
+        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         value = getattr(config, name)
         if not any(_fits(value, hint) for hint in allowed):
             yield f"{name}={value!r} is of type {type(value).__name__}, and must be {_named(allowed)}."
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _fits(value: Any, hint: Any) -> bool:

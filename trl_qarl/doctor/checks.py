@@ -6,10 +6,9 @@ Memory is what masters, gradients, AdamW's two moments (float32 each) and the lo
 colocated engine come on top.
 """
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from packaging.requirements import Requirement
@@ -289,8 +288,3 @@ def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
         f"no directory has room for a chunk of weights of {mib:,.0f} MiB ({rooms})",
         "free disk space, or set --transfer_dir of `trl-qarl vllm-serve`",
     )
-
-
-def free_bytes(bases: Iterable[Any]) -> dict[str, int]:
-    """Free bytes of each directory."""
-    return {str(base): shutil.disk_usage(base).free for base in bases}

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..adapters.engine import lora_arguments
+from ..adapters.tensors import lora_arguments
 from ..checkpoint.export import export_checkpoint
 from ..checkpoint.serving import ADAPTER_FOLDER
 

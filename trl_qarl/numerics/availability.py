@@ -17,12 +17,12 @@ from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model
-from ..quantization.schemes import QuantScheme
+from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .experts import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, TRANSPARENT, class_of, head_dim_of, window_of
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, class_of, window_of
 
 
 __all__ = [
@@ -89,19 +89,15 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     Yield options with which a learner cannot compute as the engine does, as `name=value`, and why. With `loads_vllm`
     vLLM may be loaded to see whether its kernels can be called, which a configuration does not do while it is made.
     """
+    against_gpu = against_cpu = None
     # A run on a CPU must not wake a GPU.
-    against_gpu = None
     if not config.use_cpu:
         against_gpu = cuda.reason_against() if loads_vllm else cuda.reason_against_installation()
-    against_cpu = None
-    if config.use_vllm and config.use_cpu:
+    elif config.use_vllm:
         against_cpu = kernels.reason_against() if loads_vllm else kernels.reason_against_installation()
+    covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
     for is_met, option, reason in (
-        (
-            against_gpu is None,
-            "use_cpu=False",
-            f"{against_gpu}. Set `use_cpu=True`",
-        ),
+        (against_gpu is None, "use_cpu=False", f"{against_gpu}. Set `use_cpu=True`"),
         (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
         (
             config.quantize_learner,
@@ -111,7 +107,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         (
             config.use_cpu or all(map(cuda.covers, _schemes(config))),
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *cuda.covered_schemes()]} have",
+            f"its product has not been compared with the engine's; those of {covered} have",
         ),
         (
             not config.cast_lm_head_to_fp32,
@@ -189,7 +185,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
     rope = config.rope_parameters.get("rope_type", "default")
     yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
-    head_dim = head_dim_of(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"

@@ -7,7 +7,7 @@ compared here (norms, rotation, sampling) shows in the first batch, every one of
 ([`trl_qarl.numerics.exact`]).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
 from types import SimpleNamespace
@@ -21,60 +21,50 @@ from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 
 
-__all__ = ["first_difference", "first_difference_on_gpu"]
+__all__ = ["first_difference_on_cpu", "first_difference_on_gpu"]
 
 ROWS = (1, 5, 40)
 """Decoding of one sequence and of several, and a prefill."""
 
+HEADS, KEY_HEADS, HEAD_DIM, SCALE, NUM_KEYS = 4, 2, 64, 0.125, 150
+"""Of the attentions that are compared."""
+
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""What the learner computes, and what vLLM does."""
+
 
 @torch.no_grad()
-def first_difference(
-    linear: Callable[[torch.Tensor], Callable[..., torch.Tensor]],
-    dispatch: Callable[[nn.Module, bool], None],
-    attention: Callable[..., torch.Tensor],
-    num_keys: int,
-    block_size: int,
-) -> str | None:
-    """
-    Return what vLLM computes otherwise than the learner, in words, or `None`. `linear` makes the learner's product of
-    an unquantized weight, and `dispatch` gives a layer of vLLM its own, as an engine that is told to use the learner's
-    does. `attention` is the learner's, of a sequence of `num_keys`, of which the engine's cache has `block_size` in a
-    block.
-    """
-    generator = torch.Generator().manual_seed(0)
+def first_difference_on_cpu(kernels: Any) -> str | None:
+    """Return what an engine on a CPU computes otherwise than the learner, in words, or `None`. `kernels` are the
+    learner's functions, [`trl_qarl.numerics.cpu`]."""
+    random = partial(_random, torch.Generator().manual_seed(0), torch.device("cpu"))
     return _first_difference(
         {
-            "product of unquantized weights": lambda: _products(linear, dispatch, generator),
-            "attention": lambda: _attentions(attention, num_keys, block_size, generator),
+            "product of unquantized weights": _products(kernels, random),
+            "attention": _cpu_attentions(kernels, random),
         }
     )
 
 
 @torch.no_grad()
 def first_difference_on_gpu(kernels: Any, device: torch.device) -> str | None:
-    """Return what a batch-invariant engine computes otherwise than the learner on a GPU, in words, or `None`.
-    `kernels` are the learner's functions, [`trl_qarl.numerics.cuda`], whose environment is set."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shapes):
-        return [tensor.to(device) for tensor in _random(generator, *shapes)]
-
+    """Return the same of a batch-invariant engine on a GPU. `kernels` are [`trl_qarl.numerics.cuda`], whose
+    environment is set."""
+    random = partial(_random, torch.Generator().manual_seed(0), device)
     return _first_difference(
         {
-            "product of unquantized weights": lambda: _fused_products(kernels.linear, random),
-            "product of low-bit weights": lambda: _products_in_batches(kernels.low_bit_linear, random),
-            "norm": lambda: _norms(kernels.rms_norm, random),
-            "attention": lambda: _flash_attentions(kernels.attention, kernels.BLOCK_SIZE, random),
+            "product of unquantized weights": _fused_products(kernels.linear, random),
+            "product of low-bit weights": _products_in_batches(kernels.low_bit_linear, random),
+            "norm": _norms(kernels.rms_norm, random),
+            "attention": _flash_attentions(kernels, device, random),
         }
     )
 
 
-def _first_difference(
-    operations: Mapping[str, Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]],
-) -> str | None:
+def _first_difference(operations: Mapping[str, Pairs]) -> str | None:
     for name, pairs in operations.items():
         try:
-            differing = next((pair for pair in pairs() if not torch.equal(*pair)), None)
+            differing = next((pair for pair in pairs if not torch.equal(*pair)), None)
         # A release may have moved, renamed or removed anything.
         except Exception as error:
             return f"its {name} cannot be compared ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
@@ -86,58 +76,68 @@ def _first_difference(
     return None
 
 
-def _products(linear, dispatch, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    x, weight, bias = _random(generator, (max(ROWS), 256), (64, 256), (64,))
+def _products(kernels, random) -> Pairs:
+    from vllm.model_executor.layers import utils
+
+    x, weight, bias = random((max(ROWS), 256), (64, 256), (64,))
     layer = nn.Module()
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
     layer.bias = nn.Parameter(bias, requires_grad=False)
-    dispatch(layer, False)
-    ours = linear(weight)(x, bias)
+    # As an engine gives its layers a product that is told to use the learner's.
+    kernels.dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, False)
+    ours = kernels.PackedLinear(weight)(x, bias)
     for rows in ROWS:
         yield ours[:rows], layer.cpu_linear(x[:rows], layer.weight, layer.bias)
 
 
-def _attentions(attention, num_keys, block_size, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _cpu_attentions(kernels, random) -> Pairs:
     import vllm._custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn
 
-    heads, key_heads, head_dim, scale = 4, 2, 64, 0.125
-    query, key, value = _random(generator, *((num_keys, count, head_dim) for count in (heads, key_heads, key_heads)))
-    ours = attention(query, key, value, (num_keys,), (num_keys,), scale)
     # All that the engine's attention asks of its configuration.
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=query.dtype))
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
     with patch.object(cpu_attn, "get_current_vllm_config", lambda: config, create=True):
-        engine = cpu_attn.CPUAttentionBackendImpl(heads, head_dim, scale, key_heads, None, None, "auto")
-    layer: Any = SimpleNamespace(isa=cpu_attn._get_attn_isa(query.dtype, block_size, head_dim))
-    layer._k_scale_float = layer._v_scale_float = 1.0
-    blocks = -(-num_keys // block_size)
-    cache = query.new_zeros(blocks, key_heads, block_size, 2 * head_dim)
-    engine.do_kv_cache_update(layer, key, value, cache, torch.arange(num_keys))
-    lengths = torch.tensor([num_keys], dtype=torch.int32)
-    for rows in (1, num_keys):
-        starts = torch.tensor([0, rows], dtype=torch.int32)
+        engine = cpu_attn.CPUAttentionBackendImpl(HEADS, HEAD_DIM, SCALE, KEY_HEADS, None, None, "auto")
+    isa = cpu_attn._get_attn_isa(torch.bfloat16, kernels.KV_BLOCK_SIZE, HEAD_DIM)
+
+    def make_metadata(**batch):
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
-            num_heads=heads,
-            num_kv_heads=key_heads,
-            head_dim=head_dim,
-            seq_lens=lengths,
-            dtype=query.dtype,
-            query_start_loc=starts,
+            num_heads=HEADS,
+            num_kv_heads=KEY_HEADS,
+            head_dim=HEAD_DIM,
+            seq_lens=batch["seq_lens"],
+            dtype=torch.bfloat16,
+            query_start_loc=batch["query_start_loc"],
             causal=True,
             sliding_window_size=-1,
-            isa=layer.isa,
+            isa=isa,
             enable_kv_split=False,
         )
-        metadata = cpu_attn.CPUAttentionMetadata(
+        return cpu_attn.CPUAttentionMetadata(**batch, scheduler_metadata=schedule)
+
+    layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    yield from _attentions(kernels.attention, engine, layer, kernels.KV_BLOCK_SIZE, make_metadata, random)
+
+
+def _attentions(attention, engine, layer, block_size, make_metadata, random) -> Pairs:
+    """`engine` is vLLM's attention of a `layer`; `make_metadata` has what it is told of a batch."""
+    query, key, value = random(*((NUM_KEYS, count, HEAD_DIM) for count in (HEADS, KEY_HEADS, KEY_HEADS)))
+    ours = attention(query, key, value, (NUM_KEYS,), (NUM_KEYS,), SCALE)
+    num_blocks = -(-NUM_KEYS // block_size)
+    cache = query.new_zeros(num_blocks, KEY_HEADS, block_size, 2 * HEAD_DIM)
+    slots = torch.arange(NUM_KEYS, device=query.device)
+    engine.do_kv_cache_update(layer, key, value, cache, slots)
+    integers = partial(torch.tensor, dtype=torch.int32, device=query.device)
+    for rows in (1, NUM_KEYS):
+        metadata = make_metadata(
             num_actual_tokens=rows,
             max_query_len=rows,
-            query_start_loc=starts,
-            max_seq_len=num_keys,
-            seq_lens=lengths,
-            block_table=torch.arange(blocks, dtype=torch.int32)[None],
-            slot_mapping=torch.arange(num_keys - rows, num_keys),
-            scheduler_metadata=schedule,
+            query_start_loc=integers([0, rows]),
+            max_seq_len=NUM_KEYS,
+            seq_lens=integers([NUM_KEYS]),
+            block_table=integers([[*range(num_blocks)]]),
+            slot_mapping=slots[-rows:],
         )
         queries = query[-rows:].contiguous()
         output = torch.zeros_like(queries)
@@ -145,7 +145,7 @@ def _attentions(attention, num_keys, block_size, generator) -> Iterator[tuple[to
         yield ours[-rows:], output
 
 
-def _fused_products(linear, random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _fused_products(linear, random) -> Pairs:
     """An engine has query, key and value in one matrix, the learner in three."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -159,7 +159,7 @@ def _fused_products(linear, random) -> Iterator[tuple[torch.Tensor, torch.Tensor
             yield ours[:rows], UnquantizedLinearMethod().apply(layer, x[:rows], b)
 
 
-def _products_in_batches(low_bit_linear, random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _products_in_batches(low_bit_linear, random) -> Pairs:
     """The engine's product is the learner's: what can differ is a row among others."""
     for scheme in ("w4a16", "fp8"):
         x, weight, bias = random((max(ROWS), 256), (64, 256), (64,))
@@ -169,7 +169,7 @@ def _products_in_batches(low_bit_linear, random) -> Iterator[tuple[torch.Tensor,
             yield ours[:rows], low_bit_linear(x[:rows], low_bit, bias)[0]
 
 
-def _norms(rms_norm, random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _norms(rms_norm, random) -> Pairs:
     """One norm, and one of the residual stream that is added to; the learner's is summed already."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -183,40 +183,21 @@ def _norms(rms_norm, random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield of_stream[:rows], RMSNorm.forward_cuda(layer, x[:rows].clone(), stream[:rows].clone())[0]
 
 
-def _flash_attentions(attention, block_size, random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _flash_attentions(kernels, device, random) -> Pairs:
     from vllm.v1.attention.backends import flash_attn
 
-    heads, key_heads, head_dim, scale, num_keys = 4, 2, 64, 0.125, 150
-    query, key, value = random(*((num_keys, count, head_dim) for count in (heads, key_heads, key_heads)))
-    ours = attention(query, key, value, (num_keys,), (num_keys,), scale)
-    engine = flash_attn.FlashAttentionImpl(heads, head_dim, scale, key_heads, None, None, "auto")
-    one = torch.ones(1, device=query.device)
-    layer: Any = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
-    num_blocks = -(-num_keys // block_size)
-    cache = query.new_zeros(num_blocks, key_heads, block_size, 2 * head_dim)
-    slots = torch.arange(num_keys, device=query.device)
-    engine.do_kv_cache_update(layer, key, value, cache, slots)
+    engine = flash_attn.FlashAttentionImpl(HEADS, HEAD_DIM, SCALE, KEY_HEADS, None, None, "auto")
+    one = torch.ones(1, device=device)
     # Other parameters of a release are for cascades and several devices.
     required = [f.name for f in fields(flash_attn.FlashAttentionMetadata) if f.default is MISSING]
-    for rows in (1, num_keys):
-        integers = partial(torch.tensor, dtype=torch.int32, device=query.device)
-        given = {
-            "num_actual_tokens": rows,
-            "max_query_len": rows,
-            "query_start_loc": integers([0, rows]),
-            "max_seq_len": num_keys,
-            "seq_lens": integers([num_keys]),
-            "block_table": integers([[*range(num_blocks)]]),
-            "slot_mapping": slots[-rows:],
-            # As their builder has it in this mode.
-            "max_num_splits": 1,
-        }
-        metadata = flash_attn.FlashAttentionMetadata(**(dict.fromkeys(required) | given))
-        queries = query[-rows:].contiguous()
-        output = torch.zeros_like(queries)
-        engine.forward(layer, queries, key[-rows:], value[-rows:], cache, metadata, output)
-        yield ours[-rows:], output
+
+    def make_metadata(**batch):
+        # One split, as their builder has it in this mode.
+        return flash_attn.FlashAttentionMetadata(**(dict.fromkeys(required) | batch | {"max_num_splits": 1}))
+
+    layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+    yield from _attentions(kernels.attention, engine, layer, kernels.BLOCK_SIZE, make_metadata, random)
 
 
-def _random(generator: torch.Generator, *shapes: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    return (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+def _random(generator: torch.Generator, device: torch.device, *shapes: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    return (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)

@@ -16,11 +16,12 @@ with vLLM 0.31 and one or two threads:
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
 
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
-[`use_in_engine`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
+[`dispatch_row_invariant`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
 
 [`trl_qarl.numerics.backends`] says what each function takes, and what computes where vLLM's kernels cannot be called.
 """
 
+import sys
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -30,13 +31,13 @@ import torch.nn.functional as F
 
 from ..packages import installed
 from . import portable
-from .compare import first_difference
-from .cpu_attention import KV_BLOCK_SIZE
-from .cpu_attention import attend_with_vllm as attention
+from .compare import first_difference_on_cpu
+from .cpu_attention import KV_BLOCK_SIZE, attention
 from .portable import log_softmax, rms_norm, silu_mul
 
 
 __all__ = [
+    "KV_BLOCK_SIZE",
     "PackedLinear",
     "attention",
     "dispatch_row_invariant",
@@ -67,22 +68,9 @@ def has_engine_kernels() -> bool:
 def reason_against() -> str | None:
     """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the
     learner here."""
-    reason = reason_not_to_call()
-    if reason is not None:
+    if reason := reason_not_to_call():
         return reason
-
-    def dispatch(layer, remove_weight):
-        from vllm.model_executor.layers import utils
-
-        dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, remove_weight)
-
-    difference = first_difference(
-        PackedLinear,
-        dispatch,
-        attention,
-        num_keys=150,
-        block_size=KV_BLOCK_SIZE,
-    )
+    difference = first_difference_on_cpu(sys.modules[__name__])
     return None if difference is None else f"vLLM {vllm_version()} is installed, and {difference}"
 
 
@@ -140,23 +128,20 @@ class PackedLinear:
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` `(..., K)` in the dtype of the weight, `bias` `(N,)` in any dtype, or `None`."""
-        rows = x.reshape(-1, x.shape[-1])
         import vllm._custom_ops as ops
 
-        num_rows = rows.shape[0]
+        rows = x.reshape(-1, x.shape[-1])
+        num_rows = len(rows)
+        bias = None if bias is None else bias.to(x.dtype)
         if self._handler is not None:
-            rows = (
-                rows.contiguous()
-                if num_rows >= MIN_ROWS_ONEDNN
-                else F.pad(rows, (0, 0, 0, MIN_ROWS_ONEDNN - num_rows))
-            )
-            y = ops.onednn_mm(self._handler, rows, None if bias is None else bias.to(x.dtype))
-            return y[:num_rows].view(*x.shape[:-1], self.num_outputs)
-        pad_inputs, pad_outputs = self._padding
-        rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
-        if bias is not None:
-            bias = F.pad(bias.to(x.dtype).float(), (0, pad_outputs))
-        y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
+            missing = MIN_ROWS_ONEDNN - num_rows
+            rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows.contiguous()
+            y = ops.onednn_mm(self._handler, rows, bias)
+        else:
+            pad_inputs, pad_outputs = self._padding
+            rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
+            bias = None if bias is None else F.pad(bias.float(), (0, pad_outputs))
+            y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
         return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 
 
-__all__ = ["IN_ONE_PASS", "KV_BLOCK_SIZE", "attend_with_vllm", "one_pass_requests", "queries_in_one_pass"]
+__all__ = ["IN_ONE_PASS", "KV_BLOCK_SIZE", "attention", "blocks_of_keys", "one_pass_requests", "queries_in_one_pass"]
 
 IN_ONE_PASS = "requests of one pass"
 """Version string of an engine whose attention runs as in [`one_pass_requests`]."""
@@ -16,7 +16,7 @@ PASS_ROWS = {"amx": 32, "vec": 8}
 """Rows of queries that vLLM's attention takes at once, by its name of the instructions (`MaxQHeadNumPerIteration`)."""
 
 
-def attend_with_vllm(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
     """Compute what [`~trl_qarl.numerics.backends.Backend.attention`] says with vLLM's kernel."""
     import vllm._custom_ops as ops
 
@@ -84,6 +84,22 @@ def one_pass_requests(
     return torch.cat([starts, query_starts[-1:]]).int(), lengths.int(), request
 
 
+def blocks_of_keys(
+    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return where each key is among all blocks, which blocks each sequence has, where its queries start, and how many
+    keys it has: int64, and int32 the others."""
+    lengths = torch.tensor(key_lengths, dtype=torch.int32)
+    num_blocks = (lengths + block_size - 1) // block_size
+    first = num_blocks.cumsum(0) - num_blocks
+    table = first[:, None] + torch.arange(int(num_blocks.max()))
+    # Beyond a sequence's blocks the table is not read; it must name blocks that exist nevertheless.
+    table = table.clamp(max=int(num_blocks.sum()) - 1).int()
+    slots = torch.cat([int(start) * block_size + torch.arange(n) for start, n in zip(first, key_lengths, strict=True)])
+    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
+    return slots, table, query_starts, lengths
+
+
 @lru_cache(maxsize=4)
 def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
     """Return what all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the
@@ -92,16 +108,7 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, KV_BLOCK_SIZE, head_dim)
-    keys = torch.tensor(key_lengths, dtype=torch.int32)
-    blocks = (keys + KV_BLOCK_SIZE - 1) // KV_BLOCK_SIZE
-    first = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)[:-1].int()])
-    table = first[:, None] + torch.arange(int(blocks.max()), dtype=torch.int32)
-    # Beyond a sequence's blocks the table is not read; it must name blocks that exist nevertheless.
-    table = table.clamp(max=int(blocks.sum()) - 1).int()
-    slots = torch.cat(
-        [int(start) * KV_BLOCK_SIZE + torch.arange(length) for start, length in zip(first, key_lengths, strict=True)]
-    )
-    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
+    slots, table, query_starts, keys = blocks_of_keys(query_lengths, key_lengths, KV_BLOCK_SIZE)
     size = queries_in_one_pass(isa, num_heads, num_key_heads, window is not None)
     query_starts, keys, request = one_pass_requests(query_starts, keys, size)
     table = table[request]

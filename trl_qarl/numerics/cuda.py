@@ -4,15 +4,15 @@ are what [`trl_qarl.numerics.cpu`] is for CPUs.
 
 **None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines.
 On a CPU the tests check what surrounds the kernels: arguments and layouts. On a GPU each process compares the release
-that is installed before it uses any of it ([`reason_against`]): in 0.24 and 0.26 norms depend on the number of rows,
-from 0.32 on a bias is added before a product is rounded, and after it until 0.31.
+that is installed before it uses any of it ([`reason_against`]): from 0.32 on a bias is added before a product is
+rounded, in 0.31 after it.
 
 Differences from a CPU:
 
 - The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does
   both at once; it gets zeros to add to a stream that is summed already. Norms of anything else are another kernel.
 - vLLM has no product of low-bit weights that gives a row the same bits in any batch. So the engine runs
-  [`low_bit_linear`], as the learner does ([`trl_qarl.vllm_plugin.cuda_kernels`]). It computes more than vLLM's own
+  [`low_bit_linear`], as the learner does ([`trl_qarl.vllm_plugin.linear_kernels`]). It computes more than vLLM's own
   kernels: this mode is slower.
 """
 
@@ -30,8 +30,9 @@ from ..packages import installed
 from ..quantization import gemm
 from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
-from ..quantization.schemes import INT8, SCHEMES, QuantScheme
+from ..quantization.schemes import INT8, QuantScheme
 from .compare import first_difference_on_gpu
+from .cpu_attention import blocks_of_keys
 
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "ENVIRONMENT",
     "PackedLinear",
     "attention",
-    "covered_schemes",
     "covers",
     "describe_arithmetic",
     "linear",
@@ -70,9 +70,6 @@ ENGINE_ARGUMENTS: Mapping[str, Any] = {
     "block_size": BLOCK_SIZE,
 }
 """Arguments of `vllm.LLM` for an engine that the learner repeats."""
-
-INT4_KERNEL = "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
-FP8_KERNEL = "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
 def reason_against_installation() -> str | None:
@@ -135,10 +132,8 @@ def use_one_tiling() -> None:
     vLLM has tables by the shape of a weight. The engine's fused query, key and value have another shape than the
     learner's three layers, and other tiles are other sums.
     """
-    try:
-        from vllm.model_executor.determinism import batch_invariant_configs as tables
-    except ImportError:  # earlier releases have no tables
-        return
+    from vllm.model_executor.determinism import batch_invariant_configs as tables
+
     tables._TUNED_MATMUL_CONFIGS_FOR_DEVICE = None
     tables._TUNED_MATMUL_CONFIGS_RESOLVED = True
 
@@ -160,11 +155,6 @@ def prepare_process() -> None:
 def covers(scheme: QuantScheme) -> bool:
     """Return whether learner and engine share the product of `scheme`, whatever its grid."""
     return scheme.is_quantized and scheme.activation in format_of(scheme.container).repeated_on_gpus
-
-
-def covered_schemes() -> list[str]:
-    """Names of the schemes that [`covers`] knows."""
-    return [name for name, scheme in SCHEMES.items() if covers(scheme)]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -189,7 +179,8 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     bfloat16."""
     scheme = weight.scheme
     if scheme.activation is None:
-        return linear(x, weight.dequantize(x.dtype), bias), (x,), INT4_KERNEL
+        y = linear(x, weight.dequantize(x.dtype), bias)
+        return y, (x,), "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
     if scheme.activation == INT8:
         # Sums of integers are exact, whatever their order.
         return gemm.low_bit_linear(x, weight, bias)
@@ -197,7 +188,8 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     # TF32 holds E4M3 codes exactly; the sums are float32.
     product = _batch_invariant().matmul_batch_invariant(codes.float(), weight.qdata.float().t())
     y = product.mul_(scale).mul_(weight.scale.t()).to(x.dtype)
-    return (y if bias is None else y + bias.to(y.dtype)), (codes, scale), FP8_KERNEL
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y, (codes, scale), "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -210,7 +202,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of `x` `(..., H)`: float32 if it is the residual stream, else bfloat16; `weight` `(H,)` bfloat16."""
+    """[`~trl_qarl.numerics.backends.Backend.rms_norm`]; the residual stream is rounded before it."""
     if x.dtype is not torch.float32:
         return _batch_invariant().rms_norm_batch_invariant(x, weight, epsilon)
     import vllm._custom_ops as ops
@@ -222,7 +214,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of bfloat16."""
+    """[`~trl_qarl.numerics.backends.Backend.silu_mul`]."""
     import vllm._custom_ops  # noqa: F401  (loads the operators)
 
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -231,7 +223,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probs `(M, V)` float32 of `logits` in any dtype, as the sampler of vLLM's first model runner takes them."""
+    """[`~trl_qarl.numerics.backends.Backend.log_softmax`], as the sampler of vLLM's first model runner takes it."""
     logits = logits.float()
     if temperature != 1.0:
         # By a tensor: on a GPU a number would be inverted and multiplied with.
@@ -266,21 +258,8 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None)
 
 
 @lru_cache(maxsize=4)
-def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Return where each key is among all blocks, which blocks each sequence has, where its queries start, and how many
-    keys it has.
-
-    Beyond a sequence's own blocks the table is not read; it names some that exist.
-    """
-    lengths = torch.tensor(key_lengths, dtype=torch.int32)
-    num_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
-    first = num_blocks.cumsum(0) - num_blocks
-    table = first[:, None] + torch.arange(int(num_blocks.max()))
-    table = table.clamp(max=int(num_blocks.sum()) - 1).int()
-    slots = torch.cat([int(start) * BLOCK_SIZE + torch.arange(n) for start, n in zip(first, key_lengths, strict=True)])
-    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
-    return tuple(tensor.to(device) for tensor in (slots, table, query_starts, lengths))
+def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(device) for tensor in blocks_of_keys(query_lengths, key_lengths, BLOCK_SIZE))
 
 
 def _batch_invariant() -> ModuleType:

@@ -41,11 +41,6 @@ class Exactness:
         self.is_required = exact == "require" or (exact is None and is_asked_for)
         self._warns_once, self.has_differed = exact is None, False
 
-    def check_engine(self, engine: Mapping[str, Any], on_gpu: bool, adapter_rank: int | None = None) -> None:
-        """[`check_arithmetic`], where exactness is required."""
-        if self.is_required:
-            check_arithmetic(engine, on_gpu, adapter_rank)
-
     def check(
         self,
         output: dict[str, Any],

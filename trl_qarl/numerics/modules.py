@@ -7,6 +7,7 @@ Decoder layers pass on the residual stream in float32, before the engine's round
 
 import inspect
 from collections.abc import Callable
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from ..quantization.linear import weight_version
+from ..quantization.storage import weight_version
 from . import experts, ops
 from .backends import backend_of
 
@@ -39,18 +40,12 @@ __all__ = [
     "LoraOperation",
     "Router",
     "class_of",
-    "head_dim_of",
     "operation_of",
     "window_of",
 ]
 
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
-
-
-def head_dim_of(config) -> int:
-    """Size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -120,7 +115,7 @@ class _Packed(EngineOperation):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._product, self._versions = None, None
+        self._product = self._versions = None
 
     def product(self, *masters: torch.Tensor) -> Any:
         """Return what is made of `masters`, the module's own unless they are given."""
@@ -326,12 +321,11 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if attention_mask is None:
-        key_lengths = query_lengths = None
         if key.shape[1] == length and position_ids is not None:
             starts = (position_ids == 0).flatten()
             starts[::length] = True
-            ends = [*starts.nonzero()[1:, 0].tolist(), starts.numel()]
-            key_lengths = query_lengths = tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))
+            bounds = [*starts.nonzero()[:, 0].tolist(), starts.numel()]
+            key_lengths = query_lengths = tuple(b - a for a, b in pairwise(bounds))
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
         packed = (x.flatten(0, 1) for x in (query, key, value))

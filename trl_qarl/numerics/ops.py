@@ -342,12 +342,12 @@ def _score(logits, tokens, temperature, has_entropies=True) -> tuple[torch.Tenso
     """Log-probs of `tokens` and entropies, both `(M,)` float32, of `logits` `(M, V)`."""
     size = _rows_in_cache(logits)
     log_probs, entropies = logits.new_empty(2, len(tokens), dtype=torch.float32)
-    parts = (tensor.split(size) for tensor in (logits, tokens, log_probs, entropies))
-    for rows, token, log_prob, entropy in zip(*parts, strict=True):
-        all_log_probs = backend_of(rows).log_softmax(rows, temperature)
-        log_prob.copy_(all_log_probs.gather(1, token[:, None])[:, 0])
+    for start in range(0, len(tokens), size):
+        part = slice(start, start + size)
+        all_log_probs = backend_of(logits).log_softmax(logits[part], temperature)
+        log_probs[part] = all_log_probs.gather(1, tokens[part, None])[:, 0]
         if has_entropies:
-            torch.sum(all_log_probs.exp().mul_(all_log_probs), dim=-1, out=entropy).neg_()
+            entropies[part] = -all_log_probs.exp().mul_(all_log_probs).sum(dim=-1)
     return log_probs, entropies
 
 
@@ -357,23 +357,18 @@ def _grad_logits(logits, tokens, log_probs, grad_log_probs, temperature, of_entr
     gradient, of entropies.
     """
     size = _rows_in_cache(logits)
-    tensors = (logits, tokens[:, None], log_probs[:, None], (grad_log_probs / temperature)[:, None])
-    pairs = [()] * len(tensors[0].split(size))
-    if of_entropies is not None:
-        entropies, grad_entropies = of_entropies
-        pairs = zip(entropies[:, None].split(size), (grad_entropies / temperature)[:, None].split(size), strict=True)
-    for (target, token, log_prob, grad), pair in zip(
-        zip(*(tensor.split(size) for tensor in tensors), strict=True), pairs, strict=True
-    ):
+    for start in range(0, len(tokens), size):
+        part = slice(start, start + size)
+        target, token, grad = logits[part], tokens[part, None], (grad_log_probs[part] / temperature)[:, None]
         scaled = target.float() if temperature == 1.0 else target.float().div_(temperature)
         # The logarithm of the sum is a token's logit less its log-prob: no further pass over the vocabulary.
-        all_log_probs = scaled.sub_(scaled.gather(1, token) - log_prob)
-        probs = all_log_probs.exp() if pair else all_log_probs.exp_()
-        if pair:
-            entropy, grad_entropy = pair
-            factors = all_log_probs.add_(entropy).mul_(grad_entropy).add_(grad)
-            grad_part = probs.mul_(factors).neg_()
+        all_log_probs = scaled.sub_(scaled.gather(1, token) - log_probs[part, None])
+        if of_entropies is None:
+            grad_part = all_log_probs.exp_().mul_(-grad)
         else:
-            grad_part = probs.mul_(-grad)
+            entropy, grad_entropy = (tensor[part, None] for tensor in of_entropies)
+            probs = all_log_probs.exp()
+            factors = all_log_probs.add_(entropy).mul_(grad_entropy / temperature).add_(grad)
+            grad_part = probs.mul_(factors).neg_()
         target.copy_(grad_part.scatter_add_(1, token, grad))
     return logits

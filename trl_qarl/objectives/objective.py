@@ -116,13 +116,9 @@ class Objective:
 
     def end_update(self, gather: "Callable[[torch.Tensor], torch.Tensor]", is_on_policy: bool) -> dict[str, float]:
         """
-        Take note of an update whose losses have been computed, and return what to log of it. Every process calls it.
-
-        Args:
-            gather (`Callable`):
-                Concatenates a tensor over the processes.
-            is_on_policy (`bool`):
-                Whether the learner still had the weights of the old log-probs.
+        Take note of an update whose losses have been computed, and return what to log of it. Every process calls it:
+        `gather` concatenates a tensor over them. With `is_on_policy` the learner still had the weights of the old
+        log-probs.
         """
         return {}
 

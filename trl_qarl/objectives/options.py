@@ -10,8 +10,6 @@ __all__ = [
     "OF_ONE_LOSS",
     "OF_TRLS_LOSS",
     "RESHAPES_SAMPLING",
-    "TRUST_BANDS",
-    "TRUST_BAND_SHARE",
     "UNSET",
     "clip_offsets",
     "default",
@@ -28,8 +26,6 @@ UNSET = (
 )
 """Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's
 default."""
-
-TRUST_BANDS, TRUST_BAND_SHARE = ("fixed", "auto"), 0.25
 
 RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 

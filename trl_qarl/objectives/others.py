@@ -1,7 +1,8 @@
 r"""
-Objectives of other projects against the mismatch between learner and sampler, around TRL's clipped loss.
+Objectives of other projects against the mismatch between learner and sampler.
 
-With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler and `W_g = exp(mean_t log w)`:
+With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler, `W_g = exp(mean_t log w)`, and `p` and
+`p_s` the probabilities of a token under learner and sampler:
 
     icepop          1[low <= w <= high] w min(r A, clip(r) A)         https://huggingface.co/papers/2510.18855
     kpop            1[KL <= d] w min(r A, clip(r) A)                  https://ringtech.notion.site/kpop; the KL of
@@ -9,11 +10,18 @@ With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler and `
                                                                       larger of both directions
     geo-mask        1[low <= W_g <= high] min(r A, clip(r) A)         the first step of SkyRL's ladder
     bypass          min(b A, clip(b) A)                               no forward that scores the rollout
+    dppo-tv         1[sign(A) (p - p_s) <= d] min(b, 20) A log p      https://huggingface.co/papers/2602.04879;
+                                                                      min(b, 20) is a constant
+    acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
+                                                                      https://huggingface.co/papers/2602.13953
 
-A token whose sampling log-prob is not known has `w = 1`, except under `bypass`, where there is no other ratio: there
-it does not count. Losses of tokens that TRL does not have are in `token_losses.py`.
+The first four are TRL's loss of a batch with other weights or log-probs. TRL has no option for the last two: as in its
+`loss_type="grpo"`, their terms are averaged over the tokens of a completion, then over completions. A token whose
+sampling log-prob is not known has `w = 1`, except under `bypass` and `dppo-tv`, where there is no other ratio: there
+it does not count.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,19 +30,70 @@ import torch
 from typing_extensions import override
 
 from ..forward import Batch
-from .objective import NO_BOUNDS, Bounds, both_signs
+from .objective import NO_BOUNDS, Bounds, Loss, both_signs
+from .options import BOUNDS_OF_MISMATCH, OF_TRLS_LOSS, clip_offsets, refuse_changed
 from .presets import Preset
 from .ratios import geometric_mask, kpop_weight, mismatch_ratio
 
 
-__all__ = ["BYPASS", "GEO_MASK", "ICEPOP", "KPOP", "OPTIONS", "SamplerRule", "problems_of_threshold"]
+__all__ = ["MAX_RATIO", "OTHERS", "acr_loss", "dppo_tv_loss"]
 
-OPTIONS = {"importance_sampling_level": "token", "vllm_importance_sampling_correction": False}
-"""TRL's options of all of these."""
+MAX_RATIO = 20.0
+"""Bound of the ratio to the sampler by which `dppo-tv` weighs a token, as in
+https://huggingface.co/papers/2602.04879."""
+
+
+def dppo_tv_loss(batch: Batch, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    DPPO with the total variation of one token: a token counts while its probability has not moved by more than
+    `threshold`, in (0, 1), from the sampler's, in the direction of its advantage.
+
+    Returns the loss, with gradient only to `per_token_logps`, and which tokens were dropped: `bool`, `(B, T)`.
+    """
+    mask = batch.mask.bool()
+    advantages = batch.advantages.unsqueeze(1)
+    is_known = mask & ~batch.sampling_per_token_logps.isnan()
+    now = torch.where(is_known, batch.per_token_logps, 0.0)
+    sampling = torch.where(is_known, batch.sampling_per_token_logps, 0.0)
+    moved = (torch.exp(now) - torch.exp(sampling)).detach() * advantages.sign()
+    keeps = is_known & (moved <= threshold)
+    ratio = torch.exp((now - sampling).detach().clamp(max=math.log(MAX_RATIO)))
+    return -_mean(torch.where(keeps, ratio * advantages * now, 0.0), mask), mask & ~keeps
+
+
+def acr_loss(
+    batch: Batch, epsilon: float, epsilon_high: float, cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Clipped loss of tokens weighted by the truncated mismatch `min(w, cap)`, whose upper clip widens by `w / cap` where
+    that weight was truncated: truncation has scaled the ratio to the sampler down by as much. `epsilon` and
+    `epsilon_high` are offsets of the clip; a `cap` of `None` truncates nothing.
+
+    Returns the loss, with gradient only to `per_token_logps`, and which tokens were dropped: `bool`, `(B, T)`.
+    """
+    old, sampling, mask = batch.rollout
+    mask = mask.bool()
+    advantages = batch.advantages.unsqueeze(1)
+    log_weight = torch.where(mask & ~sampling.isnan(), old - sampling, 0.0)
+    log_cap = math.inf if cap is None else math.log(cap)
+    low, high = (math.log1p(-epsilon) if epsilon < 1 else -math.inf), math.log1p(epsilon_high)
+    widening = (log_weight - log_cap).clamp(min=0.0)
+    log_ratio = torch.where(mask, batch.per_token_logps, 0.0) - torch.where(mask, old, 0.0)
+    is_above = (advantages > 0) & (log_ratio > high + widening)
+    is_below = ~(advantages > 0) & (log_ratio < low)
+    # A ratio outside is constant at its bound: the value of the clip, without gradient and without overflow.
+    bounded = torch.where(is_above, high + widening, log_ratio)
+    bounded = torch.where(is_below, low, bounded)
+    terms = torch.exp(log_weight.clamp(max=log_cap)) * torch.exp(bounded) * advantages
+    return -_mean(torch.where(mask, terms, 0.0), mask), mask & (is_above | is_below) & (advantages != 0)
+
+
+def _mean(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (terms.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
 
 @dataclass(frozen=True)
-class SamplerRule(Preset):
+class _SamplerRule(Preset):
     """A preset with a rule of its own for the mismatch."""
 
     weighs_by_sampler = True
@@ -44,15 +103,24 @@ class SamplerRule(Preset):
     def _why_unused(self) -> str:
         return "has a rule of its own for the mismatch" + "".join(f", `{name}`" for name in self.own_options)
 
-
-class _Band(SamplerRule):
-    """Rejects by a ratio outside `[mismatch_low, mismatch_high]`."""
-
-    own_options = ("mismatch_low", "mismatch_high")
-
     @override
     def rejects(self, config: Any) -> bool:
         return True
+
+    @override
+    def problems(self, config: Any) -> Iterator[str]:
+        if "divergence_threshold" in self.own_options and not config.divergence_threshold > 0:
+            yield (
+                f"divergence_threshold={config.divergence_threshold!r} must be greater than 0: at 0 nothing would be left to "
+                "train on."
+            )
+        yield from super().problems(config)
+
+
+class _Band(_SamplerRule):
+    """Rejects by a ratio outside `[mismatch_low, mismatch_high]`."""
+
+    own_options = ("mismatch_low", "mismatch_high")
 
     @override
     def problems(self, config: Any) -> Iterator[str]:
@@ -87,24 +155,15 @@ class _GeoMask(_Band):
         return {"ratio": both_signs(NO_BOUNDS), "mismatch_weight": band}
 
 
-class _KPop(SamplerRule):
+class _KPop(_SamplerRule):
     own_options = ("divergence_threshold",)
 
     @override
     def weight(self, config: Any, batch: Batch) -> torch.Tensor:
         return kpop_weight(*batch.rollout, config.divergence_threshold)
 
-    @override
-    def rejects(self, config: Any) -> bool:
-        return True
 
-    @override
-    def problems(self, config: Any) -> Iterator[str]:
-        yield from problems_of_threshold(config)
-        yield from super().problems(config)
-
-
-class _Bypass(SamplerRule):
+class _Bypass(_SamplerRule):
     needs_scores = False
 
     @override
@@ -116,13 +175,81 @@ class _Bypass(SamplerRule):
         return inputs | {"old_per_token_logps": sampling.nan_to_num(0.0), "advantages": advantages}
 
 
-def problems_of_threshold(config: Any) -> Iterator[str]:
-    threshold = config.divergence_threshold
-    if not threshold > 0:
-        yield f"divergence_threshold={threshold!r} must be greater than 0: at 0 nothing would be left to train on."
+class _TokenLoss(_SamplerRule):
+    has_own_loss = True
+
+    def _loss(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and which tokens were dropped."""
+        raise NotImplementedError
+
+    @override
+    def loss(self, config: Any, batch: Batch) -> Loss:
+        value, dropped = self._loss(config, batch)
+        mask = batch.mask.bool()
+        length = mask.sum(-1)
+        share = dropped.sum(-1) / torch.where(length > 0, length, math.nan)
+        ratio = torch.exp(torch.where(mask, batch.per_token_logps - batch.old_per_token_logps, 0.0))
+        return Loss(value, ratio, {f"{self.name}/dropped_tokens": share})
+
+    @override
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from refuse_changed(config, OF_TRLS_LOSS, "does not use it: it is not a loss of TRL's")
+        yield from super().problems(config)
 
 
-ICEPOP = _IcePop("icepop", OPTIONS, {"mismatch_low": 0.5, "mismatch_high": 5.0})
-KPOP = _KPop("kpop", OPTIONS, {"divergence_threshold": 0.1})
-GEO_MASK = _GeoMask("geo-mask", OPTIONS, {"mismatch_low": 0.99, "mismatch_high": 1.01})
-BYPASS = _Bypass("bypass", OPTIONS)
+class _DPPO(_TokenLoss):
+    own_options = ("divergence_threshold",)
+
+    @override
+    def _loss(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return dppo_tv_loss(batch, config.divergence_threshold)
+
+    @override
+    def ratio_bounds(self, config: Any) -> tuple[Bounds, Bounds]:
+        return NO_BOUNDS, NO_BOUNDS
+
+    @override
+    def contradictions(self, config: Any) -> Iterator[str]:
+        yield from super().contradictions(config)
+        for name in ("epsilon", "epsilon_high"):
+            if getattr(config, name) is not None:
+                yield (
+                    f"{name}={getattr(config, name)!r} is not honoured: objective='dppo-tv' bounds the change of a token's "
+                    "probability, by `divergence_threshold`, and not its ratio."
+                )
+
+    @override
+    def problems(self, config: Any) -> Iterator[str]:
+        threshold = config.divergence_threshold
+        if threshold >= 1:
+            yield (
+                f"divergence_threshold={threshold!r} bounds a change of probability, which is below 1. Choose such as 0.2."
+            )
+        yield from super().problems(config)
+
+
+class _ACR(_TokenLoss):
+    @override
+    def _loss(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return acr_loss(batch, *clip_offsets(config), config.vllm_importance_sampling_clip_max)
+
+    @property
+    @override
+    def _unused_bounds(self) -> tuple[str, ...]:
+        return tuple(name for name in BOUNDS_OF_MISMATCH if name != "vllm_importance_sampling_clip_max")
+
+    @override
+    def token_weight_bounds(self, config: Any) -> Bounds:
+        return None, config.vllm_importance_sampling_clip_max
+
+
+_OPTIONS = {"importance_sampling_level": "token", "vllm_importance_sampling_correction": False}
+
+OTHERS = (
+    _IcePop("icepop", _OPTIONS, {"mismatch_low": 0.5, "mismatch_high": 5.0}),
+    _KPop("kpop", _OPTIONS, {"divergence_threshold": 0.1}),
+    _GeoMask("geo-mask", _OPTIONS, {"mismatch_low": 0.99, "mismatch_high": 1.01}),
+    _Bypass("bypass", _OPTIONS),
+    _DPPO("dppo-tv", _OPTIONS, {"divergence_threshold": 0.2}),
+    _ACR("acr", _OPTIONS),
+)

@@ -27,7 +27,7 @@ from typing_extensions import override
 from ..forward import Batch
 from .objective import Objective
 from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, clip_offsets, refuse_changed
-from .ratios import mismatch_ratio, weigh_advantages
+from .ratios import mismatch_ratio
 
 
 __all__ = ["COMPARISON", "TRLS_LOSSES", "Preset"]
@@ -73,10 +73,17 @@ class Preset(Objective):
 
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with advantages that carry the weight which TRL does not apply."""
+        """
+        Return the batch with advantages `(B,)` of which the negative ones are 0 under `is_positive_only`, so that they
+        still count in the mean over sequences, times the weight that TRL does not apply, `(B, T)` or `(B, 1)`.
+
+        Every clipped loss is positively homogeneous in the advantage: for `w >= 0`, `min(r w A, clip(r) w A)` is
+        `w min(r A, clip(r) A)`, so a weight of the loss may stand at its advantage.
+        """
+        advantages = inputs["advantages"].clamp(min=0) if self.is_positive_only else inputs["advantages"]
         is_weighed_by_trl = config.use_vllm and config.vllm_importance_sampling_correction
         ratio = None if is_weighed_by_trl else inputs.get("importance_sampling_ratio")
-        return inputs | {"advantages": weigh_advantages(inputs["advantages"], ratio, self.is_positive_only)}
+        return inputs | {"advantages": advantages if ratio is None else advantages.unsqueeze(1) * ratio}
 
     @property
     def _unused_bounds(self) -> tuple[str, ...]:
@@ -90,12 +97,11 @@ class Preset(Objective):
     def problems(self, config: Any) -> Iterator[str]:
         yield from refuse_changed(config, self._unused_bounds, self._why_unused)
         if (self.corrects_mismatch or self.weighs_by_sampler) and not config.use_vllm:
-            yield from refuse_changed(
-                config,
-                RESHAPES_SAMPLING,
+            why = (
                 "weighs by the sampling log-probs, which would not be those of the distribution that was sampled from; "
-                "leave it at its default",
+                "leave it at its default"
             )
+            yield from refuse_changed(config, RESHAPES_SAMPLING, why)
         yield from refuse_changed(config, OF_ONE_LOSS, "does not use it; it belongs to TRL's loss of that name")
         if self.is_on_policy and config.num_iterations != 1:
             yield (
@@ -122,6 +128,12 @@ _TOKEN_TIS = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "token_truncate",
 }
+_SEQUENCE = {"importance_sampling_level": "sequence", "vllm_importance_sampling_correction": False}
+_SEQUENCE_MIS = {
+    "importance_sampling_level": "sequence",
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+}
 # Table 2 of the paper: `seq_clip_ratio_low` and `seq_clip_ratio_high`, bounds of a geometric mean.
 _SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 
@@ -130,18 +142,8 @@ COMPARISON = (
     Preset("positive-only", _TOKEN_TIS, is_positive_only=True),
     Preset("on-policy", _TOKEN_TIS, is_on_policy=True),
     _DualClip("dual-clip", _TOKEN_TIS, {"delta": 3.0}),
-    Preset(
-        "gspo", {"importance_sampling_level": "sequence", "vllm_importance_sampling_correction": False}, _SEQUENCE_CLIP
-    ),
-    Preset(
-        "mis-gspo",
-        {
-            "importance_sampling_level": "sequence",
-            "vllm_importance_sampling_correction": True,
-            "vllm_importance_sampling_mode": "sequence_mask",
-        },
-        _SEQUENCE_CLIP,
-    ),
+    Preset("gspo", _SEQUENCE, _SEQUENCE_CLIP),
+    Preset("mis-gspo", _SEQUENCE_MIS, _SEQUENCE_CLIP),
 )
 """Objectives that the paper compares with TBPO."""
 

@@ -13,7 +13,6 @@ __all__ = [
     "mismatch_ratio",
     "mismatch_weight",
     "sequence_log_ratio",
-    "weigh_advantages",
 ]
 
 
@@ -36,17 +35,8 @@ def mismatch_ratio(
     `*_truncate` clamps to `[clip_min, clip_max]` (TIS, https://fengyao.notion.site/off-policy-rl); `*_mask` sets
     ratios outside to 0 (MIS). `None` leaves that side open. The result has no gradient.
 
-    Args:
-        old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs of the learner at rollout, in nats.
-        sampling_per_token_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs under which the tokens were sampled; NaN counts as no mismatch.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Nonzero for the tokens that count. The others may hold anything and have ratio 1.
-        mode (`str`):
-            `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`.
-        clip_min, clip_max (`float` or `None`):
-            Bounds of the ratio.
+    Tensors are those of a [`~trl_qarl.forward.Batch`]. A sampling log-prob of NaN counts as no mismatch, and tokens
+    outside of `mask` may hold anything and have ratio 1. Another `mode` than these four raises `ValueError`.
     """
     level, _, bound = mode.partition("_")
     if level not in ("token", "sequence") or bound not in ("truncate", "mask"):
@@ -116,31 +106,6 @@ def kl_to_reference(
     per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
     per_sequence = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
     return per_sequence.mean(), per_token_kl
-
-
-def weigh_advantages(
-    advantages: torch.Tensor, ratio: torch.Tensor | None, is_positive_only: bool = False
-) -> torch.Tensor:
-    """
-    Advantages that carry a preset's weights into TRL's loss: `max(A, 0)` if `is_positive_only`, times `ratio`.
-
-    Every clipped loss is positively homogeneous in the advantage, `min(r w A, clip(r) w A) = w min(r A, clip(r) A)`
-    for `w >= 0`, so a weight of the loss may stand at its advantage.
-
-    Args:
-        advantages (`torch.Tensor` of shape `(B,)`):
-            One advantage per sequence.
-        ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, or `None`):
-            Weights of at least 0, without gradient; `None` for 1.
-        is_positive_only (`bool`, *optional*, defaults to `False`):
-            Whether sequences with a negative advantage are left out. They still count in the mean over sequences.
-
-    Returns:
-        `(B,)` without `ratio`, else the shape of `ratio`.
-    """
-    if is_positive_only:
-        advantages = advantages.clamp(min=0)
-    return advantages if ratio is None else advantages.unsqueeze(1) * ratio
 
 
 def sequence_log_ratio(

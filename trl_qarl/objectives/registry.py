@@ -4,15 +4,16 @@ torch."""
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 from .objective import Objective
+from .options import default
 
 
-__all__ = ["OBJECTIVES", "all_objectives", "find_objective", "get_objective", "problem_of_objective"]
+__all__ = ["OBJECTIVES", "all_objectives", "find_objective", "get_objective", "options_of_others"]
 
 OBJECTIVES = (
     "tbpo",
@@ -44,13 +45,11 @@ names."""
 @cache
 def all_objectives() -> dict[str, Objective]:
     """Return the objectives by name, in the order of [`OBJECTIVES`]."""
-    from .others import BYPASS, GEO_MASK, ICEPOP, KPOP
+    from .others import OTHERS
     from .presets import COMPARISON, TRLS_LOSSES
     from .tbpo import TBPO
-    from .token_losses import ACR, DPPO_TV
 
-    objectives = (TBPO, *COMPARISON, ICEPOP, KPOP, GEO_MASK, BYPASS, DPPO_TV, ACR, *TRLS_LOSSES)
-    return {objective.name: objective for objective in objectives}
+    return {objective.name: objective for objective in (TBPO, *COMPARISON, *OTHERS, *TRLS_LOSSES)}
 
 
 def get_objective(config: Any) -> Objective:
@@ -60,17 +59,9 @@ def get_objective(config: Any) -> Objective:
 
 def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
     """
-    Return the objective of this name.
-
-    Args:
-        name (`str`):
-            One of [`OBJECTIVES`], or `"module:Name"`: an [`Objective`], or a subclass of it, in a module that can be
-            imported from the current folder or from the environment.
-        options (`Mapping[str, Any]`, *optional*):
-            Arguments of the class, in addition to `name`.
-
-    Raises:
-        ValueError: if there is no such objective, or if it does not take the options.
+    Return the objective of a name: one of [`OBJECTIVES`], or `"module:Name"`, an [`Objective`] or a subclass of it in
+    a module that can be imported from the current folder or from the environment. `options` are arguments of the
+    class, in addition to `name`. Raises `ValueError` if there is no such objective, or if it does not take them.
     """
     if ":" in name:
         return _of_user(name, json.dumps(dict(options or {}), sort_keys=True))
@@ -112,10 +103,15 @@ def _of_user(name: str, options: str) -> Objective:
     return found
 
 
-def problem_of_objective(config: Any) -> str | None:
-    """Return why `objective` and `objective_kwargs` name no objective, or `None`."""
-    try:
-        get_objective(config)
-    except ValueError as error:
-        return str(error)
-    return None
+def options_of_others(config: Any, objective: Objective) -> Iterator[str]:
+    """Yield a problem for each option that was given and means something only to other objectives."""
+    users: dict[str, list[str]] = {}
+    for other in all_objectives().values():
+        for name in other.own_options:
+            users.setdefault(name, []).append(f"objective={other.name!r}")
+    for name, owners in users.items():
+        if name not in objective.own_options and getattr(config, name) != default(type(config), name):
+            yield (
+                f"{name}={getattr(config, name)!r} belongs to {' and '.join(owners)}, but "
+                f"objective={config.objective!r}. Remove it or change the objective."
+            )

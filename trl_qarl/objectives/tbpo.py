@@ -15,8 +15,7 @@ The paper prints Eq. 5 as a clip of `w`; its bounds `[-log c, log c]` are those 
 A ratio outside its band is constant, hence the whole completion gives no gradient: it is *dropped*. The mean runs over
 all sequences and an empty completion contributes 0, like TRL's `loss_type="grpo"`.
 
-The loss is a function of tensors: no trainer state, no communication, no gradient-accumulation factor. Bands that set
-themselves are in `trust_bands.py`.
+Bands that set themselves are in `trust_bands.py`.
 """
 
 import math
@@ -29,7 +28,7 @@ from typing_extensions import override
 
 from ..forward import Batch
 from .objective import Bounds, Loss, Objective, both_signs
-from .options import RESHAPES_SAMPLING, TRUST_BANDS, UNSET, default, is_unused, trl_default
+from .options import OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, default, is_unused, trl_default
 from .ratios import mismatch_weight, sequence_log_ratio
 from .trust_bands import MAX_LOG_RATIO, MIN_TAIL, Bands, EstimatedBands
 
@@ -42,12 +41,7 @@ REFUSED_BY_TBPO = {
     "in the paper",
     "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
     "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it unset",
-    "sapo_temperature_neg": "it belongs to `objective='sapo'`",
-    "sapo_temperature_pos": "it belongs to `objective='sapo'`",
-    "vespo_k_pos": "it belongs to `objective='vespo'`",
-    "vespo_lambda_pos": "it belongs to `objective='vespo'`",
-    "vespo_k_neg": "it belongs to `objective='vespo'`",
-    "vespo_lambda_neg": "it belongs to `objective='vespo'`",
+    **{name: f"it belongs to `objective='{name.partition('_')[0]}'`" for name in OF_ONE_LOSS},
     "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
     "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
     "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
@@ -110,21 +104,9 @@ def tbpo_loss(
     """
     TBPO loss of a batch, to be minimised, and what happened to each sequence. Equations in the module docstring.
 
-    Args:
-        per_token_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs of the learner now, in nats. The only argument that receives gradient.
-        old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs of the learner at rollout time.
-        sampling_per_token_logps (`torch.Tensor` of shape `(B, T)` or `None`):
-            Log-probs reported by the engine, NaN where it has none. With `None` every mismatch weight is 1.
-        advantages (`torch.Tensor` of shape `(B,)`):
-            One advantage per sequence; any other shape raises `ValueError`.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            Nonzero for the tokens that count: completion mask times tool mask.
-        positive_epsilon_high, negative_epsilon_low, negative_epsilon_high (`float`):
-            Offsets of the bands, see [`trust_band_clip`].
-        mismatch_cap (`float`):
-            Two-sided cap of the weight, see [`mismatch_weight`].
+    Tensors are those of a [`~trl_qarl.forward.Batch`], of which only `per_token_logps` receives gradient; without
+    `sampling_per_token_logps` every mismatch weight is 1. The epsilons are those of [`trust_band_clip`],
+    `mismatch_cap` that of [`mismatch_weight`]. Advantages of another shape than `(B,)` raise `ValueError`.
     """
     # A (B, 1) tensor, which TRL's own loss uses, would broadcast to (B, B) without an error.
     if advantages.shape != per_token_logps.shape[:1]:
@@ -194,15 +176,8 @@ class _TBPO(Objective):
     def loss(self, config: Any, batch: Batch) -> Loss:
         now, old = batch.per_token_logps, batch.old_per_token_logps
         assert now is not None
-        value, output = tbpo_loss(
-            now,
-            old,
-            batch.sampling_per_token_logps,
-            batch.advantages,
-            batch.mask,
-            **self._bands(config)._asdict(),
-            mismatch_cap=config.mismatch_cap,
-        )
+        tensors = now, old, batch.sampling_per_token_logps, batch.advantages, batch.mask
+        value, output = tbpo_loss(*tensors, **self._bands(config)._asdict(), mismatch_cap=config.mismatch_cap)
         # Not an evaluation's.
         if self.estimate is not None and now.requires_grad:
             self.estimate.observe(output.log_ratio, batch.advantages, output.is_empty)
@@ -210,7 +185,6 @@ class _TBPO(Objective):
         return Loss(value, ratio, tbpo_metrics(output, batch.advantages))
 
     def _bands(self, config: Any) -> Bands:
-        """Return the bands in force."""
         if self.estimate is not None:
             return self.estimate.bands
         return Bands(*(getattr(config, name) for name in Bands._fields))
@@ -228,11 +202,8 @@ class _TBPO(Objective):
             return {}
         in_force = self.estimate.bands
         self.estimate.end_update(gather, is_on_policy)
-        return {
-            f"tbpo/band/{name.replace('_epsilon', '')}": offset
-            for name, offset in in_force._asdict().items()
-            if math.isfinite(offset)
-        }
+        finite = {name: offset for name, offset in in_force._asdict().items() if math.isfinite(offset)}
+        return {f"tbpo/band/{name.replace('_epsilon', '')}": offset for name, offset in finite.items()}
 
     @override
     def state(self) -> dict[str, Any] | None:
@@ -282,22 +253,16 @@ class _TBPO(Objective):
 
     @override
     def problems(self, config: Any) -> Iterator[str]:
-        for name, upper in (
-            ("positive_epsilon_high", None),
-            ("negative_epsilon_high", None),
-            ("negative_epsilon_low", 1.0),
-        ):
-            value = getattr(config, name)
+        for name in ("positive_epsilon_high", "negative_epsilon_high", "negative_epsilon_low"):
+            value, upper = getattr(config, name), 1.0 if name == "negative_epsilon_low" else math.inf
             if config.trust_band == "auto" and value != default(type(config), name):
                 yield (
                     f"{name}={value!r} contradicts trust_band='auto', which estimates the bands. Remove it, or `trust_band` to set the "
                     "bands by hand."
                 )
-            if not value >= 0 or (upper is not None and value > upper):
-                bound = "at least 0" if upper is None else f"between 0 and {upper:g}"
+            if not 0 <= value <= upper:
+                bound = "at least 0" if upper == math.inf else f"between 0 and {upper:g}"
                 yield f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1."
-        if config.trust_band not in TRUST_BANDS:
-            yield f"trust_band={config.trust_band!r} is unknown. Choose one of {list(TRUST_BANDS)}."
         if not 0 < config.trust_band_share < 1:
             yield (
                 f"trust_band_share={config.trust_band_share!r} must be between 0 and 1, both excluded: it is the share of completions "

@@ -50,18 +50,11 @@ OPEN = Bands(math.inf, math.inf, math.inf)
 @torch.no_grad()
 def estimate_bands(log_ratios: torch.Tensor, advantages: torch.Tensor, share: float) -> Bands:
     """
-    Return the bands outside which `share` of the completions of each sign lie. Equations in the module docstring.
+    Return the bands outside which `share`, in (0, 1), of the completions of each sign lie, with `inf` for a sign that
+    has too few completions to estimate the quantile from. Equations in the module docstring.
 
-    Args:
-        log_ratios (`torch.Tensor` of shape `(N,)`):
-            Mean over tokens of the change of their log-probs, in nats. Computed with in float64.
-        advantages (`torch.Tensor` of shape `(N,)`):
-            Their signs choose the band; 0 counts for none.
-        share (`float`):
-            Share to drop, in (0, 1).
-
-    Returns:
-        `Bands`, with `inf` for a sign that has too few completions to estimate the quantile from.
+    `log_ratios`, `(N,)`, are means over tokens of the change of their log-probs, in nats; the computation is in
+    float64. The signs of `advantages`, `(N,)`, choose the band; 0 counts for none.
     """
     offsets = torch.expm1(log_ratios.double().clamp(max=MAX_LOG_RATIO))
     positive, negative = offsets[advantages > 0], offsets[advantages < 0]
@@ -107,15 +100,8 @@ class EstimatedBands:
         self._update.append(torch.stack([log_ratio.detach(), advantages.masked_fill(is_empty, 0.0)], dim=1))
 
     def end_update(self, gather: Callable[[torch.Tensor], torch.Tensor], is_on_policy: bool) -> None:
-        """
-        Estimate the bands of the next update. Every process has to call it.
-
-        Args:
-            gather (`Callable`):
-                Concatenates a tensor over the processes.
-            is_on_policy (`bool`):
-                Whether the learner still had the weights of the old log-probs, so that ratios are 1 but for rounding.
-        """
+        """Estimate the bands of the next update; called as
+        [`~trl_qarl.objectives.objective.Objective.end_update`]."""
         rows = gather(torch.cat(self._update)).cpu()
         self._update = []
         rows = rows[(rows[:, 1] != 0) & rows[:, 0].isfinite()]

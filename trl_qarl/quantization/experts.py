@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from .experts_product import experts_product
+from .experts_product import experts_product, grouped_experts, reason_against_grouping
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
-from .grouped import grouped_experts, reason_against_grouping
-from .parameters import shapes_of
 from .schemes import QuantScheme, get_scheme
+from .storage import shapes_of
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import OWN_ATTRIBUTES, QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
 
@@ -36,9 +35,8 @@ class QuantizedExperts(QuantizedLayer):
     The experts of a layer with a quantized forward and a straight-through gradient to their masters.
 
     Made by [`~QuantizedExperts.from_experts`]. It computes by itself, whatever experts' implementation the model's
-    configuration names. What [`~trl_qarl.quantization.linear.QuantizedLinear`] says of its cache holds for both
-    parameters. `num_experts` is also the index that stands for a slot to skip, `act_fn` is applied to the gate, and
-    `experts_class` is the class of the module it was made from.
+    configuration names; caches are as in [`~trl_qarl.quantization.linear.QuantizedLinear`]. `num_experts` is also the
+    index that stands for a slot to skip, and `experts_class` the class of the module it was made from.
     """
 
     num_experts: int
@@ -49,11 +47,8 @@ class QuantizedExperts(QuantizedLayer):
     def from_experts(
         cls, experts: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedExperts":
-        """
-        Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, as
-        [`~trl_qarl.quantization.linear.QuantizedLinear.from_linear`] does, with its errors; another layout raises
-        `TypeError`.
-        """
+        """Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, as
+        `QuantizedLinear.from_linear` does, with its errors; another layout raises `TypeError`."""
         if problem := problem_of_experts(experts):
             raise TypeError(f"{type(experts).__name__} cannot be quantized: {problem}.")
         check_can_be_quantized(experts, [GATE_UP, DOWN], scheme)
@@ -82,11 +77,8 @@ class QuantizedExperts(QuantizedLayer):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """
-        Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, as
-        [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers.
-        On GPUs as [`~trl_qarl.quantization.grouped.grouped_experts`] does, where that pays.
-        """
+        """Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, with
+        [`experts_product`], or on GPUs, where that pays, [`grouped_experts`]; under autocast in its dtype."""
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -96,19 +88,18 @@ class QuantizedExperts(QuantizedLayer):
             y = grouped_experts(tokens, top_k_index, top_k_weights, self.num_experts, *operands, self.act_fn)
             self.kernel_name = expanded_name(GROUPED, self.scheme, tokens.dtype)
             return y.view_as(hidden_states)
-        operands = self._low_bit_operands if is_quantized else self._dense_operands
+        operands = self._low_bit_operands if is_quantized else lambda weight: weight.master().unbind()
         gate_up, down = map(operands, self.quantized_weights.values())
         kernels: set[str] = set()
+
+        def product(rows, low_bit, bias):
+            y, seen, kernel = self.product(rows, low_bit, bias)
+            kernels.add(kernel)
+            return y, seen
 
         def linear(rows: torch.Tensor, operand: Any) -> torch.Tensor:
             if not is_quantized:
                 return F.linear(rows, operand.to(rows.dtype))
-
-            def product(rows, low_bit, bias):
-                y, seen, kernel = self.product(rows, low_bit, bias)
-                kernels.add(kernel)
-                return y, seen
-
             low_bit, master = operand
             return straight_through_linear(rows, low_bit, None, master, product)
 
@@ -135,9 +126,6 @@ class QuantizedExperts(QuantizedLayer):
             return False
         sizes = tokens.shape[-1], self.down_proj.shape[-1]
         return reason_against_grouping(tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme) is None
-
-    def _dense_operands(self, weight: QuantizedWeight) -> Sequence[torch.Tensor]:
-        return weight.master().unbind()
 
     @override
     def extra_repr(self) -> str:

@@ -1,24 +1,20 @@
 """
 Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
 
-[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed; docs/schemes.md
-has the table. Two properties hold for every choice: it depends on nothing that differs between rollout, scoring and
-loss but the number of rows, and every kernel of a scheme computes the same sum of products with float32 accumulation,
-up to rounding of the weight to 16 bits and the order of summation. With `row_invariant=True` it does not depend on the
-number of rows either, and the result of a row is the same bits whatever rows come with it: an engine needs this, whose
-prefill and decode must agree. ATen's INT4 and INT8 kernels compute each row by itself; where they cannot run, the
-weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS chooses the
-order of summation by the number of rows.
+[`low_bit_linear`] runs one and returns its name, of which docs/schemes.md has the table. The choice depends on nothing
+that differs between rollout, scoring and loss but the number of rows, and every kernel of a scheme computes the same
+sum of products with float32 accumulation, up to rounding of the weight to 16 bits and the order of summation. With
+`row_invariant=True`, for engines, whose prefill and decode must agree, a row has the same bits whatever rows come with
+it: ATen's INT4 and INT8 kernels compute each row by itself; where they cannot run, the weight is expanded and
+multiplied with blocks of 48 rows, because BLAS chooses the order of summation by the number of rows.
 
-On a CPU the thresholds, here and in `formats/`, are where the measured times cross (`learner` and `decode` of
-`python -m benchmarks.bench`, benchmarks/learner.md). x86 processors have no arithmetic of FP8, or of INT4 by INT8, in
-PyTorch: the codes of activations are exact in bf16 and float32, so they go through a weight-only product, and the
-result is multiplied by their scale.
+On a CPU the thresholds, here and in `formats/`, are where the measured times cross (benchmarks/learner.md). x86
+processors have no arithmetic of FP8, or of INT4 by INT8, in PyTorch: the codes of activations are exact in bf16 and
+float32, so they go through a weight-only product, and the result is multiplied by their scale.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +24,7 @@ from .quantize import activation_form, quantize_activation
 from .schemes import QuantScheme
 
 
-__all__ = [
-    "expanded_name",
-    "has_fast_bf16",
-    "linear_in_blocks",
-    "low_bit_linear",
-    "low_bit_matmul",
-]
+__all__ = ["expanded_name", "has_fast_bf16", "linear_in_blocks", "low_bit_linear", "low_bit_matmul"]
 
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
 # A multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest.
@@ -53,25 +43,11 @@ FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
 FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
 
 
-class LowBitWeight(Protocol):
-    """The attributes of a [`~trl_qarl.quantization.tensors.LowBitTensor`] that a product reads."""
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-    scheme: QuantScheme
-
-    def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor: ...
-
-    def gemm_weight(self) -> "LowBitWeight": ...
-
-    def cached(self, make: Callable[[Any], Any]) -> Any: ...
-
-
 def low_bit_linear(
-    x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor | None, row_invariant: bool = False
+    x: torch.Tensor, weight: Any, bias: torch.Tensor | None, row_invariant: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
-    Return `x @ w'.T + bias` of activations `(M, K)` in the compute dtype and a low-bit weight `(N, K)`, in the dtype
+    Return `x @ w'.T + bias` of activations `(M, K)` in the compute dtype and a `LowBitTensor` `(N, K)`, in the dtype
     of `x`; what the backward pass needs to rebuild the activations the product saw (`(x,)`, or codes and scale); and
     the kernel's name. A bias `(N,)` of any floating dtype is added in the compute dtype; no gradient is recorded. On a
     CPU, `row_invariant` asks for one kernel for any number of rows, such that no row changes the result of another.
@@ -101,10 +77,8 @@ def low_bit_matmul(
     w_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, str]:
-    """
-    Return `dtype((x_codes @ w_codes.T) * x_scale * w_scale)`, `(M, N)`, and the kernel's name, for codes `(M, K)` and
-    `(N, K)` of int8 or, on GPUs that multiply them, float8_e4m3fn, and float32 scales `(M, 1)` and `(N, 1)`.
-    """
+    """Return `dtype((x_codes @ w_codes.T) * x_scale * w_scale)`, `(M, N)`, and the kernel's name, for codes `(M, K)`
+    and `(N, K)` of int8 or, on GPUs that multiply them, float8_e4m3fn, and float32 scales `(M, 1)` and `(N, 1)`."""
     if x_codes.dtype is torch.int8:
         accumulated, kernel = _int8_matmul(x_codes, w_codes)
     elif dtype is torch.bfloat16:
@@ -142,8 +116,7 @@ def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
 
 
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype. A row and a channel have the same bits among any
-    others."""
+    """`x @ weight.T`, `(M, K)` by `(N, K)` in their dtype; rows and channels have the same bits among any others."""
     if weight.dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return _in_blocks_of_rows(x, weight)
     *whole, last = weight.split(CHANNELS_WITH_AMX)
@@ -199,6 +172,5 @@ def _has_vnni() -> bool:
 
 @lru_cache(maxsize=1)
 def has_fast_bf16() -> bool:
-    """Return whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several
-    times faster."""
+    """Return whether this CPU multiplies bf16 natively (AVX512-BF16, AMX); else float32 is several times faster."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,18 +1,15 @@
 """
-Global scales, such as NVFP4's: one for all layers that vLLM fuses into one matrix, chosen when a model is prepared and
-then constant.
-
-vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were
-trained. They are powers of two with room for weights that grow ([`trl_qarl.quantization.formats.nvfp4`]), so they need
-not follow them.
+Global scales, such as NVFP4's ([`trl_qarl.quantization.formats.fp4`]), chosen when a model is prepared and then
+constant: one for all layers that vLLM fuses into one matrix. It takes the largest of such a matrix for all of it, so
+with several it would multiply by other weights than were trained.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from .formats.registry import format_of
 from .plan import FUSED
-from .weight import QuantizedLayer, QuantizedWeight
+from .weight import QuantizedLayer
 
 
 __all__ = ["check_global_scales", "share_global_scales"]
@@ -21,15 +18,16 @@ __all__ = ["check_global_scales", "share_global_scales"]
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
     """Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its
     largest weight. `known` must not lack a layer."""
-    for name, weights in _groups(layers).items():
+    for names in _groups(name for name, layer in layers.items() if layer.scheme.container.has_global_scale):
+        weights = [weight for name in names for weight in layers[name].quantized_weights.values()]
         if known is not None:
-            missing = [layer for layer in layers if layer not in known and _group_of(layer) == name]
+            missing = [name for name in names if name not in known]
             if missing:
                 raise ValueError(
                     f"global_scales has no entry {missing[0]!r}. It has to name every layer of "
                     f"{layers[missing[0]].scheme.name!r}."
                 )
-            scale = next(known[layer] for layer in layers if _group_of(layer) == name)
+            scale = known[names[0]]
         else:
             masters = [weight.master().detach() for weight in weights if not weight.is_frozen]
             if not masters or any(master.is_meta for master in masters):
@@ -41,12 +39,9 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
 
 
 def check_global_scales(scales: Mapping[str, float]) -> None:
-    """Raises `ValueError` where layers that vLLM holds as one matrix have several global scales, given by the layers'
-    names."""
-    of_group: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, scale in scales.items():
-        of_group[_group_of(name)][name] = scale
-    for group in of_group.values():
+    """Raise `ValueError` where layers that vLLM holds as one matrix have several global scales, given by name."""
+    for names in _groups(scales):
+        group = {name: scales[name] for name in names}
         if len(set(group.values())) > 1:
             raise ValueError(
                 f"The global scales {group} differ, and vLLM would take one for all, as it holds these layers in one matrix. Prepare the "
@@ -54,15 +49,10 @@ def check_global_scales(scales: Mapping[str, float]) -> None:
             )
 
 
-def _groups(layers: Mapping[str, QuantizedLayer]) -> dict[str, list[QuantizedWeight]]:
+def _groups(names: Iterable[str]) -> Iterable[list[str]]:
+    """Names of layers, those together that vLLM holds as one matrix."""
     groups = defaultdict(list)
-    for name, layer in layers.items():
-        if layer.scheme.container.has_global_scale:
-            groups[_group_of(name)] += layer.quantized_weights.values()
-    return groups
-
-
-def _group_of(name: str) -> str:
-    """Name of the matrix in vLLM that holds a layer."""
-    parent, _, leaf = name.rpartition(".")
-    return next((f"{parent}.{'+'.join(leaves)}" for leaves in FUSED if leaf in leaves), name)
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        groups[next((f"{parent}.{'+'.join(leaves)}" for leaves in FUSED if leaf in leaves), name)].append(name)
+    return groups.values()

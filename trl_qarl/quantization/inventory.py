@@ -1,9 +1,6 @@
-"""
-[`Inventory`]: the layers of one model, found in one walk over its modules and kept with the model.
-
-Everything outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what
-was left alone.
-"""
+"""[`Inventory`]: the layers of one model, found in one walk over its modules and kept with the model. Everything
+outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what was left
+alone."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .checkpoint_names import CheckpointNames, find_checkpoint_names
 from .experts import QuantizedExperts, has_stacked_matrices
-from .names import base_model, base_modules, base_state_dict, layer_of
-from .parameters import shapes_of
+from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
 from .schemes import QuantScheme
+from .storage import shapes_of
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
 
@@ -29,9 +25,8 @@ _ATTRIBUTE = "_trl_qarl_inventory"
 
 class LayerWeights(NamedTuple):
     """
-    The weights of one layer, named as in the base model; valid until the walk goes on. `name` is that of [`layer_of`],
-    such as `"model.layers.3"`; `tensors` are its part of the `state_dict`; `linears` its linear layers, quantized or
-    not; `experts` its quantized experts.
+    The weights of one layer, named as in the base model. `name` is that of [`layer_of`]; `tensors` are its part of the
+    `state_dict`; `linears` its linear layers, quantized or not; `experts` its quantized experts.
     """
 
     name: str
@@ -63,12 +58,10 @@ class LayerWeights(NamedTuple):
 class Inventory:
     """
     The layers of one model, by their names in the base model: an adapted layer has its own name, its wrapper has none.
-    [`Inventory.of`] makes an inventory only where there is none.
 
-    `model` is the base model; by name, `modules` are its modules without the adapters, `layers` the quantized layers,
-    and `quantizable` the linear layers, and modules in which a mixture stacks its experts, that are not quantized.
-    Tensors and schemes are read from the modules when they are asked for: sharding and loading replace the ones,
-    `precisions` the others.
+    `model` is the base model; `modules` are its modules without the adapters, `layers` the quantized layers, and
+    `quantizable` the linear layers, and modules in which a mixture stacks its experts, that are not quantized. Tensors
+    and schemes are read from the modules when they are asked for: sharding, loading and `precisions` replace them.
     """
 
     def __init__(self, model: nn.Module):
@@ -117,8 +110,7 @@ class Inventory:
 
     @property
     def stacked_experts(self) -> dict[str, nn.Parameter]:
-        """Parameters in which a mixture keeps the matrices of all experts in high precision, as transformers 5
-        does."""
+        """Parameters in which a mixture keeps the matrices of all experts of a layer in high precision."""
         return {
             f"{name}.{leaf}": getattr(module, leaf)
             for name, module in self.quantizable.items()
@@ -142,11 +134,8 @@ class Inventory:
         return any(layer.holds_adapter for layer in self.layers.values())
 
     def walk(self) -> Iterator[LayerWeights]:
-        """
-        Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`. Of
-        sharded masters these are the parts that this process holds; [`~trl_qarl.quantization.storage.whole`] gathers
-        one tensor at a time.
-        """
+        """Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`. Of
+        sharded masters these are the parts of this process; [`~trl_qarl.quantization.storage.whole`] gathers one."""
         for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)
             owners = {name: self.modules.get(name) for name in (tensor.rpartition(".")[0] for tensor in tensors)}
@@ -155,8 +144,7 @@ class Inventory:
             yield LayerWeights(layer, tensors, linears, experts)
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield every quantized weight on the same walk, by the name of its linear layer, or of the experts'
-        parameter."""
+        """Yield every quantized weight on the same walk, by the name of its linear layer or experts' parameter."""
         for layer in self.walk():
             yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
 

@@ -4,11 +4,8 @@ A linear layer whose forward runs on the low-bit form of its weight and whose ba
     forward   y = kernel(Q(x), Q(w)) + b          the engine's tensors, through a low-bit matrix product
     backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both quantizers
 
-`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. A layer has two
-parts: its *source* says which weight is quantized and where gradients go ([`MasterSource`]: the layer's own), its
-*product* multiplies by the low-bit weight ([`~trl_qarl.quantization.gemm.low_bit_linear`] unless another was set). It
-shares the `Parameter` objects of the `nn.Linear` it was made from, so ties, `state_dict` keys, optimizer groups and
-hooks survive. Paper: https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
+`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. Paper:
+https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
 """
 
 import torch
@@ -16,13 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from .parameters import weight_version
 from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
-from .weight import OWN_ATTRIBUTES, MasterSource, Product, QuantizedLayer, check_can_be_quantized, sharing_state
+from .weight import OWN_ATTRIBUTES, MasterSource, QuantizedLayer, check_can_be_quantized, sharing_state
 
 
-__all__ = ["MasterSource", "Product", "QuantizedLinear", "weight_version"]
+__all__ = ["QuantizedLinear"]
 
 
 class QuantizedLinear(QuantizedLayer, nn.Linear):
@@ -30,10 +26,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     `nn.Linear` with a quantized forward and a straight-through gradient to its master weight.
 
     Made by [`~QuantizedLinear.from_linear`]; `weight` and `bias` stay the high-precision masters. The low-bit weight
-    is computed once per version of the master and cached. Another tensor or storage in the master's place, in-place
-    updates that PyTorch counts, `step()` of any optimizer, `load_state_dict` and `.to` invalidate the cache; code that
-    writes through `.data`, numpy or dlpack outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
-    Attributes are those of [`~trl_qarl.quantization.weight.QuantizedLayer`].
+    is cached. Another tensor or storage in the master's place, in-place updates that PyTorch counts, `step()` of any
+    optimizer, `load_state_dict` and `.to` invalidate the cache; code that writes through `.data`, numpy or dlpack
+    outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
     """
 
     @classmethod
@@ -42,20 +37,11 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     ) -> "QuantizedLinear":
         """
         Make a `QuantizedLinear` to be put into the place of `linear`. The two share parameters, buffers and hooks, now
-        and later: what is assigned to one is in the other, and handles of hooks work.
+        and later, so ties, `state_dict` keys, optimizer groups and handles of hooks survive. `scale_dtype` is the
+        dtype in which the engine runs the model, by default that of the weight.
 
-        Args:
-            linear (`nn.Linear`):
-                Layer to replace; exactly `nn.Linear`, not a subclass with a forward of its own.
-            scheme ([`QuantScheme`]):
-                Scheme with quantized weights.
-            scale_dtype (`torch.dtype`, *optional*):
-                Dtype in which the engine runs the model. Defaults to the weight's dtype.
-
-        Raises:
-            TypeError: if `linear` is not a plain `nn.Linear`.
-            ValueError: if the scheme has no quantized weight, if the layer has no weights or was made in inference
-                mode, or if the scheme cannot quantize `in_features`.
+        `TypeError` is raised if `linear` is not a plain `nn.Linear`; `ValueError` if the scheme quantizes no weight or
+        cannot quantize `in_features`, and if the layer has no weights or was made in inference mode.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
@@ -66,7 +52,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         layer._quantize(["weight"], scheme, scheme.group_size_for(linear.in_features), scale_dtype)
         return layer
 
-    def to_linear(self) -> nn.Linear:
+    @override
+    def restored(self) -> nn.Linear:
         """Make the `nn.Linear` to be put into this layer's place, with its masters. An adapter in the low-bit weight
         runs next to the layer again, unless the layer is frozen with it."""
         if not self.is_frozen:
@@ -74,13 +61,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         return sharing_state(nn.Linear, self, without=OWN_ATTRIBUTES)
 
     @override
-    def restored(self) -> nn.Linear:
-        return self.to_linear()
-
-    @override
     def convert(self) -> nn.Linear:
         self.freeze()
-        return self.to_linear()
+        return self.restored()
 
     @property
     def source(self) -> MasterSource:
@@ -95,10 +78,6 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     def num_flipped_codes(self) -> torch.Tensor | None:
         """Codes that changed at the last re-quantization, 0-d int64."""
         return self._first.num_flipped_codes
-
-    def master(self) -> torch.Tensor:
-        """Return what [`QuantizedWeight.master`] does."""
-        return self._first.master()
 
     def low_bit_weight(self) -> LowBitTensor:
         """Return what [`QuantizedWeight.low_bit_weight`] does."""

@@ -1,28 +1,38 @@
 """
-Modules and tensors under the names they have in a checkpoint of the model itself, also where PEFT has wrapped its
-layers.
+Modules and tensors under the names they have in a checkpoint of the model itself, where PEFT has wrapped its layers,
+and where transformers stacks the experts of a mixture.
 
 PEFT puts a model into `base_model.model` and a layer it adapts into `base_layer` of a wrapper that holds the adapters.
-Both are recognised by their attributes, as PEFT is optional.
+Both are recognised by their attributes, as PEFT is optional. transformers stacks matrices of experts that lie apart in
+a checkpoint, and renames what is around them (Mixtral's `mlp` is `block_sparse_moe` there). It has one conversion for
+each model, which is asked here with marks in place of tensors.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
+from .storage import shapes_of
 
 
+# Name of the module inside the one that torch puts around it to compute its forward again in backward.
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-"""Name of the module inside the one that torch puts around it to compute its forward again in backward."""
 
 __all__ = [
+    "CheckpointNames",
     "adapted_layers",
     "architecture",
     "base_model",
     "base_modules",
     "base_state_dict",
+    "find_checkpoint_names",
     "is_adapted",
     "is_peft_model",
     "layer_of",
@@ -31,7 +41,7 @@ __all__ = [
 
 def is_adapted(model: nn.Module) -> bool:
     """Return whether PEFT has put adapters into `model`."""
-    return any(_is_wrapper(module) for module in model.modules())
+    return any(map(_is_wrapper, model.modules()))
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -50,8 +60,7 @@ def architecture(model: nn.Module) -> str:
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` of the model without its adapters: an adapted layer goes by its own name, its wrapper not at
-    all."""
+    """`named_modules` of the model without its adapters: an adapted layer has its own name, its wrapper none."""
     yield from _walk(base_model(model), "", set())
 
 
@@ -59,14 +68,15 @@ def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """`state_dict` of the model without its adapters."""
     model = base_model(model)
     wrappers = {name for name, module in _modules(model) if _is_wrapper(module)}
+    inside = tuple(f"{name}." for name in wrappers)
     tensors = {}
     # The parameters themselves, by which ties are known.
     for name, tensor in model.state_dict(keep_vars=True).items():
-        wrapper, rest = _split(name, wrappers)
-        if wrapper is None:
+        wrapper, _, rest = name.partition(".base_layer.")
+        if wrapper in wrappers:
+            tensors[f"{wrapper}.{rest}"] = tensor
+        elif not name.startswith(inside):
             tensors[name] = tensor
-        elif rest.startswith("base_layer."):
-            tensors[f"{wrapper}.{rest.removeprefix('base_layer.')}"] = tensor
     return tensors
 
 
@@ -75,10 +85,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` under the names of the `state_dict`, from which torch's activation checkpointing takes its own
-    part."""
-    for name, module in model.named_modules():
-        yield name.replace(f"{_CHECKPOINTED}.", ""), module
+    """`named_modules` under the names of the `state_dict`, which lack those of torch's activation checkpointing."""
+    return ((name.replace(f"{_CHECKPOINTED}.", ""), module) for name, module in model.named_modules())
 
 
 def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -92,18 +100,8 @@ def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[
         yield from _walk(child, f"{name}.{child_name}" if name else child_name, seen)
 
 
-def _split(name: str, wrappers: set[str]) -> tuple[str | None, str]:
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        prefix = ".".join(parts[:end])
-        if prefix in wrappers:
-            return prefix, ".".join(parts[end:])
-    return None, name
-
-
 def is_peft_model(model: Any) -> bool:
-    """Return whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a
-    configuration of it."""
+    """Return whether `model` is a `PeftModel`; PEFT is imported only for what has a configuration of it."""
     if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
         return False
     from peft import PeftModel
@@ -112,7 +110,60 @@ def is_peft_model(model: Any) -> bool:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer that a tensor is part of: its name up to the first number, such as `"model.layers.3"`, else its
-    module."""
+    """Return the layer of a tensor: its name up to the first number, such as `"model.layers.3"`, else its module."""
     match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return match[0] if match else name.rpartition(".")[0] or name
+
+
+_ROW_BLOCKS = {GATE_UP: 2, DOWN: 1}
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """Names in a checkpoint: in `tensors`, of each tensor that is kept as it is, by its name in the model; in
+    `experts`, of the matrices, without `".weight"`, whose rows a parameter of experts stacks, in their order."""
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, list[str]] = field(default_factory=dict)
+
+    def of_tensor(self, name: str) -> str:
+        """Return the name of a tensor, or of a module with a tensor `weight`."""
+        of_module = self.tensors.get(f"{name}.weight")
+        return of_module.removesuffix(".weight") if of_module else self.tensors.get(name, name)
+
+
+def find_checkpoint_names(
+    model: nn.Module, modules: Mapping[str, nn.Module], is_mixture: bool = True
+) -> CheckpointNames:
+    """
+    Return the names that `model`, with these `modules`, has in a checkpoint. There are none for a model without
+    experts that can be quantized, or whose checkpoints do not have the experts' matrices one by one. With
+    `is_mixture=False` there are names for any model: those that `save_pretrained` writes, as `visual.` for
+    Qwen2.5-VL's `model.visual.`, where exports and engines take both.
+    """
+    stacked = {
+        f"{name}.{leaf}": (module.num_experts, blocks)
+        for name, module in modules.items()
+        if isinstance(module, QuantizedExperts) or problem_of_experts(module) is None
+        for leaf, blocks in _ROW_BLOCKS.items()
+    }
+    if (is_mixture and not stacked) or not isinstance(model, PreTrainedModel):
+        return CheckpointNames()
+    found = CheckpointNames()
+    shapes = {f"{name}.{leaf}": shape for name, m in modules.items() for leaf, shape in shapes_of(m).items()}
+    for name, tensor in base_state_dict(model).items():
+        if name in stacked:
+            num_experts, blocks = stacked[name]
+            # One row stands for all rows of a matrix, its number for its place among them.
+            mark = torch.arange(num_experts * blocks).view(num_experts, blocks, 1)
+        else:
+            mark = torch.empty(shapes.get(name, tensor.shape), device="meta")
+        reverted = revert_weight_conversion(model, {name: mark})
+        if len(reverted) != (mark.numel() if name in stacked else 1):
+            return CheckpointNames()
+        if name in stacked:
+            places = {int(matrix): of.removesuffix(".weight") for of, matrix in reverted.items()}
+            found.experts[name] = [places[place] for place in sorted(places)]
+        else:
+            [found.tensors[name]] = reverted
+    return found

@@ -55,8 +55,8 @@ def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
 
 
 def compare_groups(ours: LowBitTensor, theirs: LowBitTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of two weights of one scheme which groups, `(N, K / group_size)`, have the same scale and zero point, and
-    in how many of their codes they differ."""
+    """Return which groups `(N, K / group_size)` of two weights have the same scale and zero point, and how many codes
+    of each differ."""
     codes, other_codes = (weight.codes().view(*weight.scale.shape, -1) for weight in (ours, theirs))
     pairs = zip(ours.parts()[1:], theirs.parts()[1:], strict=True)
     return torch.stack([part == other for part, other in pairs]).all(0), (codes != other_codes).sum(-1)
@@ -78,8 +78,7 @@ def _symmetric(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def _with_zero_points(codes: torch.Tensor, zero: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Masters for schemes with zero points, whose scale is the distance of the ends, zero included; in steps from the
-    code 0."""
+    """Masters, in steps from the code 0, for scales that are the distance of the ends, zero included."""
     smallest, largest = grid.quant_range
     span = grid.scale_divisor * (1 - _SMALLER)
     low, high = _ends(codes, zero)

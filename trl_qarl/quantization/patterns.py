@@ -51,11 +51,9 @@ def covered_names(
     of: str,
     parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> list[str]:
-    """
-    Return which of `names` a pattern of `option` covers, in their order; all for `"_default"`. An error calls them
-    `of`; `parts` has the names of their parts, where they have any. `ValueError` is raised if it covers none of them,
-    or some of the parts of one.
-    """
+    """Return which of `names`, which an error calls `of`, a pattern of `option` covers; all for `"_default"`. `parts`
+    has the names of the parts of layers, where they have any, in one or more ways. `ValueError` is raised if it covers
+    none of them, or some of the parts of one."""
     if pattern == DEFAULT:
         return list(names)
     said = f"{option}: pattern {pattern!r}"

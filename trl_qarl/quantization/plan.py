@@ -1,10 +1,9 @@
 """
-Assigns a scheme to each layer, by patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's
-`FqnToConfig` has them. Needs no torch.
+Assigns a scheme to each layer, by patterns of names in order, as torchao's `FqnToConfig` has them. Needs no torch.
 
-A plan is written as the name of one scheme, or as a mapping from patterns to schemes. A name comes before expressions,
-of which the first one in the order of the mapping counts, then `"_default"`; other layers stay in high precision. A
-value is the name of a scheme, `{"scheme": "w4a16", "group_size": 32}`, or `None`, which is scheme `"bf16"`.
+A plan is written as the name of one scheme, or as a mapping from patterns ([`trl_qarl.quantization.patterns`]) to
+schemes: names, `{"scheme": "w4a16", "group_size": 32}`, or `None`, which is scheme `"bf16"`. Layers that no pattern
+fits stay in high precision.
 """
 
 import json
@@ -17,15 +16,7 @@ from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
-__all__ = [
-    "EDGES",
-    "FUSED",
-    "QuantPlan",
-    "check_fused",
-    "get_plan",
-    "parse_scheme",
-    "plan_of",
-]
+__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "get_plan", "parse_scheme", "plan_of"]
 
 _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -67,7 +58,7 @@ class QuantPlan:
     @property
     def is_uniform(self) -> bool:
         """True if every layer has the same scheme."""
-        return len(self.rules) == 1 and self.rules[0][0] == DEFAULT and not self._edges
+        return self._is_named and not self._edges
 
     @property
     def name(self) -> str:
@@ -84,7 +75,10 @@ class QuantPlan:
         """The plan without `group_size` and edges, as JSON has it; [`get_plan`] reads it again."""
         if self._is_named:
             return self.rules[0][1].name
-        return {pattern: _written(scheme) for pattern, scheme in self.rules}
+        return {
+            pattern: {"scheme": scheme.name, "group_size": scheme.group_size} if scheme.group_size else scheme.name
+            for pattern, scheme in self.rules
+        }
 
     @property
     def described(self) -> dict[str, Any]:
@@ -120,12 +114,10 @@ class QuantPlan:
         Return the scheme of each of the linear layers `names` that is quantized, and the reason for each other one.
 
         `skipped` are those that are not quantized whatever the plan says, and why; `outside` those around a language
-        model, which stay in high precision unless a pattern fits only such layers, and why. For layers of several
-        matrices that share a scheme `parts` says what these are called, in one or more ways.
-
-        Raises:
-            ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only
-                layers that are skipped, and if more decoder layers are to stay in high precision than there are.
+        model, which stay in high precision unless a pattern fits only such layers, and why. `parts` are as in
+        [`~trl_qarl.quantization.patterns.covered_names`]. `ValueError` is raised if a pattern matches no layer, or
+        some of the parts of one, or with a quantized scheme only layers that are skipped, and if more decoder layers
+        are to stay in high precision than there are.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
         hits = self._check_patterns(names, skipped, parts)
@@ -159,11 +151,11 @@ class QuantPlan:
             if pattern == DEFAULT:
                 continue
             hits = found[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
-            left = {skipped[name] for name in hits if name in skipped}
             if scheme.is_quantized and all(name in skipped for name in hits):
+                left = sorted({skipped[name] for name in hits})
                 raise ValueError(
                     f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
-                    f"{hits[0]!r} ({'; '.join(sorted(left))}). Remove it."
+                    f"{hits[0]!r} ({'; '.join(left)}). Remove it."
                 )
         return found
 
@@ -195,10 +187,8 @@ def get_plan(
     """
     Make a plan of what a user writes: one scheme for every layer, or schemes by patterns as above; a plan is returned
     as it is, with other edges if given. `group_size` is that of each scheme with groups that does not say its own.
-
-    Raises:
-        ValueError: for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression that
-            is none, or a negative number of layers.
+    `ValueError` is raised for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression
+    that is none, or a negative number of layers.
     """
     for option, count in zip(EDGES, (high_precision_first, high_precision_last), strict=True):
         if type(count) is not int or count < 0:
@@ -223,8 +213,7 @@ def get_plan(
 
 
 def parse_scheme(text: Any) -> Any:
-    """Return what a command line says about schemes: JSON becomes a mapping, everything else stays. Text that begins
-    like a mapping and is none raises `ValueError`."""
+    """Return a scheme of a command line: JSON becomes a mapping, all else stays; `ValueError` if it is broken."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return text
     try:
@@ -241,16 +230,14 @@ def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> Non
     names = set(names)
     for name in sorted(names):
         parent, _, leaf = name.rpartition(".")
-        for leaves in FUSED:
-            if leaf != leaves[0]:
-                continue
-            parts = [part for part in (f"{parent}.{other}" for other in leaves) if part in names]
-            found = {part: schemes.get(part, _HIGH_PRECISION) for part in parts}
-            if len(set(found.values())) > 1:
-                listed = ", ".join(f"{part} is {_described(scheme)}" for part, scheme in found.items())
-                raise ValueError(
-                    f"{listed}: vLLM holds {' and '.join(leaves)} of a layer in one matrix, which has one scheme. Give them the same."
-                )
+        leaves = next((leaves for leaves in FUSED if leaf == leaves[0]), ())
+        parts = [part for part in (f"{parent}.{other}" for other in leaves) if part in names]
+        found = {part: schemes.get(part, _HIGH_PRECISION) for part in parts}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{part} is {_described(scheme)}" for part, scheme in found.items())
+            raise ValueError(
+                f"{listed}: vLLM holds {' and '.join(leaves)} of a layer in one matrix, which has one scheme. Give them the same."
+            )
 
 
 def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple[str, QuantScheme]]:
@@ -280,10 +267,6 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
     if isinstance(value, Mapping) and "scheme" in value and set(value) <= {"scheme", "group_size"}:
         return value["scheme"], value.get("group_size")
     raise ValueError(f"{value!r} is neither a scheme's name, None, nor {{'scheme': NAME, 'group_size': NUMBER}}.")
-
-
-def _written(scheme: QuantScheme) -> Any:
-    return scheme.name if scheme.group_size is None else {"scheme": scheme.name, "group_size": scheme.group_size}
 
 
 def _described(scheme: QuantScheme) -> str:

@@ -1,20 +1,19 @@
 """
 One set of masters read at several precisions, one after the other. Needs no torch.
 
-Grids with signed scales nest: the scale of `b` bits is the largest weight of a group over `-2^(b-1)`, so that of 3
-bits is twice that of 4 and that of 2 four times, exactly. In one container a change of precision is other codes and
-scales of the same shapes: an engine that was started for 4 bits runs 3 and 2 as they are published, and each comes
-from the masters.
+Grids with signed scales nest: the scale of 3 bits is twice that of 4 and that of 2 four times, exactly. In one
+container a change of precision is other codes and scales of the same shapes, which an engine runs as they come.
 
 Written are `[4, 3]`, the precisions of generation batches in turn, or `{0: 4, 60: 3}`, those of batches that begin at
-this update or later. A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a
-plan has them ([`trl_qarl.quantization.plan`]). Layers that no pattern fits have the bits of their scheme.
+this update or later. A precision is a number of bits for all layers, or a mapping from patterns of names to bits.
+Layers that no pattern fits have the bits of their scheme.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from operator import mul
+from typing import Any
 
 from .patterns import check_pattern, covered_names, pattern_of
 from .plan import QuantPlan
@@ -38,10 +37,6 @@ Precision = int | dict[str, int]
 Precisions = list[Precision] | dict[int, Precision]
 NESTING_BITS = tuple(sorted({grid.num_bits for grid in GRIDS.values() if grid.has_signed_scales}, reverse=True))
 """Bits of the grids that nest, most first."""
-
-
-class _Layer(Protocol):
-    quantized_weights: Mapping[str, Any]
 
 
 def parse_precisions(value: Any) -> Precisions | None:
@@ -94,8 +89,7 @@ def bits_of(precisions: Precisions) -> list[int]:
 
 
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:
-    """Yield what is wrong with `precisions` for the schemes of `plan` and a run of `max_steps` updates, -1 for an
-    unknown number."""
+    """Yield what is wrong with `precisions` for the schemes of `plan` and `max_steps` updates, -1 for any number."""
     nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.grid and scheme.grid.has_signed_scales]
     if not nesting:
         signed = [name for name, scheme in SCHEMES.items() if scheme.grid and scheme.grid.has_signed_scales]
@@ -119,8 +113,7 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
 
 
 def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantScheme]) -> Iterator[str]:
-    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`, by their
-    names."""
+    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`."""
     nesting = [name for name, scheme in schemes.items() if scheme.grid and scheme.grid.has_signed_scales]
     for pattern in _patterns(precisions):
         try:
@@ -137,8 +130,7 @@ def precision_at(precisions: Precisions, update: int, updates_per_batch: int) ->
 
 
 def at_bits(scheme: QuantScheme, bits: int) -> QuantScheme:
-    """Return `scheme` with the grid of `bits` bits that nests in its own; itself where it has no more, or no such
-    grid."""
+    """Return `scheme` with the grid of `bits` bits that nests in its own; itself where there is none."""
     grid = scheme.grid
     if grid is None or not grid.has_signed_scales or grid.num_bits <= bits:
         return scheme
@@ -153,21 +145,18 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
     return replace(plan, rules=tuple((pattern, at_bits(scheme, bits)) for pattern, scheme in plan.rules))
 
 
-def mean_bits(layers: Iterable[_Layer]) -> tuple[float, bool]:
-    """Return the bits that a weight has now, as a mean over those whose grid nests, and whether they differ."""
+def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
+    """Return the mean bits of weights whose grid nests, of quantized `layers` as they are, and whether they differ."""
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
-    sizes = [
-        (w.parameter.numel(), w.scheme.grid) for w in weights if w.scheme.grid and w.scheme.grid.has_signed_scales
-    ]
-    mean = sum(size * grid.num_bits for size, grid in sizes) / sum(size for size, _ in sizes)
-    return mean, len({grid.num_bits for _, grid in sizes}) > 1
+    nesting = [weight for weight in weights if weight.scheme.grid and weight.scheme.grid.has_signed_scales]
+    bits = [weight.scheme.grid.num_bits for weight in nesting]
+    sizes = [weight.parameter.numel() for weight in nesting]
+    return sum(map(mul, sizes, bits)) / sum(sizes), len(set(bits)) > 1
 
 
-def set_precision(
-    layers: Mapping[str, _Layer], schemes: Mapping[str, QuantScheme], precision: Precision | None
-) -> bool:
-    """Have layers quantize their masters at `precision` from now on, `None` for what they were prepared with, and
-    return whether that changes any. `schemes` has the scheme that each was prepared with."""
+def set_precision(layers: Mapping[str, Any], schemes: Mapping[str, QuantScheme], precision: Precision | None) -> bool:
+    """Have quantized layers quantize their masters at `precision` from now on, `None` for what they were prepared
+    with, and return whether that changes any. `schemes` has the scheme that each was prepared with."""
     has_changed = False
     for name, layer in layers.items():
         bits = precision.get(pattern_of(precision, name) or "") if isinstance(precision, Mapping) else precision

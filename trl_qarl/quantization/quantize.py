@@ -1,11 +1,6 @@
 r"""
-The one definition of a low-bit weight's numbers, on plain tensors.
-
-[`~trl_qarl.quantization.tensors.LowBitTensor`] is the object that carries them.
-
-The rules are in the files of [`trl_qarl.quantization.formats`]: symmetric grids and signed scales in `base.py`, zero
-points in `zero_points.py`, the scales of `w4a8` in `int4_packed.py`, MXFP4 and NVFP4 in their own. The forward pass,
-publication, checkpoint and export all come to [`quantize_weight`].
+The one definition of a low-bit weight's numbers, on plain tensors: the forward pass, publication, checkpoint and
+export all come to [`quantize_weight`]. The rules are in the files of [`trl_qarl.quantization.formats`].
 
 Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors:
 `scale = amax / 127` for INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
@@ -26,14 +21,7 @@ from .formats.registry import format_of
 from .schemes import E4M3_CODES, INT8_CODES, QuantScheme
 
 
-__all__ = [
-    "activation_form",
-    "coarser",
-    "dequantize_activation",
-    "e4m3_scale",
-    "quantize_activation",
-    "quantize_weight",
-]
+__all__ = ["activation_form", "dequantize_activation", "e4m3_scale", "quantize_activation", "quantize_weight"]
 
 
 BLOCK_OF_WEIGHTS = {"cpu": 2**18}
@@ -50,13 +38,9 @@ def quantize_weight(
     computed, unless the scheme has its own. `global_scale` is what the scales of a format with global scales are
     divided by, by default the one that fits `weight`.
 
-    Returns:
-        The tensors of the scheme's format: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`, and the format's
-        operands. None carries a gradient.
-
-    Raises:
-        ValueError: if no group size divides `K`, if the codes of a row do not fill words of the checkpoint, or if
-            weights have outgrown `global_scale`.
+    Return the tensors of the scheme's format, without gradients: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`,
+    and the format's operands. `ValueError` is raised if no group size divides `K`, if the codes of a row do not fill
+    words of the checkpoint, or if weights have outgrown `global_scale`.
     """
     form = format_of(scheme.container)
     if global_scale is None:
@@ -74,44 +58,10 @@ def quantize_weight(
         return tuple(torch.cat(parts) for parts in zip(*quantized, strict=True))
 
 
-def coarser(
-    qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, to: QuantScheme
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return codes and scales of the weight in fewer bits, made only of its codes `(N, K)`: half a code for each bit
-    less, rounded (a tie to the even code) and clamped, at twice the scale.
-
-    Where [`quantize_weight`] rounds the master once, this rounds it twice, so the same weight is a step off where the
-    first rounding has made a tie.
-
-    Raises:
-        ValueError: if the grid of `to` does not nest in that of `scheme`, or if `scale` cannot hold the larger scale.
-    """
-    ours, theirs = scheme.grid, to.grid
-    if (
-        not (ours and theirs and ours.has_signed_scales and theirs.has_signed_scales)
-        or scheme.container != to.container
-        or theirs.num_bits > ours.num_bits
-    ):
-        raise ValueError(f"The codes of {scheme.name!r} hold none of {to.name!r}, whose grid does not nest in theirs.")
-    step = 2 ** (ours.num_bits - theirs.num_bits)
-    larger = scale * step
-    if not larger.isfinite().all():
-        raise ValueError(
-            f"{step} times the largest scale, {scale.abs().max().item():g}, is more than {scale.dtype} holds. Export the masters with "
-            "scales in bfloat16."
-        )
-    form = format_of(scheme.container)
-    codes = (form.unpack(qdata, torch.float32) / step).round_().clamp_(*theirs.quant_range)
-    return form.pack(codes), larger
-
-
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit activations:
-    return contiguous codes `(M, K)` in int8 or float8_e4m3fn, and float32 scales `(M, 1)`. A token of zeros or
-    denormal numbers gets zero codes.
-    """
+    """Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit
+    activations: return contiguous codes `(M, K)` in int8 or float8_e4m3fn, and float32 scales `(M, 1)`. A token of
+    zeros or denormal numbers gets zero codes."""
     assert scheme.activation is not None
     if scheme.activation.type == "float":
         scale = e4m3_scale(x)

@@ -49,12 +49,11 @@ class SwapReport:
         # With a single scheme, the beginning of the line names it.
         is_mixed = len({scheme.name for scheme in self.schemes.values()}) > 1
         groups = Counter(
-            (f"{self.schemes[name].name} " if is_mixed else "", size) for name, size in self.converted.items()
+            (f"{self.schemes[name].name} " if is_mixed else "")
+            + ("per output channel" if size is None else f"group {size}")
+            for name, size in self.converted.items()
         )
-        parts = [
-            f"{count} {name}per output channel" if size is None else f"{count} {name}group {size}"
-            for (name, size), count in groups.items()
-        ]
+        parts = [f"{count} {group}" for group, count in groups.items()]
         low_bit, in_bf16 = (f"{size / 2**20:.1f} MiB" for size in (self.low_bit_bytes, self.bf16_bytes))
         about = f"scheme {self.plan.name}: {self.layers} quantized ({', '.join(parts)})"
         lines = [f"{about}, {low_bit} low-bit against {in_bf16} in bf16"]
@@ -72,8 +71,7 @@ class SwapReport:
 def report_layers(
     plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str], has_masters: bool
 ) -> SwapReport:
-    """Return the report of quantized layers, by their names, and of why others are not; with the bytes of masters, or
-    without."""
+    """Return the report of quantized layers, and of why others are not; with the bytes of masters, or without."""
     weights = [weight for layer in layers.values() for weight in layer.quantized_weights.values()]
     return SwapReport(
         plan=plan,

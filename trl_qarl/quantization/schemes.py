@@ -1,11 +1,10 @@
 """
 Quantization schemes: one frozen description per scheme, read by every other part of the package.
 
-A scheme says how a weight becomes low-bit: on which *grid* its codes lie, in which *container* they are stored, sent
-and multiplied, how many input features share a scale, and on which grid the activations that meet it lie. A grid of
-fewer codes fits into the container of a wider one: engine, checkpoint and kernels see only the container, so a policy
-of 3 bits runs wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
-[`~trl_qarl.quantization.quantize`]; nothing here imports torch, so the command line can list schemes at once.
+A scheme says on which *grid* the codes of a weight lie, in which *container* they are stored, sent and multiplied, how
+many input features share a scale, and on which grid the activations that meet it lie. Engine, checkpoint and kernels
+see only the container, so a policy of 3 bits runs wherever INT4 does. Nothing here imports torch, so the command line
+can list schemes at once; the arithmetic is in [`trl_qarl.quantization.formats`].
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 
-__all__ = [
-    "CONTAINERS",
-    "GRIDS",
-    "GROUP_SIZES",
-    "SCHEMES",
-    "Container",
-    "Grid",
-    "QuantScheme",
-    "get_scheme",
-]
+__all__ = ["CONTAINERS", "GRIDS", "GROUP_SIZES", "SCHEMES", "Container", "Grid", "QuantScheme", "get_scheme"]
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes that both the CPU and the CUDA INT4 kernels with 16-bit activations accept, largest first."""
@@ -30,20 +20,14 @@ GROUP_SIZES = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Grid:
-    """
-    The codes that a number can be rounded to, and how a scale follows from the numbers that share it.
-
-    `type` is compressed-tensors' word, `num_bits` tell the codes apart. With `has_signed_scales` the largest of the
-    numbers that share a scale, with its sign, is the smallest code; else the largest magnitude is half the range of
-    codes. With `has_zero_points` these numbers share the code of zero too: all codes lie between the smallest and the
-    largest.
-    """
+    """The codes that a number can be rounded to, and how a scale follows from the numbers that share it: their largest
+    magnitude is half the range of codes, unless one of the two last fields says otherwise."""
 
     name: str
-    type: Literal["int", "float"]
-    num_bits: int
-    has_signed_scales: bool = False
-    has_zero_points: bool = False
+    type: Literal["int", "float"]  # compressed-tensors' word
+    num_bits: int  # that tell the codes apart
+    has_signed_scales: bool = False  # the largest number, with its sign, is the smallest code
+    has_zero_points: bool = False  # codes go from the smallest number to the largest; the code of zero is shared too
 
     @property
     def quant_range(self) -> tuple[float, float]:
@@ -71,29 +55,10 @@ E2M1, E4M3 = Grid("e2m1", "float", 4), Grid("e4m3", "float", 8)
 _GRIDS = (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT4_ASYM, INT8, INT8_ASYM, E2M1, E4M3)
 GRIDS = {grid.name: grid for grid in _GRIDS}
 
-_AGAINST_SIGNED_SCALES = (
-    "Signed scales are for weights of at most 4 bits that meet 16-bit or INT8 activations: the scales of 'w4a8' are chosen such that "
-    "vLLM's conversion to FP8 loses nothing, which holds only for positive ones, and 8 bits have next to nothing to gain. "
-    "Use 'w4a16', or another grid."
-)
-
-_AGAINST_ZERO_POINTS = (
-    "Zero points are for integer weights of 4 or 8 bits that meet 16-bit activations: no kernel has them with others, and fewer bits do "
-    "not nest with them. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
-)
-
-_AGAINST_FP4_ACTIVATIONS = (
-    "There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away from, and no engine "
-    "on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
-)
-
 
 @dataclass(frozen=True)
 class Container:
-    """
-    How codes are stored, sent and multiplied. What is done with their tensors is in the file of
-    [`trl_qarl.quantization.formats`] that has the container's name.
-    """
+    """How codes are stored, sent and multiplied; [`trl_qarl.quantization.formats`] has what is done with them."""
 
     name: str
     type: Literal["int", "float"] | None  # None: weights stay as they are
@@ -138,31 +103,14 @@ CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVF
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """
-    One quantization scheme.
-
-    Args:
-        name (`str`):
-            Name of the scheme, as passed to [`QaRLConfig`].
-        grid ([`Grid`] or `None`):
-            Codes of the weights; `None` when weights stay in high precision.
-        container ([`Container`]):
-            How they are stored, sent and multiplied.
-        group_size (`int` or `None`):
-            Granularity: consecutive input features that share a scale; `None` for one scale per output channel.
-        activation ([`Grid`], *optional*):
-            Codes of dynamic per-token activations, `None` to leave activations alone.
-
-    Raises:
-        ValueError: if the grid has codes that the container does not hold, or if no kernel multiplies the container
-            with such groups or activations.
-    """
+    """One quantization scheme; `name` is what [`QaRLConfig`] takes. `ValueError` is raised if the grid has codes that
+    the container does not hold, or if no kernel multiplies the container with such groups or activations."""
 
     name: str
-    grid: Grid | None
-    container: Container
-    group_size: int | None = None
-    activation: Grid | None = None
+    grid: Grid | None  # codes of the weights; None: weights stay in high precision
+    container: Container  # how they are stored, sent and multiplied
+    group_size: int | None = None  # input features that share a scale; None: one scale per output channel
+    activation: Grid | None = None  # codes of dynamic per-token activations; None: left alone
 
     def __post_init__(self) -> None:
         if not self.container.holds(self.grid):
@@ -180,13 +128,15 @@ class QuantScheme:
             )
         if self.grid is not None and self.grid.has_signed_scales and self.activation == E4M3:
             raise ValueError(
-                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. "
-                + _AGAINST_SIGNED_SCALES
+                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. Signed scales are for "
+                "weights of at most 4 bits that meet 16-bit or INT8 activations: the scales of 'w4a8' are chosen such that vLLM's "
+                "conversion to FP8 loses nothing, which holds only for positive ones, and 8 bits have next to nothing to gain. Use "
+                "'w4a16', or another grid."
             )
         if self.group_size not in (self.group_sizes or (None,)):
             raise ValueError(
-                f"Scheme {self.name!r}: group_size={self.group_size} is not supported: the kernels of container "
-                f"{self.container.name!r} take {sorted(self.group_sizes) or 'one scale per output channel (`None`)'}."
+                f"Scheme {self.name!r}: group_size={self.group_size} is not supported: its kernels take "
+                f"{sorted(self.group_sizes) or 'one scale per output channel (`None`)'}."
             )
 
     @property
@@ -214,11 +164,9 @@ class QuantScheme:
         return "float32" if is_per_channel else self.container.scale_dtype
 
     def group_size_for(self, in_features: int) -> int | None:
-        """
-        Return the group size of a matrix with `in_features` input features: `group_size` where that divides them, else
-        the next smaller size of `group_sizes` that does. `ValueError` is raised if none does, or if the checkpoint
-        packs codes into words that they do not fill.
-        """
+        """Return the group size of a matrix with `in_features` input features: `group_size` where that divides them,
+        else the next smaller size of `group_sizes` that does. `ValueError` is raised if none does, or if the
+        checkpoint packs codes into words that they do not fill."""
         if self.group_size is None:
             codes_per_word = self.container.word_size
             if in_features % codes_per_word:
@@ -241,14 +189,16 @@ class QuantScheme:
     def weight_args(self, group_size: int | None) -> dict[str, Any]:
         """Return compressed-tensors' `QuantizationArgs` of a weight quantized with `group_size`. They describe the
         container, which is what a reader unpacks: of a coarser grid some codes do not occur."""
-        strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
         container = self.container
-        if container.has_global_scale:
-            strategy["strategy"] = "tensor_group"
-        symmetric = not container.has_zero_points
-        described = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}
-        scales = {} if container.scale_dtype is None else {"scale_dtype": f"torch.{container.scale_dtype}"}
-        return {**described, **strategy, **scales}
+        args: dict[str, Any] = {"num_bits": container.num_bits, "type": container.type}
+        args |= {"symmetric": not container.has_zero_points, "dynamic": False}
+        if group_size is None:
+            args["strategy"] = "channel"
+        else:
+            args |= {"strategy": "tensor_group" if container.has_global_scale else "group", "group_size": group_size}
+        if container.scale_dtype is not None:
+            args["scale_dtype"] = f"torch.{container.scale_dtype}"
+        return args
 
     @property
     def activation_args(self) -> dict[str, Any] | None:
@@ -285,19 +235,8 @@ SCHEMES = {
 
 
 def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> QuantScheme:
-    """
-    Look a scheme up by name.
-
-    Args:
-        scheme (`str` or [`QuantScheme`]):
-            Name of the scheme; a [`QuantScheme`] is returned as it is when `group_size` is `None`.
-        group_size (`int`, *optional*):
-            Group size instead of the scheme's own; only for schemes with groups.
-
-    Raises:
-        ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without
-            groups.
-    """
+    """Look a scheme up by name, or return a [`QuantScheme`] as it is; with `group_size` in the place of its own.
+    `ValueError` is raised for an unknown name, or a group size that the scheme's kernels do not take."""
     if isinstance(scheme, str):
         if scheme not in SCHEMES:
             # compressed-tensors has `W4A16_ASYM`.
@@ -306,9 +245,15 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
             meant = [n for n in (name, stem) if n in SCHEMES] or get_close_matches(name, SCHEMES, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""
             if stem in ("mxfp4", "nvfp4", "mxfp4a4", "nvfp4a4"):
-                hint = f" {_AGAINST_FP4_ACTIVATIONS}"
+                hint = (
+                    " There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away "
+                    "from, and no engine on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
+                )
             elif "asym" in name and name not in SCHEMES:
-                hint = f" {_AGAINST_ZERO_POINTS}"
+                hint = (
+                    " Zero points are for integer weights of 4 or 8 bits that meet 16-bit activations: no kernel has them with others, "
+                    "and fewer bits do not nest with them. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
+                )
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]
     if group_size is None:
@@ -317,10 +262,5 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
         raise ValueError(
             f"group_size={group_size} was given, but scheme {scheme.name!r} has no groups. Remove `group_size`, or use "
             "scheme 'w4a16'."
-        )
-    if group_size not in scheme.group_sizes:
-        raise ValueError(
-            f"group_size={group_size} is not supported: the kernels of scheme {scheme.name!r} take "
-            f"{sorted(scheme.group_sizes)}. Choose one of them."
         )
     return replace(scheme, group_size=group_size)

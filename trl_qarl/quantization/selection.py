@@ -1,7 +1,7 @@
 """Selects the layers that stay in high precision."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from torch import nn
@@ -9,18 +9,12 @@ from transformers import PreTrainedModel
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, problem_of_experts
 from .inventory import Inventory
-from .parameters import shapes_of
 from .patterns import covers
 from .schemes import QuantScheme
+from .storage import shapes_of
 
 
-__all__ = [
-    "ROUTER_NAMES",
-    "layer_format",
-    "layers_around",
-    "parts_of_experts",
-    "reasons_to_skip",
-]
+__all__ = ["ROUTER_NAMES", "layer_format", "layers_around", "parts_of_experts", "reasons_to_skip"]
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 """Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
@@ -43,8 +37,7 @@ def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str
 
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
-    """Return scheme and group size of a quantizable layer, or of what was made of it, under `scheme`. `ValueError` is
-    raised if no group size fits."""
+    """Return scheme and group size of a quantizable or quantized layer under `scheme`; `ValueError` if none fits."""
     if isinstance(module, nn.Linear):
         return scheme, scheme.group_size_for(module.in_features)
     return experts_format(module, scheme)
@@ -108,20 +101,16 @@ def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | N
     excluded = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         said = f"exclude_modules: {pattern!r}"
-        hits = {name for name in layers if covers(_named(pattern), name, parts.get(name, []), said)}
+        named = re.compile(rf"(.*\.)?{re.escape(pattern)}").fullmatch
+        hits = {name for name in layers if covers(named, name, parts.get(name, []), said)}
         # A name such as `*_proj` is not a regular expression.
         with suppress(re.error):
             expression = re.compile(pattern).fullmatch
             hits = hits or {name for name in layers if covers(expression, name, parts.get(name, []), said)}
         if not hits:
             raise ValueError(
-                f"exclude_modules: {pattern!r} matches none of the {len(layers)} linear layers. Give names or last "
-                f"components, such as {next(iter(layers)).rpartition('.')[2]!r}, or a regular expression over the "
-                "whole name."
+                f"{said} matches none of the {len(layers)} linear layers. Give names or last components, such as "
+                f"{next(iter(layers)).rpartition('.')[2]!r}, or a regular expression over the whole name."
             )
         excluded |= hits
     return excluded
-
-
-def _named(pattern: str) -> Callable[[str], bool]:
-    return lambda name: name == pattern or name.endswith(f".{pattern}")

@@ -28,7 +28,7 @@ from .report import SwapReport, report_layers
 from .schemes import QuantScheme, get_scheme
 from .selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
 from .tensors import LowBitTensor
-from .weight import MADE_IN_INFERENCE_MODE, QuantizedLayer
+from .weight import QuantizedLayer
 
 
 __all__ = [
@@ -58,9 +58,8 @@ class QaRLWeightConfig(AOBaseConfig):
         group_size (`int`, *optional*):
             Group size instead of the scheme's own.
         step (`str`, *optional*, defaults to `"prepare"`):
-            `"prepare"` replaces a plain `nn.Linear` by a [`QuantizedLinear`] with the same parameters; `"convert"`
-            replaces a prepared layer by an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same
-            outputs bit for bit, and leaves other layers alone.
+            `"prepare"` does to a plain `nn.Linear` what [`prepare_model`] does, `"convert"` to a prepared layer what
+            [`convert_model`] does; it leaves other layers alone.
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model, for `"prepare"`. Defaults to each weight's dtype.
 
@@ -135,11 +134,9 @@ def prepare_model(
             Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
 
     Raises:
-        ValueError: for a model that is quantized already, has been prepared
-            already or was made in inference mode, when nothing matched, when a pattern matches no linear layer, when a
-            scheme cannot quantize a layer's number of input features, or when layers that vLLM holds as one matrix do
-            not share a scheme; when a pattern or `exclude_modules` names some of the experts of a layer, or one matrix
-            of them.
+        ValueError: for a model that is quantized or prepared already, or was made in inference mode; if nothing is
+            left to quantize; if a pattern matches no layer, or some of a layer's experts; if a scheme cannot quantize
+            a layer; and if layers that vLLM holds as one matrix do not share a scheme.
     """
     plan = get_plan(scheme)
     _check_not_quantized(model)
@@ -175,8 +172,6 @@ def prepare_model(
         raise ValueError(
             f"Experts of different layers have {listed}: transformers reads those of one layer for all. Give all experts the same."
         )
-    if any(p.is_inference() for module in chosen.values() for p in module.parameters(recurse=False)):
-        raise ValueError(MADE_IN_INFERENCE_MODE)
     scheme_of = {module: schemes[name] for name, module in chosen.items()}
     layers = _replace(model, chosen.values(), lambda module: _quantized(module, scheme_of[module], scale_dtype))
     named = {name: layers[module] for name, module in chosen.items()}
@@ -199,42 +194,32 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
 
 
 def restore_model(model: nn.Module) -> int:
-    """
-    Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many
-    there were.
-
-    Raises:
-        ValueError: if the model has engine numerics.
-    """
-    layers = quantized_layers(model)
-    for layer in layers.values():
-        _check_product(layer)
-    _replace(model, layers.values(), lambda layer: layer.restored())
-    return len(layers)
+    """Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many
+    there were. `ValueError` is raised if the model has engine numerics."""
+    return _replace_quantized(model, lambda layer: layer.restored())
 
 
 def convert_model(model: nn.Module) -> int:
     """
-    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight, and freeze experts
-    where they are.
+    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight, freeze experts where
+    they are, and return the number of layers.
 
     The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed
-    and exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
-
-    Returns:
-        The number of layers.
-
-    Raises:
-        ValueError: if no layer is prepared, or if the model has engine numerics.
+    and exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters. `ValueError`
+    is raised if no layer is prepared, or if the model has engine numerics.
     """
-    layers = quantized_layers(model)
-    if not layers:
+    if not quantized_layers(model):
         raise ValueError(
             f"{type(model).__name__} has no prepared layer to convert. Call `prepare_model(model, scheme)` first."
         )
-    for layer in layers.values():
+    return _replace_quantized(model, lambda layer: layer.convert())
+
+
+def _replace_quantized(model: nn.Module, make: Callable[[QuantizedLayer], nn.Module]) -> int:
+    layers = quantized_layers(model).values()
+    for layer in layers:
         _check_product(layer)
-    _replace(model, layers.values(), lambda layer: layer.convert())
+    _replace(model, layers, make)
     return len(layers)
 
 
@@ -247,7 +232,7 @@ def _check_product(layer: QuantizedLayer) -> None:
 
 
 def _replace(
-    model: nn.Module, modules: Iterable[nn.Module], make: Callable[[nn.Module], nn.Module]
+    model: nn.Module, modules: Iterable[nn.Module], make: Callable[[Any], nn.Module]
 ) -> dict[nn.Module, nn.Module]:
     """Put `make(module)` into the place of each of `modules`, wherever `model` has it; return new by old."""
     modules = set(modules)
@@ -267,10 +252,8 @@ def _replace(
 
 
 def freeze_model(model: nn.Module) -> int:
-    """
-    Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return their bytes. The
-    layers compute what they did, bit for bit, and pass gradients to their input and to adapters next to them.
-    """
+    """Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return their bytes.
+    The layers compute what they did, bit for bit, and pass gradients to their input and to adapters next to them."""
     layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
     num_bytes = sum(weight.parameter.nbytes for weight in weights if not weight.is_frozen)
@@ -285,8 +268,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
-    """Give every quantized layer of `model` the forward of the one it was made from; its low-bit weight can still be
-    published."""
+    """Give quantized layers the forward of those they were made from; low-bit weights can still be published."""
     for layer in quantized_layers(model).values():
         layer.use_quantized_forward = False
 
@@ -306,10 +288,8 @@ def quantized_forward(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """
-    While open, embeddings, norms, biases and all else that is not quantized are rounded to `dtype`, as in an export:
-    the model computes what an engine computes with that. They come back on leaving, bit for bit.
-    """
+    """While open, embeddings, norms, biases and all else that is not quantized are rounded to `dtype`, as in an
+    export, and the model computes what an engine does with that. They come back on leaving, bit for bit."""
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [
         tensor

@@ -1,10 +1,9 @@
 """
 A low-bit weight as an object: torchao's tensor subclass, compressed-tensors' numbers.
 
-[`LowBitTensor`] looks like the dense weight `(N, K)` it stands for and holds codes and scales as
-[`~trl_qarl.quantization.quantize.quantize_weight`] makes them. It is the cache of a [`QuantizedLinear`], the frozen
-weight of a converted `nn.Linear`, and what is published and exported. torchao's `TorchAOBaseTensor` gives `detach`,
-`clone` and flattening; an operation that neither it nor this module knows raises.
+[`LowBitTensor`] is the cache of a quantized layer, the frozen weight of a converted `nn.Linear`, and what is published
+and exported. torchao's `TorchAOBaseTensor` gives `detach`, `clone` and flattening; an operation that neither it nor
+this module knows raises.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from .formats.base import Format
 from .formats.int4_packed import fp8_gemm_weight
 from .formats.registry import OPERANDS, format_of
 from .gemm import low_bit_linear
-from .quantize import coarser, dequantize_activation, quantize_weight
+from .quantize import dequantize_activation, quantize_weight
 from .schemes import Container, Grid, QuantScheme, get_scheme
 
 
@@ -36,18 +35,16 @@ class LowBitTensor(TorchAOBaseTensor):
 
     `F.linear` multiplies by it with the products of [`~trl_qarl.quantization.gemm`], with gradients to input and bias.
     `.to` moves it; a floating dtype given to `.to` changes only `orig_dtype`, neither codes nor scales. `copy_` takes
-    another low-bit tensor of the same scheme and shape. After an import of this module `torch.load` reads it with
-    `weights_only=True`.
+    another low-bit tensor of the same scheme and shape.
 
-    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales: whether the weight has changed.
-    With a dense tensor, and in `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it counts as its
-    dense values, those of [`~LowBitTensor.dequantize`].
+    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales. With a dense tensor, and in
+    `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, one counts as its dense values.
 
     `qdata` are the codes as the scheme's container lays them out ([`trl_qarl.quantization.formats`]), `scale` is
     `(N, K / group_size)` or `(N, 1)`, and `operands` are the further tensors of the container's format, with a row for
-    each of the weight. `orig_dtype` is the master's, which this tensor shows and [`~LowBitTensor.dequantize`] gives by
-    default. `gathered_shape` is the shape of a sharded master whose codes and scales FSDP2 has gathered, which this
-    tensor shows; FSDP2 frees them after use and fills them again, so nothing that is made of them is kept.
+    each of the weight. `orig_dtype` is the master's, which this tensor shows. So is `gathered_shape`, of a sharded
+    master whose codes and scales FSDP2 has gathered; FSDP2 frees them after use and fills them again, so nothing that
+    is made of them is kept.
     """
 
     tensor_data_names = ["qdata", "scale"]
@@ -145,8 +142,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dense weight: the exact product of scale and code, rounded once to `output_dtype` or
-        `orig_dtype`."""
+        """Return the dense weight in `output_dtype` or `orig_dtype`: scale times code, exact, rounded once."""
         return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":
@@ -154,12 +150,31 @@ class LowBitTensor(TorchAOBaseTensor):
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def coarser(self, scheme: QuantScheme) -> "LowBitTensor":
-        """Return the weight in the fewer bits of `scheme` as [`~trl_qarl.quantization.quantize.coarser`] does."""
-        return LowBitTensor(*coarser(self.qdata, self.scale, self.scheme, scheme), scheme, self.orig_dtype)
+        """Return the weight in the fewer bits of `scheme`, made only of its codes: half a code for each bit less,
+        rounded (a tie to the even code) and clamped, at twice the scale. It is a step off the master's where the first
+        rounding has made a tie. `ValueError` is raised if the grid of `scheme` does not nest in its own, or if the
+        dtype of the scales does not hold the larger ones."""
+        ours, theirs = self.scheme.grid, scheme.grid
+        if (
+            not (ours and theirs and ours.has_signed_scales and theirs.has_signed_scales)
+            or self.scheme.container != scheme.container
+            or theirs.num_bits > ours.num_bits
+        ):
+            raise ValueError(
+                f"The codes of {self.scheme.name!r} hold none of {scheme.name!r}, whose grid does not nest in theirs."
+            )
+        step = 2 ** (ours.num_bits - theirs.num_bits)
+        larger = self.scale * step
+        if not larger.isfinite().all():
+            raise ValueError(
+                f"{step} times the largest scale, {self.scale.abs().max().item():g}, is more than {self.scale.dtype} holds. Export the "
+                "masters with scales in bfloat16."
+            )
+        codes = (self.codes() / step).round_().clamp_(*theirs.quant_range)
+        return LowBitTensor(self.format.pack(codes), larger, scheme, self.orig_dtype)
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
-        """`make(self)`, such as the operands of a kernel, computed at the first call, or at each where codes are
-        gathered."""
+        """`make(self)`, such as a kernel's operands, computed once, or at each call where codes are gathered."""
         if make in self._kept:
             return self._kept[make]
         # Tensors made in inference mode could not take part in training later.
@@ -230,13 +245,9 @@ def straight_through_linear(
     master: torch.Tensor | None = None,
     product: Callable[..., tuple[Any, ...]] = low_bit_linear,
 ) -> torch.Tensor:
-    """
-    `x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`.
-
-    Gradients go to `x`, `bias` and `master`, each only where asked for: through the low-bit weight to its `master`,
-    and through the rounding of the activations, as if neither were rounded. `product` takes rows, weight and bias and
-    returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does.
-    """
+    """`x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`. Gradients go
+    to `x`, `bias` and `master`, each only where asked for, as if neither the weight nor the activations were rounded.
+    `product` takes rows, weight and bias and returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(-1, x.shape[-1])

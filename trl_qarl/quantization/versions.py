@@ -2,8 +2,7 @@
 Weights of an earlier update, kept and put back for a forward or a weight sync.
 
 Of a quantized layer the codes and scales are kept, which a new master leaves alone, so they cost no copy; of what is
-trained in high precision (embeddings, norms, biases, adapters) a copy. Masters are not kept: a version computes and is
-published, it is not trained. Of a sharded model each process keeps its part.
+trained in high precision a copy. Masters are not kept: a version computes and is published, it is not trained.
 """
 
 from collections.abc import Iterator
@@ -76,7 +75,6 @@ def at_version(model: nn.Module, kept: KeptVersion) -> Iterator[None]:
 
 
 def _low_bit(like: LowBitTensor, parts: Any = None) -> LowBitTensor:
-    """Return a weight of `parts`, its own unless they are given, without what products have made of the codes, which
-    is larger."""
+    """Return a weight of its own or other `parts`, without what products have made of its codes, which is larger."""
     parts = like.parts() if parts is None else parts
     return LowBitTensor.of_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)

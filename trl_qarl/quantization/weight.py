@@ -15,9 +15,8 @@ from typing_extensions import override
 
 from .formats.registry import format_of
 from .gemm import low_bit_linear
-from .parameters import MADE_IN_INFERENCE_MODE, num_elements, weight_version
 from .schemes import QuantScheme
-from .storage import storage_of
+from .storage import MADE_IN_INFERENCE_MODE, storage_of, weight_version
 from .tensors import LowBitTensor
 
 
@@ -31,14 +30,12 @@ class MasterSource:
     """
     The weight that is quantized: the layer's own, of which this process may hold a part ([`storage_of`]). Other
     sources build it from that one and from more. Each method is given the layer's parameter, which is read once per
-    use, as a parametrization computes a new tensor each time.
+    use, as a parametrization computes a new tensor each time. With `is_frozen` there is no master: the parameter holds
+    codes and scales in another form than a low-bit tensor. With `holds_adapter` an adapter is part of the weight.
     """
 
     is_frozen = False
-    """True if there is no master: the parameter holds codes and scales in another form than a low-bit tensor."""
-
     holds_adapter = False
-    """True if an adapter is part of the quantized weight."""
 
     def active(self) -> Hashable:
         """Return which of its weights the source gives now; the low-bit form of each is kept."""
@@ -84,12 +81,9 @@ class QuantizedWeight:
     quantized as those of one, or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`. `scale_dtype` is the
     dtype in which the engine runs the model, to which scales are rounded.
 
-    Attributes:
-        source ([`MasterSource`]): gives the weight that is quantized.
-        num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization on the same grid,
-            0-d int64.
-        global_scale (`float` or `None`): what the scales of a format with global scales are divided by, chosen at
-            the first use unless it was given.
+    `num_flipped_codes` are the codes that changed at the last re-quantization on the same grid, 0-d int64.
+    `global_scale` is what the scales of a format with global scales are divided by, chosen at the first use unless it
+    was given.
     """
 
     def __init__(
@@ -128,11 +122,8 @@ class QuantizedWeight:
         return self.source.value(self.parameter)
 
     def low_bit_weight(self) -> LowBitTensor:
-        """
-        Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master. The same object is returned until its
-        value changes. A master that was made in inference mode, where PyTorch does not count updates, raises
-        `ValueError`.
-        """
+        """Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master, the same object until its value
+        changes. `ValueError` is raised for a master made in inference mode, where PyTorch does not count updates."""
         weight = self.parameter
         if isinstance(weight, LowBitTensor):
             return weight
@@ -213,17 +204,12 @@ class QuantizedWeight:
 
 class QuantizedLayer(nn.Module):
     """
-    A layer with quantized weights, all of one scheme: [`~trl_qarl.quantization.linear.QuantizedLinear`] or
-    [`~trl_qarl.quantization.experts.QuantizedExperts`].
+    A layer with quantized weights, all of one scheme: `QuantizedLinear` or `QuantizedExperts`.
 
-    What is kept of its weights is not part of the `state_dict`, nor of a pickle or copy of the module.
-
-    Attributes:
-        quantized_weights (`dict[str, QuantizedWeight]`): the weights, by the names of their parameters.
-        product ([`Product`]): multiplies by a low-bit weight.
-        use_quantized_forward (`bool`): if `False`, the forward is that of the layer it was made from, while the
-            low-bit weight can still be had for publication and export.
-        kernel_name (`str` or `None`): name of the kernel of the last forward.
+    `quantized_weights` has the weights by the names of their parameters; what is kept of them is not part of the
+    `state_dict`, nor of a pickle or copy of the module. `product` multiplies by a low-bit weight, and `kernel_name` is
+    that of the kernel of the last forward. Without `use_quantized_forward` the forward is that of the layer it was
+    made from, while the low-bit weight can still be had for publication and export.
     """
 
     quantized_weights: dict[str, QuantizedWeight]
@@ -269,11 +255,6 @@ class QuantizedLayer(nn.Module):
     def is_frozen(self) -> bool:
         """True if the masters are gone."""
         return self._first.is_frozen
-
-    @property
-    def is_trained(self) -> bool:
-        """True if an optimizer can change the low-bit weights."""
-        return any(weight.is_trained for weight in self.quantized_weights.values())
 
     @property
     def holds_adapter(self) -> bool:
@@ -333,8 +314,7 @@ def sharing_state(cls: type, module: nn.Module, without: Set[str] = frozenset())
 
 
 def check_can_be_quantized(module: nn.Module, names: list[str], scheme: QuantScheme) -> None:
-    """Raise `ValueError` for a layer whose parameters of these names `scheme` cannot be applied to, whatever their
-    sizes."""
+    """Raise `ValueError` for a layer with these parameters that `scheme` cannot apply to, whatever their sizes."""
     if "forward" in vars(module):
         raise ValueError(
             "The layer has a `forward` of its own on the instance (accelerate's `device_map` hooks set one), which "
@@ -343,7 +323,7 @@ def check_can_be_quantized(module: nn.Module, names: list[str], scheme: QuantSch
     if not scheme.is_quantized:
         raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")
     for weight in (getattr(module, name) for name in names):
-        if num_elements([weight]) == 0:
+        if storage_of(weight).shape(weight).numel() == 0:
             raise ValueError(f"The layer has no weights to quantize: shape {tuple(weight.shape)}.")
         if weight.is_inference():
             raise ValueError(MADE_IN_INFERENCE_MODE)

@@ -64,8 +64,8 @@ class Engine(Protocol):
 
     def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
         """Return the engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica.
-        With `pictures` the tokens are an [`~trl_qarl.rollout.pictures.ExpandedPrompt`], and a
-        [`PublishError`] says if the engine makes another prompt of it."""
+        With `pictures` the tokens are an [`~trl_qarl.rollout.pictures.ExpandedPrompt`]; [`PublishError`] is raised if
+        the engine makes another prompt of it."""
 
     def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
         """Return, for each position of `sequences` from the second token on, `{token id: log-prob}` of the token that

@@ -45,9 +45,7 @@ def all_or_none(accelerator):
         yield
     except Exception as error:
         failure = error
-    failures = [failure]
-    if accelerator.num_processes > 1:
-        failures = gather_object([None if failure is None else _for_others(failure)])
+    failures = gather_object([None if failure is None else _for_others(failure)])
     culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
     if culprit is not None:
         # All ranks raise the same class, because their handlers may run collectives.

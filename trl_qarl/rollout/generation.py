@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
-from ..quantization.parameters import writes_to
+from ..quantization.storage import writes_to
 from .ahead import InFlight
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .channels import choose_channel, sends_changes

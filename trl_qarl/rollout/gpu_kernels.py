@@ -139,7 +139,7 @@ def kernel_arguments(
     return {"kernel_config": config} if config else {}
 
 
-def _kernel_config(linear: Iterable["KernelChoice"], experts: Iterable["KernelChoice"]) -> dict[str, Any]:
+def _kernel_config(linear: Iterable["KernelChoice"] = (), experts: Iterable["KernelChoice"] = ()) -> dict[str, Any]:
     backends = {key: value for choice in linear for key, value in choice.backends.items()}
     backend = next((choice.experts_backend for choice in experts if choice.experts_backend), None)
     config: dict[str, Any] = {"linear_backend_per_quant": backends} if backends else {}
@@ -162,7 +162,7 @@ def unexpected_kernels(
         if not schemes or kernel in expected or kernel.startswith(_OURS):
             continue
         names = " and ".join(repr(scheme.name) for scheme in schemes)
-        asked = _kernel_config(*(((), choices) if of_experts else (choices, ())))
+        asked = _kernel_config(experts=choices) if of_experts else _kernel_config(linear=choices)
         remedy = f"Start the engine with --kernel-config '{json.dumps(asked)}'" if asked else "Use another scheme"
         yield (
             f"kernels: scheme {names} on {gpu} is run by {kernel}, not by {' or '.join(expected) or 'one that is known'}. It may "

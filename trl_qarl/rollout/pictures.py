@@ -120,8 +120,9 @@ def count_pictures(prompts: Sequence[Any]) -> list[int]:
 
 
 def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:
-    """Raise a `ValueError` for a generation batch of all processes, with `counts` pictures in its prompts, of which
-    some have none, where these cannot be told apart afterwards: only one process can, by Qwen's grids of patches."""
+    """Raise `ValueError` if some prompts of a generation batch have pictures and others none, but on one process with
+    a processor that writes grids of patches, as Qwen's, by which rows are told apart afterwards. `counts` has the
+    pictures of each prompt, of all processes."""
     if 0 not in counts or not any(counts):
         return
     image_processor = getattr(processing_class, "image_processor", None)
@@ -140,7 +141,8 @@ def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int)
 def expanded_prompts(
     prompt_ids: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Any
 ) -> list[ExpandedPrompt]:
-    """Return prompts from the processor's token ids and the chat template's texts, with one placeholder a picture."""
+    """Return prompts from the processor's token ids and the chat template's texts, which have one placeholder for each
+    picture."""
     prompts = []
     for ids, text in zip(prompt_ids, texts, strict=True):
         # As processors do: the template has written the first special token, or the tokenizer does.

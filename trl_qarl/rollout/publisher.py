@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.engine import adapter_problems, iter_adapter_tensors
+from ..adapters.tensors import adapter_problems, iter_adapter_tensors
 from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quantization_config
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory

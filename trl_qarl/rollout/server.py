@@ -95,20 +95,19 @@ class ServerEngine:
         path, body = "/v1/completions", {"model": self.client.model, "prompt": token_ids, **sampling}
         if pictures:
             path, body = PICTURE_PATH, picture_request(self.client.model, token_ids, pictures, **sampling)
-        return [
-            value for replica in range(self._replicas) for value in self._score_with(replica, path, body, token_ids)
-        ]
-
-    def _score_with(self, replica: int, path: str, body: dict[str, Any], token_ids: list[int]) -> list[float]:
-        answered = self.client.control(path, body, {"X-data-parallel-rank": str(replica)})
-        answer = json_of(answered, PublishError)
-        if path == PICTURE_PATH:
-            check_prompt(answer.get("prompt_token_ids"), token_ids)
-        entries = (answer if path == PICTURE_PATH else answer["choices"][0]).get("prompt_logprobs")
-        if not entries or len(entries) != len(token_ids):
-            raise PublishError(f"{path}: the server returned no log-probs of the prompt.")
-        values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
-        return [math.nan if value.get("logprob") is None else value["logprob"] for value in values]
+        scores = []
+        for replica in range(self._replicas):
+            answered = self.client.control(path, body, {"X-data-parallel-rank": str(replica)})
+            answer = json_of(answered, PublishError)
+            if pictures:
+                check_prompt(answer.get("prompt_token_ids"), token_ids)
+            entries = (answer if pictures else answer["choices"][0]).get("prompt_logprobs")
+            if not entries or len(entries) != len(token_ids):
+                raise PublishError(f"{path}: the server returned no log-probs of the prompt.")
+            for entry, token in zip(entries[1:], token_ids[1:], strict=True):
+                value = (entry or {}).get(str(token), {}).get("logprob")
+                scores.append(math.nan if value is None else value)
+        return scores
 
     def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
         body = {"model": self.client.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": num_top}

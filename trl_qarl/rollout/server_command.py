@@ -111,13 +111,10 @@ def build_server_command(
             Further arguments of `vllm serve`.
 
     Raises:
-        ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run
-            here.
+        ValueError: for NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
     """
     arguments = spec.arguments(on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")
-    if transport not in ("file", "nccl"):
-        raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
     if transport == "nccl" and on_cpu:
         raise ValueError("transport='nccl' needs GPUs on both sides. Use transport='file'.")
     for argument in vllm_args:

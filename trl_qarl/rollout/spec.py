@@ -42,8 +42,9 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model, dtype) -> "EngineSpec":
-        """Return that of `model`, a learner prepared by [`prepare_model`] that has its numerics, in `dtype`."""
-        from ..adapters.engine import lora_arguments
+        """Return that of `model`, a learner prepared by [`prepare_model`], in `dtype`. On a GPU its numerics are those
+        that `model` has by then."""
+        from ..adapters.tensors import lora_arguments
         from ..checkpoint.layout import quantization_config
         from ..numerics.attach import has_engine_numerics
         from ..quantization.inventory import Inventory

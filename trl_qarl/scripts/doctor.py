@@ -61,6 +61,8 @@ def main(args: Namespace) -> int:
 
 
 def _findings(args, chosen, plan, model):
+    import shutil
+
     import psutil
     import torch
 
@@ -81,7 +83,8 @@ def _findings(args, chosen, plan, model):
         free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
         device = "the GPU's memory" if on_gpu else "main memory"
         yield doctor.check_memory(num_weights, report.low_bit_bytes if report else 0, free, device)
-    yield doctor.check_transfer(doctor.free_bytes(transfer_bases()), chunk)
+    free_bytes = {str(base): shutil.disk_usage(base).free for base in transfer_bases()}
+    yield doctor.check_transfer(free_bytes, chunk)
     if args.engine:
         yield from _engine(plan)
 

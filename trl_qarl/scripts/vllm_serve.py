@@ -82,7 +82,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
         import torch
 
-        from ..adapters.engine import arguments_for
+        from ..adapters.tensors import arguments_for
         from ..rollout.pictures import engine_arguments
         from ..rollout.publisher import largest_chunk
         from ..rollout.spec import EngineSpec

@@ -20,10 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_by(accelerator: Accelerator) -> str | None:
-    """
-    Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave masters
-    whole, `"DeepSpeed"`.
-    """
+    """Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave
+    masters whole, `"DeepSpeed"`."""
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP2"
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -31,8 +29,7 @@ def sharded_by(accelerator: Accelerator) -> str | None:
 
 
 def check_units(model: nn.Module) -> None:
-    """Check that each unit that FSDP2 gathers at once has whole decoder layers; `ValueError` names a unit that is a
-    part of one."""
+    """Raise `ValueError` if a unit that FSDP2 gathers at once is a part of a decoder layer."""
     inventory = Inventory.of(model)
     layers = {layer_of(name) for name in inventory.layers}
     for name, module in inventory.modules.items():
@@ -46,43 +43,38 @@ def check_units(model: nn.Module) -> None:
 
 
 def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
-    """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights, and pass it to
-    `then`."""
-    # Patched on the instance: accelerate has no hook after a model is sharded.
-    accelerator.prepare = _Sharding(accelerator.prepare, then)  # pyrefly: ignore[bad-assignment]
+    """Have models that `accelerator.prepare` shards from now on gather low-bit weights, and pass each to `then`."""
+    prepare_whole = accelerator.prepare
 
-
-def _gather_head(model: nn.Module) -> None:
-    """
-    Have FSDP2 gather the head of `model` as soon as the rest has computed what goes into it.
-
-    The loss reads the head's weight without a call of the head. accelerate shards it together with the final norm,
-    whose call gathers both, but finds that norm only in models of text. By itself the head stays sharded, and the loss
-    would give each process the gradient of its own tokens (accelerate 1.15, TRL 1.16).
-    """
-    model = base_model(model)
-    head = model.get_output_embeddings()
-    if isinstance(head, FSDPModule):
-        model.base_model.register_forward_hook(lambda *_: head.unshard())
-
-
-class _Sharding:
-    def __init__(self, prepare: Callable[..., Any], then: Callable[[nn.Module], None]):
-        self.prepare, self.then = prepare, then
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare(*args: Any, **kwargs: Any) -> Any:
         for model in args:
             if isinstance(model, nn.Module):
                 as_bytes(model)
-        prepared = self.prepare(*args, **kwargs)
+        prepared = prepare_whole(*args, **kwargs)
         for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
             if isinstance(each, FSDPModule):
                 check_units(each)
                 count = shard_low_bit(each)
                 _gather_head(each)
-                self.then(each)
+                then(each)
                 logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
             elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":
                 # Compiled, it fails on shards of any model (torch 2.13, torchao 0.18).
                 optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
         return prepared
+
+    # Patched on the instance: accelerate has no hook after a model is sharded.
+    accelerator.prepare = prepare  # pyrefly: ignore[bad-assignment]
+
+
+def _gather_head(model: nn.Module) -> None:
+    """
+    Have FSDP2 gather the head of `model` after the rest of the forward: the loss reads its weight without a call.
+
+    accelerate shards it together with the final norm, whose call gathers both, but finds that norm only in models of
+    text. Else the loss would give each process the gradient of its own tokens (accelerate 1.15, TRL 1.16).
+    """
+    model = base_model(model)
+    head = model.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        model.base_model.register_forward_hook(lambda *_: head.unshard())

@@ -2,17 +2,13 @@
 Low-bit weights of masters that FSDP2 has sharded: each process quantizes its own rows, and codes and scales are
 gathered.
 
-A row holds whole groups, so the codes of all processes together are those of one process, bit for bit, and they are
-0.13 of the bytes of float32 masters for 4 bits. They are made of the master itself also where `mixed_precision` has
-FSDP gather everything else in 16 bits.
-
-A low-bit weight without a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and
-gathered likewise.
+A row holds whole groups, so the codes of all processes together are those of one process, bit for bit. They are made
+of the master itself also where `mixed_precision` has FSDP gather everything else in 16 bits. A low-bit weight without
+a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and gathered likewise.
 
 Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are
-the rows that this process holds ([`ShardedSource`]), and [`Rows`] gathers, which every process has to call. In a
-forward the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the
-masters.
+the rows that this process holds, and [`Rows`] gathers, which every process has to call. In a forward the weight is the
+gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
 
 FSDP2's extension point is `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a *local* tensor
 (https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] has these two and is an ordinary tensor otherwise, so
@@ -44,16 +40,9 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class MasterShard(torch.Tensor):
     """
-    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`: a plain tensor but for what
-    FSDP2 asks of it around an all-gather.
-
-    Of a low-bit weight without a master it has the bytes.
-
-    Attributes:
-        weight ([`QuantizedWeight`]):
-            What it is a part of.
-        padded_rows (`int`):
-            Rows of the largest shard, those of all its experts together, which every process sends.
+    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`, or the bytes of a low-bit
+    weight without a master: a plain tensor but for what FSDP2 asks of it around an all-gather. It is a part of
+    `weight`; `padded_rows` are those of the largest shard, of all its experts together, which every process sends.
     """
 
     # Results of operations are not shards.
@@ -80,8 +69,7 @@ class MasterShard(torch.Tensor):
         return (torch.cat(buffer),), views
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        """Return the low-bit weight and the tensors that hold it; with `out`, the one returned before, they are filled
-        again."""
+        """Return the low-bit weight and the tensors that hold it; with `out`, fill those again."""
         if out is not None:
             # Its bits may be others than before, in the same container.
             out.scheme = self.weight.scheme
@@ -95,8 +83,7 @@ class MasterShard(torch.Tensor):
 
     @override
     def to(self, device, *args, **kwargs):
-        """Return itself for another device, where masters are kept in the host's memory: codes and scales go there,
-        not masters."""
+        """Return itself for another device than the one that keeps masters: codes and scales go there, not masters."""
         return _OnDevice(self, torch.device(device)) if torch.device(device).type != self.device.type else self
 
 
@@ -184,19 +171,13 @@ class ShardedSource(MasterSource):
     """The rows of a sharded master that this process holds."""
 
     @override
-    def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
-        _shard(weight)
-        return super().version(weight)
-
-    @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
         _shard(weight)
         return super().value(weight)
 
 
 class FrozenRows(MasterSource):
-    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its other
-    tensors."""
+    """Rows of bytes in the place of a frozen `low_bit` weight: those of its codes, then of its other tensors."""
 
     is_frozen = True
 
@@ -219,8 +200,7 @@ class FrozenRows(MasterSource):
 
 
 def as_bytes(model: nn.Module) -> None:
-    """Put rows of bytes into the place of every frozen low-bit weight of `model`, as FSDP2 shards only plain
-    tensors."""
+    """Put rows of bytes into the place of frozen low-bit weights of `model`, as FSDP2 shards only plain tensors."""
     for layer in model.modules():
         for weight in layer.quantized_weights.values() if isinstance(layer, QuantizedLayer) else ():
             low_bit = weight.parameter
@@ -233,17 +213,9 @@ def as_bytes(model: nn.Module) -> None:
 def shard_low_bit(model: nn.Module) -> int:
     """
     Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of `model`, which it has
-    sharded.
-
-    To be called after everything that puts other tensors into the place of parameters, such as `.to`; it can be called
-    again.
-
-    Returns:
-        The number of weights.
-
-    Raises:
-        NotImplementedError: if FSDP2 was told to shard what it has gathered over fewer processes.
-        RuntimeError: if FSDP2 does not manage the weight of a quantized layer.
+    sharded, and return the number of weights. To be called after everything that puts other tensors into the place of
+    parameters, such as `.to`; it can be called again. `NotImplementedError` is raised if FSDP2 was told to shard what
+    it has gathered over fewer processes, `RuntimeError` if it does not manage the weight of a quantized layer.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
     # FSDP knows a layer that was swapped later by its former module, which shares the table of parameters.
@@ -297,12 +269,12 @@ def _shard(weight: torch.Tensor) -> MasterShard:
 
 
 def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes and scales has zeros, or
-    copies."""
+    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes has zeros."""
     if len(tensor) == count:
         return tensor
     padded = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     raw = padded.view(torch.uint8).zero_()
+    # Without rows the strides are such that bytes cannot be viewed.
     if len(tensor):
         raw[: len(tensor)] = tensor.view(torch.uint8)
     return padded

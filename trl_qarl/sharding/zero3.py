@@ -57,8 +57,7 @@ class Slices(Storage):
 
     @override
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, which has no
-        gradient."""
+        """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, without a gradient."""
         if tensor.ds_status.name == "AVAILABLE":
             return tensor
         import deepspeed
@@ -82,10 +81,8 @@ def _put(tensor: Any, local: torch.Tensor) -> None:
 
 
 def forget_order(engine: Any) -> None:
-    """
-    Have DeepSpeed's `engine` gather what its next forward and backward ask for, not what the forward before it did in
-    its order: a forward for a rollout, for scoring or for a comparison runs other modules than that of the loss.
-    """
+    """Have DeepSpeed's `engine` gather what its next forward and backward ask for, not what the forward before it did
+    in its order: that of a rollout, of scoring or of a comparison runs other modules than that of the loss."""
     offload = getattr(engine.optimizer, "parameter_offload", None)
     coordinator = None if offload is None else offload.get_param_coordinator()
     if coordinator is not None and not coordinator.is_invalid_trace():
@@ -93,10 +90,8 @@ def forget_order(engine: Any) -> None:
 
 
 def keep_float32_masters(config: dict[str, Any]) -> None:
-    """
-    Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration,
-    and step with `optim`: with an offloaded state accelerate would substitute DeepSpeed's own Adam.
-    """
+    """Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its
+    configuration, and step with `optim`: with an offloaded state accelerate would substitute DeepSpeed's own Adam."""
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     if config.get("bf16", {}).get("enabled"):
         logger.info("DeepSpeed leaves masters in float32, and the forward computes in bfloat16 under autocast.")
@@ -104,8 +99,7 @@ def keep_float32_masters(config: dict[str, Any]) -> None:
 
 
 def compute_in_bfloat16(model: nn.Module) -> None:
-    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP; also in PEFT's
-    `generate`."""
+    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP."""
     # PEFT's `generate` bypasses the forward of the adapted model.
     model = base_model(model)
     device = next(model.parameters()).device

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..objectives.options import TRUST_BAND_SHARE
+from ..options import ObjectiveOptions
 from ..quantization.plan import get_plan
 from ..quantization.schemes import QuantScheme
 
@@ -168,7 +168,8 @@ def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
         return None
     share, (low, high) = statistics.fmean(values), DROPPED_AIM
     if settings.get("trust_band") == "auto":
-        aim = f"aim {settings.get('trust_band_share', TRUST_BAND_SHARE):.0%} of all but the first updates of a batch, by bands that set themselves"
+        wanted = settings.get("trust_band_share", ObjectiveOptions.trust_band_share)
+        aim = f"aim {wanted:.0%} of all but the first updates of a batch, by bands that set themselves"
         return "fine", f"dropped {share:.0%}", aim, ""
     # The first batches, under a warm-up, say little of what comes.
     if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:

@@ -2,7 +2,9 @@
 error."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 import torch
 
@@ -22,11 +24,7 @@ AddUp = Callable[[list[float]], list[float]]
 """Adds up numbers over the processes among which masters are sharded, each of which measures the rows it holds."""
 
 
-def _not_shared(sums: list[float]) -> list[float]:
-    return sums
-
-
-def code_flip_rate(weights: Iterable[QuantizedWeight], add_up: AddUp = _not_shared) -> float:
+def code_flip_rate(weights: Iterable[QuantizedWeight], add_up: AddUp = list) -> float:
     """Return the share of low-bit codes that changed at the last update of the masters, which are quantized here if
     they were not yet; NaN before the second quantization. With 0 over many updates the low-bit policy is stalled."""
     flipped = total = 0
@@ -49,7 +47,7 @@ def sampled_masters(weights: Iterable[tuple[str, QuantizedWeight]]) -> dict[str,
 def update_to_step(
     before: Mapping[str, torch.Tensor],
     weights: Iterable[tuple[str, QuantizedWeight]],
-    add_up: AddUp = _not_shared,
+    add_up: AddUp = list,
 ) -> float:
     """
     Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it
@@ -91,26 +89,25 @@ def _sampled_rows(weight: QuantizedWeight) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sqnr(weights: Iterable[tuple[str, QuantizedWeight]], add_up: AddUp = _not_shared) -> dict[str, float]:
+def sqnr(weights: Iterable[tuple[str, QuantizedWeight]], add_up: AddUp = list) -> dict[str, float]:
     """
     Return the signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in
     dB: `quant/sqnr` of all together, `quant/sqnr/NAME` of those whose name ends in `NAME`, such as `q_proj`. NaN
     without noise; nothing about weights whose masters are gone.
     """
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, weight in weights:
         if weight.is_frozen:
             continue
-        for key in ("quant/sqnr", f"quant/sqnr/{name.rpartition('.')[2]}"):
-            sums.setdefault(key, [0.0, 0.0])
+        totals = sums["quant/sqnr"], sums[f"quant/sqnr/{name.rpartition('.')[2]}"]
         # One expert at a time, as what is computed is as large as the masters.
         for master, low_bit in weight.matrices():
             master = master.float()
             signal = master.square().sum().item()
             noise = (master - low_bit.gemm_weight().dequantize(torch.float32)).square().sum().item()
-            for key in ("quant/sqnr", f"quant/sqnr/{name.rpartition('.')[2]}"):
-                total = sums[key]
-                total[0], total[1] = total[0] + signal, total[1] + noise
-    totals = add_up([total for pair in sums.values() for total in pair])
-    sums = {key: totals[2 * index : 2 * index + 2] for index, key in enumerate(sums)}
-    return {key: 10 * math.log10(s / n) if s and n else math.nan for key, (s, n) in sums.items()}
+            for total in totals:
+                total[0] += signal
+                total[1] += noise
+    added = add_up([*chain.from_iterable(sums.values())])
+    pairs = zip(sums, added[::2], added[1::2], strict=True)
+    return {key: 10 * math.log10(s / n) if s and n else math.nan for key, s, n in pairs}

@@ -60,7 +60,7 @@ def mismatch_metrics(sums: torch.Tensor, maximum: torch.Tensor, weights: torch.T
         "mismatch/weight_mean": weights.mean().item(),
         "mismatch/weight_min": weights.min().item(),
         "mismatch/weight_max": weights.max().item(),
-        "mismatch/effective_sample_size": (weights.sum().square() / weights.square().sum() / weights.numel()).item(),
+        "mismatch/effective_sample_size": _effective_sample_size(weights),
         "mismatch/unknown_tokens": unknown,
     }
 
@@ -124,10 +124,13 @@ def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str,
     for name, sign in (("positive", 1), ("negative", -1)):
         chosen = weights.double()[advantages.sign() == sign]
         if len(chosen):
-            size = chosen.sum().square() / chosen.square().sum() / len(chosen)
             metrics[f"mismatch/weight_mean/{name}"] = chosen.mean().item()
-            metrics[f"mismatch/effective_sample_size/{name}"] = size.item()
+            metrics[f"mismatch/effective_sample_size/{name}"] = _effective_sample_size(chosen)
     return metrics
+
+
+def _effective_sample_size(weights: torch.Tensor) -> float:
+    return (weights.sum().square() / weights.square().sum() / weights.numel()).item()
 
 
 def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,8 @@ The part of this package that vLLM loads: entry point `vllm.general_plugins`, ca
 
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
-([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`],
-[`trl_qarl.vllm_plugin.cuda_kernels`]), and has our servers hear all their replicas
-([`trl_qarl.vllm_plugin.replicas`]).
+([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`]),
+and has our servers hear all their replicas ([`trl_qarl.vllm_plugin.replicas`]).
 """
 
 import multiprocessing
@@ -29,6 +28,7 @@ def register() -> None:
     """Register with vLLM; calling it again changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
+    from vllm.platforms.interface import PlatformEnum
 
     from .replicas import hear_every_replica
 
@@ -43,20 +43,20 @@ def register() -> None:
         import torch
 
         from .cpu_attention import register_attention
-        from .cpu_kernels import register_kernels
         from .experts import register_experts
+        from .linear_kernels import register_kernels
 
         # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process
         # ends with "illegal instruction".
         torch.cpu._init_amx()
-        register_kernels()
+        register_kernels(PlatformEnum.CPU)
         register_experts()
         register_attention()
         _wait_without_spinning()
     elif current_platform.is_cuda():
-        from .cuda_kernels import register_kernels
+        from .linear_kernels import register_kernels
 
-        register_kernels()
+        register_kernels(PlatformEnum.CUDA)
 
 
 def _wait_without_spinning() -> None:

@@ -136,11 +136,8 @@ class PublishedAdapter:
         self._live = self._fingerprints()
 
     def _fingerprints(self) -> list[str]:
-        return (
-            [fingerprint(b) for _, layer in _wrapped_layers(self.model) for b in _buffers(layer)]
-            if self.tensors
-            else []
-        )
+        layers = [layer for _, layer in _wrapped_layers(self.model)] if self.tensors else []
+        return [fingerprint(buffer) for layer in layers for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
 
     def _problems(self, slot: int) -> list[str]:
         """Return what the engine's buffers hold that the learner did not send, and what it sent that they do not
@@ -192,7 +189,3 @@ def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: Publ
 def _wrapped_layers(model: nn.Module) -> list[tuple[str, Any]]:
     manager = getattr(model, "lora_manager", None)
     return [] if manager is None else list(manager.modules.items())
-
-
-def _buffers(layer: Any) -> tuple[torch.Tensor, ...]:
-    return (*layer.lora_a_stacked, *layer.lora_b_stacked)

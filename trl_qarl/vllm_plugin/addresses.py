@@ -129,10 +129,16 @@ class Addresses:
         return [self._in_words(problem) for problem in problems[:5]]
 
     def _in_words(self, problem: str) -> str:
-        kernel = _kernel_of(self._model, problem.partition(":")[0])
+        name = problem.partition(":")[0]
+        prefix = max(
+            (path for path, _ in self._model.named_modules() if name.startswith(f"{path}.")), key=len, default=""
+        )
+        layer = self._model.get_submodule(prefix)
+        kernels = ", ".join(kernels_in_use(layer))
+        runs = f"kernel {kernels}" if kernels else f"layer {type(layer).__name__}"
         return (
             f"{problem}. Reloading the weights has moved it in memory, where the engine's CUDA graphs go on reading the old address "
-            f"({kernel}, vLLM {vllm.__version__}). Start the engine with enforce_eager=True (`--enforce-eager`)."
+            f"({runs}, vLLM {vllm.__version__}). Start the engine with enforce_eager=True (`--enforce-eager`)."
         )
 
 
@@ -149,11 +155,3 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
-
-
-def _kernel_of(model: nn.Module, name: str) -> str:
-    """Return what runs the layer that a tensor belongs to, in words."""
-    prefix = max((path for path, _ in model.named_modules() if name.startswith(f"{path}.")), key=len, default="")
-    layer = model.get_submodule(prefix)
-    kernels = kernels_in_use(layer)
-    return f"kernel {', '.join(kernels)}" if kernels else f"layer {type(layer).__name__}"

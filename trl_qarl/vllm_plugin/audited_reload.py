@@ -78,7 +78,6 @@ class AuditedReload:
         self._is_loading = False
         # What the engine calls the tensors whose fingerprints are those of its parameters.
         self._read_when_loaded: set[str] = set()
-        self._expected: dict[str, str] | None = None
         self._engine_name = partial(engine_name, self.model)
         # A shard of a tensor has no fingerprint of its own.
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
@@ -103,12 +102,12 @@ class AuditedReload:
                 set_default_quant_scales(layer)
 
     def _forget(self) -> None:
-        self._expected = None
+        self._expected: dict[str, str] | None = None
         self._arrived: dict[str, str] = {}
-        self._names: dict[str, str] = {}
+        # Names and shapes of what has arrived, by what the engine calls it.
+        self._received: dict[str, tuple[str, torch.Size]] = {}
         # A tied tensor is loaded twice.
         self._loaded: list[tuple[str, str]] = []
-        self._shapes: dict[str, torch.Size] = {}
         self._processed: dict[str, str] = {}
         self._before: dict[str, str] = {}
         self._owned: dict[str, list[str]] = {}
@@ -191,7 +190,7 @@ class AuditedReload:
             self._finalize()
             problems = [] if self._addresses is None else self._addresses.restore()
             live = live_fingerprints(self.model)
-            problems += self._problems() + self._live_problems(live)
+            problems += self._problems(self._expected) + self._live_problems(self._expected, live)
         else:
             # Only an adapter. Its base was compared when the update began.
             live = self._before
@@ -202,7 +201,7 @@ class AuditedReload:
             rank = "" if self._is_whole else f" on rank {self.parallel_config.rank} of {size}"
             raise RuntimeError(f"The published weights are not the learner's{rank}:\n" + "\n".join(problems))
         if self._owned:
-            self._remember_sources()
+            self._sources = sources_of_modules(self._owned, {self._engine_name(name): name for name in self._expected})
         self.published, self._live = self._expected, live
         self.adapter.accept(filter(is_adapter_tensor, self._expected))
         self._forget()
@@ -221,24 +220,19 @@ class AuditedReload:
         is_new = any(map(is_adapter_tensor, self._arrived))
         return {name: value for name, value in self.published.items() if not (is_new and is_adapter_tensor(name))}
 
-    def _remember_sources(self) -> None:
-        assert self._expected is not None
-        self._sources = sources_of_modules(self._owned, {self._engine_name(name): name for name in self._expected})
-
     def _finalize(self) -> None:
         with set_default_torch_dtype(self.model_config.dtype):
             finalize_layerwise_reload(self.model, self.model_config)
         self._is_loading = False
 
-    def _problems(self) -> list[str]:
-        assert self._expected is not None
+    def _problems(self, expected: Mapping[str, str]) -> list[str]:
         # Of several the one that differs.
-        self._arrived |= sorted(self._loaded, key=lambda item: self._expected.get(item[0]) != item[1])
+        self._arrived |= sorted(self._loaded, key=lambda item: expected.get(item[0]) != item[1])
         received = self._kept() | self._arrived
-        received = {name: value for name, value in received.items() if name in self._arrived or name in self._expected}
-        problems = fingerprint_differences(self._expected, received)
+        received = {name: value for name, value in received.items() if name in self._arrived or name in expected}
+        problems = fingerprint_differences(expected, received)
         owned = {name for names in self._owned.values() for name in names}
-        mapped = {self._engine_name(name): name for name in self._expected if not is_adapter_tensor(name)}
+        mapped = {self._engine_name(name): name for name in expected if not is_adapter_tensor(name)}
         problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
         problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
         problems += [
@@ -249,12 +243,11 @@ class AuditedReload:
         problems += half_loaded_modules(self._owned, {self._engine_name(name) for name in self._arrived})
         return problems
 
-    def _live_problems(self, live: Mapping[str, str]) -> list[str]:
+    def _live_problems(self, expected: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
         """
         Return what the engine does not run with although it was loaded, or has lost although nothing was sent for it.
         """
-        assert self._expected is not None
-        learner = {self._engine_name(name): value for name, value in self._expected.items()}
+        learner = {self._engine_name(name): value for name, value in expected.items()}
         arrived = {self._engine_name(name) for name in self._arrived}
         loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
         modules = dict(self.model.named_modules())
@@ -309,8 +302,7 @@ class AuditedReload:
             own_name = self._engine_name(name)
             is_read_later = own_name in self._read_when_loaded
             self._arrived[name] = "nothing was loaded" if is_read_later else fingerprint(tensor)
-            self._names[own_name] = name
-            self._shapes[own_name] = tensor.shape
+            self._received[own_name] = name, tensor.shape
             if own_name in sources:
                 kept[own_name] = tensor
             yield name, tensor
@@ -357,10 +349,10 @@ class AuditedReload:
 
     def _record(self, prefix: str, layer: nn.Module) -> None:
         for parameter, parts in self._parameters(prefix, layer) if self._is_whole else ():
-            if not all(part in self._shapes for part in parts):
+            if not all(part in self._received for part in parts):
                 continue
             offset = 0
             for part in parts:
-                rows = self._shapes[part][0]
-                self._loaded.append((self._names[part], fingerprint(parameter.data[offset : offset + rows])))
+                name, (rows, *_) = self._received[part]
+                self._loaded.append((name, fingerprint(parameter.data[offset : offset + rows])))
                 offset += rows

@@ -97,7 +97,7 @@ def engine_name(model: nn.Module, name: str) -> str:
     if mapper is None:
         return name
     # `packed_modules_mapping` says which shards are stacked into one parameter.
-    if getattr(mapper, "orig_to_new_stacked", None):
+    if mapper.orig_to_new_stacked:
         mapper = replace(mapper, orig_to_new_stacked={})
     return mapper._map_name(name) or name
 

@@ -166,10 +166,8 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         weights, activations = schemes[0]["weights"], schemes[0].get("input_activations")
         method = _METHODS.get((weights.type == "float", weights.num_bits, activations is not None))
         is_ours = weights.symmetric and weights.strategy in ("group", "channel") and not weights.actorder
-        is_ours = is_ours and (
-            activations is None or (activations.dynamic is True and activations.strategy == "token")
-        )
-        if method is None or not is_ours:
+        per_token = activations is None or (activations.dynamic is True and activations.strategy == "token")
+        if method is None or not (is_ours and per_token):
             return None
         for is_met, what in (
             (layer.activation.value == "silu", f"activation {layer.activation.value!r}"),

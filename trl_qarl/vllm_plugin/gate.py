@@ -124,11 +124,8 @@ class PublicationGate:
                 return await self._hold_session(receive, send)
             return await self._change(path, headers, scope, receive, send)
         if not self.is_open:
-            return await _respond(
-                send,
-                503,
-                {"error": "No complete set of weights has been published yet, so the server does not generate."},
-            )
+            error = "No complete set of weights has been published yet, so the server does not generate."
+            return await _respond(send, 503, {"error": error})
         return await self.app(scope, receive, send)
 
     def _state(self) -> dict[str, Any]:
@@ -157,11 +154,7 @@ class PublicationGate:
         answer = {"session": self.session, **self._state()}
         answer["proof"] = proof(self._token, "server", nonces, answer)
         try:
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
-            )
-            line = json.dumps(answer) + "\n"
-            await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+            await _respond(send, 200, answer, end="\n", more_body=True)
             # Writing detects a vanished host, reading does not.
             gone = asyncio.ensure_future(_disconnected(receive))
             while not (await asyncio.wait([gone], timeout=_HEARTBEAT_SECONDS))[0]:
@@ -250,7 +243,8 @@ async def _read_body(receive, limit: float = math.inf) -> bytes:
     return b"".join(chunks) if size <= limit else b""
 
 
-async def _respond(send, status: int, content: dict[str, Any]) -> None:
+async def _respond(send, status: int, content: dict[str, Any], end: str = "", more_body: bool = False) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    body = json.dumps(content) + end
+    await send({"type": "http.response.body", "body": body.encode(), "more_body": more_body})

@@ -1,9 +1,32 @@
-"""Linear kernels for vLLM that compute as the learner does, for CPUs and GPUs."""
+"""
+Linear kernels for vLLM that compute as the learner does: its own products, where vLLM's cannot run, cannot be reloaded
+or cannot be repeated.
+
+| scheme | vLLM's kernel on a CPU | taken from here when |
+|---|---|---|
+| INT4 or INT8 and `a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only, four times slower than bf16 | always; in other engines float32, no AVX512, INT8 weights, odd shapes |
+| `w4a8-int8` | the same, which leaves activations unrounded | always |
+| `mxfp4a16`, `nvfp4a16` | none | always |
+| `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
+| `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
+| not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.numerics.cpu`]) |
+
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first
+three rows are for any engine, as vLLM has nothing there: it serves an export in float32, or in FP4. A layer has one
+kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
+
+On a GPU they are chosen only in an engine that also runs eagerly with `VLLM_BATCH_INVARIANT=1`, so that a learner
+repeats it bit for bit (`numerics="engine"`). vLLM 0.31 has no such product of INT4 weights (Marlin), and its product
+of FP8 codes takes another tiling for other numbers of rows; vLLM 0.33 expands INT4 weights as well. None of this has
+run on a GPU, see [`trl_qarl.numerics.cuda`].
+"""
 
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
@@ -21,13 +44,16 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     Int8ScaledMMLinearKernel,
     Int8ScaledMMLinearLayerConfig,
 )
+from vllm.model_executor.layers import utils
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
+from ..numerics import cuda
+from ..numerics.cpu import dispatch_row_invariant
 from ..numerics.low_bit import multiply
 from ..quantization.schemes import INT4_PACKED, get_scheme
 from ..quantization.tensors import LowBitTensor
-from ..wire.protocol import FILE_BACKEND
+from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND
 
 
 __all__ = [
@@ -36,14 +62,30 @@ __all__ = [
     "QaRLMxFp4Kernel",
     "QaRLNvFp4Kernel",
     "QaRLWeightOnlyKernel",
+    "RepeatableFp8Kernel",
+    "RepeatableInt4Kernel",
+    "RepeatableInt8Kernel",
     "is_our_engine",
-    "put_first",
+    "register_kernels",
 ]
 
 
-def put_first(platform: PlatformEnum, **kernels: type) -> None:
-    """Put `kernels`, by vLLM's names of their kinds, first in its lists for `platform`, where they are not there
-    yet."""
+def register_kernels(platform: PlatformEnum) -> None:
+    """Put the kernels for `platform` first in vLLM's lists; calling it again changes nothing."""
+    if platform is PlatformEnum.CUDA:
+        _put_first(platform, mp=RepeatableInt4Kernel, int8=RepeatableInt8Kernel, fp8=RepeatableFp8Kernel)
+        return
+    _put_first(platform, mp=QaRLWeightOnlyKernel, int8=QaRLInt8Kernel, fp8=QaRLFp8Kernel, mxfp4=QaRLMxFp4Kernel)
+    # vLLM forces this class for NVFP4 weights with 16-bit activations, and looks its name up when it does.
+    linear.MarlinNvFp4LinearKernel = QaRLNvFp4Kernel
+    # vLLM has a registry only for quantized kernels. Its method for unquantized layers, the output head included,
+    # looks this function up in its module each time weights have been loaded.
+    original = utils.dispatch_cpu_unquantized_gemm
+    if not getattr(original, "is_row_invariant", False):
+        utils.dispatch_cpu_unquantized_gemm = dispatch_row_invariant(original, is_our_engine)
+
+
+def _put_first(platform: PlatformEnum, **kernels: type) -> None:
     tables = {
         "mp": _POSSIBLE_KERNELS,
         "int8": _POSSIBLE_INT8_KERNELS,
@@ -74,6 +116,8 @@ class LowBitKernel:
     has no layout to get wrong.
     """
 
+    serves_any_engine = False
+
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         return True, None
@@ -86,7 +130,7 @@ class LowBitKernel:
     @classmethod
     def _reason_against_engine(cls) -> str | None:
         """Return why the engine that is being built does not take this kernel, or `None`."""
-        return None if is_our_engine() else "weights do not come from trl_qarl"
+        return None if cls.serves_any_engine or is_our_engine() else "weights do not come from trl_qarl"
 
     @classmethod
     def _reason_against(cls, c: Any) -> str | None:
@@ -128,13 +172,11 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
     activations; symmetric INT4 with INT8 activations too.
     """
 
+    serves_any_engine = True
+
     @classmethod
     def get_min_capability(cls) -> int:
         return -1
-
-    @classmethod
-    def _reason_against_engine(cls) -> str | None:
-        return None
 
     @classmethod
     def _reason_against(cls, c: MPLinearLayerConfig) -> str | None:
@@ -182,9 +224,7 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
 class _Fp4Kernel(LowBitKernel):
     """FP4 weights with 16- or 32-bit activations."""
 
-    @classmethod
-    def _reason_against_engine(cls) -> str | None:
-        return None
+    serves_any_engine = True
 
     @classmethod
     def _reason_against(cls, c: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> str | None:
@@ -260,3 +300,36 @@ class QaRLFp8Kernel(LowBitKernel, FP8ScaledMMLinearKernel):
 
     def apply_scaled_mm(self, **arguments) -> torch.Tensor:
         raise NotImplementedError("apply_weights does not use it")
+
+
+class _Repeatable:
+    """Mixin with the difference of an engine on a GPU that a learner repeats; list it before a kernel for CPUs."""
+
+    @classmethod
+    def _reason_against_engine(cls) -> str | None:
+        config = get_current_vllm_config_or_none()
+        is_eager = config is not None and config.model_config.enforce_eager
+        if is_eager and envs.VLLM_BATCH_INVARIANT and is_our_engine(FILE_BACKEND, NCCL_BACKEND):
+            return None
+        return "no learner of trl_qarl repeats this engine"
+
+    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return cuda.low_bit_linear(rows, self._low_bit, bias)[0]
+
+
+class RepeatableInt4Kernel(_Repeatable, QaRLWeightOnlyKernel):
+    """INT4 weights with bfloat16 activations."""
+
+    @classmethod
+    def _reason_against(cls, c: MPLinearLayerConfig) -> str | None:
+        if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+            return f"weight type {c.weight_type} is not symmetric INT4"
+        return None if c.act_type is torch.bfloat16 else f"activations are {c.act_type}, not bfloat16"
+
+
+class RepeatableInt8Kernel(_Repeatable, QaRLInt8Kernel):
+    """INT8 weights with dynamic per-token INT8 activations."""
+
+
+class RepeatableFp8Kernel(_Repeatable, QaRLFp8Kernel):
+    """FP8 weights with dynamic per-token FP8 activations."""

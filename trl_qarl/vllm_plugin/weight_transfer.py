@@ -29,11 +29,6 @@ __all__ = ["FileChannel", "NCCLChannel"]
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: the directory is the server's own."""
-
-
-@dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
     """
     Args:
@@ -44,10 +39,10 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     file: str
 
 
-class FileChannel(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+class FileChannel(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, FileUpdateInfo]):
     """Takes weights from safetensors files in one directory, shared memory or a shared filesystem."""
 
-    init_info_cls = FileInitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = FileUpdateInfo
 
     def __init__(self, *args, **kwargs):
@@ -55,8 +50,8 @@ class FileChannel(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateIn
         # Read once, because the environment of a running process can change.
         self._directory = os.environ.get(TRANSFER_DIR_VARIABLE)
 
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to set up."""
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing to set up: the directory is the server's own."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one file. The base class would then synchronize an accelerator, which a CPU machine does not have."""

@@ -81,15 +81,12 @@ class WorkerExtension:
         return describe_pictures(config.hf_config, getattr(processor, "image_processor", None), options)
 
     def _describe_arithmetic(self) -> dict[str, Any]:
-        if self.device.type == "cpu":
-            return describe_arithmetic() | {"attention": self._describe_attention()}
-        return cuda.describe_arithmetic(self.vllm_config)
-
-    def _describe_attention(self) -> str | None:
+        if self.device.type != "cpu":
+            return cuda.describe_arithmetic(self.vllm_config)
         # vLLM's module for CPUs; there is none elsewhere.
         from .cpu_attention import describe_attention
 
-        return describe_attention(self.model_runner)
+        return describe_arithmetic() | {"attention": describe_attention(self.model_runner)}
 
     def qarl_begin(self) -> list[str]:
         """Remove the unfinished update of an earlier trainer, and return the names that changed since the last

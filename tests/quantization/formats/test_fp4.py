@@ -7,7 +7,7 @@ from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 
-from trl_qarl.quantization.formats.mxfp4 import MAGNITUDES, Mxfp4
+from trl_qarl.quantization.formats.fp4 import MAGNITUDES, Mxfp4
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 

@@ -5,11 +5,10 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from trl_qarl.quantization.formats.e4m3 import Fp8, round_to_grid
+from trl_qarl.quantization.formats.fp4 import MAGNITUDES
 from trl_qarl.quantization.formats.int4_packed import Int4Packed, to_words
-from trl_qarl.quantization.formats.int4_zero_points import Int4ZeroPoints
-from trl_qarl.quantization.formats.int8_zero_points import Int8ZeroPoints
-from trl_qarl.quantization.formats.mxfp4 import MAGNITUDES
 from trl_qarl.quantization.formats.registry import format_of
+from trl_qarl.quantization.formats.zero_points import Int4ZeroPoints, Int8ZeroPoints
 from trl_qarl.quantization.schemes import CONTAINERS, GRIDS, SCHEMES
 from trl_qarl.quantization.tensors import LowBitTensor
 

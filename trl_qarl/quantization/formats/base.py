@@ -10,22 +10,18 @@ The arithmetic here is that of symmetric grids, with one scale per output channe
     scale = amax(|w|) / d,  q = round(clamp(w / scale, qmin, qmax)),  w' = scale * q
 
 with `d` half the range of the grid: 1.5 for 2 bits (codes -2..1), 3.5 for 3 (codes -4..3), 7.5 for INT4 (codes -8..7),
-127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as
-zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit
-for bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`).
+127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as zero (an all-zero group) is replaced
+by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for bit
+(https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`).
 
-The rule above leaves the largest weight half a step from its code. A grid with *signed scales* puts it on the smallest
-one:
+A grid with *signed scales* puts the largest weight on the smallest code, -2, -4 or -8 (docs/schemes.md):
 
     scale = w_max / qmin,  w_max the element of largest magnitude *with its sign*
 
-with `qmin` -2, -4 or -8, so that `w_max` is exactly this code and the scale has the opposite sign. Of `+a` and `-a`
-the negative one counts, wherever it stands, and `+a` becomes the largest code (7 for INT4), a whole step off, as does
-what lies within half a step of it. The arithmetic is float32 (float64 for such masters), so a 16-bit master has the
-codes of its float32 copy. Division by a power of two is exact: of a bf16 master with bf16 scales `w_max` is kept as it
-is, and the scales of 3 and 2 bits are 2 and 4 times those of 4, down to denormal numbers. Where rounding makes a scale
-smaller, codes are clamped. The rule is that of llama.cpp's `Q4_0` (https://github.com/ggml-org/llama.cpp/pull/729),
-which takes the first of `+a` and `-a`.
+Of `+a` and `-a` the negative one counts, wherever it stands, and `+a` becomes the largest code (7 for INT4). The
+arithmetic is float32 (float64 for such masters), so a 16-bit master has the codes of its float32 copy. Division by a
+power of two is exact: of a bf16 master with bf16 scales `w_max` is kept as it is, and the scales of 3 and 2 bits are 2
+and 4 times those of 4, down to denormal numbers. Where rounding makes a scale smaller, codes are clamped.
 """
 
 from collections.abc import Mapping
@@ -43,8 +39,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Operand(NamedTuple):
-    """A tensor of a format besides codes and scales, by its name in a [`~trl_qarl.quantization.tensors.LowBitTensor`].
-    It has the shape of `scale` if it is `per_group`, else `(N, 1)`."""
+    """A tensor besides codes and scales, of the shape of `scale` if it is `per_group`, else `(N, 1)`."""
 
     name: str
     dtype: torch.dtype
@@ -76,27 +71,21 @@ class Format:
     *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get
     the tensors in the order of the attribute.
 
-    Attributes:
-        operands (`tuple[Operand, ...]`): tensors besides `qdata` and `scale`.
-        checkpoint_names (`tuple[str, ...]`): names of its tensors in a checkpoint, without the layer's prefix.
-        gguf_type (`str` or `None`): type of GGUF that holds its codes as they are.
-        repeated_on_gpus (`tuple[Grid | None, ...]`):
-            Grids of activations with which learner and engine share the product on a GPU; `None` for 16 bits.
-        experts_in_vllm (`tuple[Grid | None, ...]`): grids of activations with which a mixture's experts have been
-            compared in vLLM.
-        experts_in_transformers (`bool`): whether transformers reads a checkpoint with such experts.
-        refusal_of_experts (`str` or `None`): the reason why no experts are quantized so.
-        min_capability (`tuple[int, int]`): compute capability from which vLLM computes with it on GPUs what the
-            learner does.
     """
 
+    # Tensors besides `qdata` and `scale`, and names of all in a checkpoint, without the layer's prefix.
     operands: tuple[Operand, ...] = ()
     checkpoint_names: tuple[str, ...] = ("weight", "weight_scale")
+    # Type of GGUF that holds its codes as they are.
     gguf_type: str | None = None
+    # Grids of activations, `None` for 16 bits, with which learner and engine share the product on a GPU, and with
+    # which a mixture's experts have been compared in vLLM.
     repeated_on_gpus: tuple[Grid | None, ...] = ()
     experts_in_vllm: tuple[Grid | None, ...] = ()
+    # True if transformers reads a checkpoint with such experts; the reason why no experts are quantized so.
     experts_in_transformers: bool = True
     refusal_of_experts: str | None = None
+    # Compute capability from which vLLM computes with it on GPUs what the learner does.
     min_capability: tuple[int, int] = (8, 0)
 
     def quantize(
@@ -122,8 +111,7 @@ class Format:
         return self.pack(codes), scale, *operands
 
     def choose_global_scale(self, weight: torch.Tensor) -> float | None:
-        """Return the number that the scales of a matrix, or of several that an engine holds as one, share; `None`
-        without one."""
+        """Return the number that the scales of what an engine holds as one matrix share; `None` without one."""
         return None
 
     def choose_scales(self, groups: torch.Tensor, scheme: QuantScheme) -> Tensors:
@@ -197,9 +185,7 @@ class Format:
 
     def kernels(self, scheme: QuantScheme, gpu: Any) -> KernelChoice:
         """Return vLLM's kernels for a scheme with this container on a GPU of compute capability 8.0 or newer."""
-        raise NotImplementedError(
-            f"Scheme {scheme.name!r}: no kernel of vLLM is known for container {scheme.container.name!r}."
-        )
+        raise NotImplementedError
 
 
 def fits_cpu_kernels(x: torch.Tensor, weight: Any) -> bool:
@@ -209,8 +195,7 @@ def fits_cpu_kernels(x: torch.Tensor, weight: Any) -> bool:
 
 
 def in_groups(weight: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return a weight `(N, K)` as `(N, groups, group_size)`; raises `ValueError` if no group size of the scheme
-    divides `K`."""
+    """Return a weight `(N, K)` as `(N, groups, group_size)`; `ValueError` if no group size divides `K`."""
     rows, columns = weight.shape
     size = scheme.group_size_for(columns) or columns
     # Written out, as of no rows, such as a process' part of a small matrix, `-1` would be undetermined.

@@ -2,11 +2,7 @@
 INT4 codes in words: `qdata` is int32 `(N, K / 8)`, eight codes + 8 per word, the first in the lowest bits.
 
 A checkpoint (`pack-quantized`) has the same words as `weight_packed`, and `weight_shape` says `(N, K)`. Codes of fewer
-bits are stored as the same numbers, so engines and readers need to know nothing about them.
-
-`to_words` packs these without gaps, as `trl-qarl export --compact` writes them: code `i` of `b` bits, plus
-`2^(b - 1)`, begins at bit `b i` of the row, as vLLM and compressed-tensors from 0.19 on have it
-(https://github.com/vllm-project/compressed-tensors/pull/732).
+bits are stored as the same numbers.
 
 `w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8
 E4M3 and one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight
@@ -128,8 +124,7 @@ def integer_kernels(gpu, experts_backend: str | None = None) -> KernelChoice:
 
 
 def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) -> torch.Tensor:
-    """Return what each half byte of `qdata`, `(N, ...)`, stands for, of 16 `values`: `(N, K)` in `dtype`, the lower
-    half first."""
+    """Return which of 16 `values` each half byte of `qdata`, `(N, ...)`, is, the lower first: `(N, K)` in `dtype`."""
     # One table look-up per 16 bits yields four weights; shifts and masks are four times slower on a CPU.
     table = _table(dtype, qdata.device, values)
     indices = qdata.view(torch.uint16).long()
@@ -143,8 +138,9 @@ def unsigned_codes(qdata: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps: int32
-    `(N, num_bits K / 32)`."""
+    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps, int32 `(N, num_bits K / 32)`:
+    code `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of the row, as vLLM and compressed-tensors from 0.19 on
+    have it (https://github.com/vllm-project/compressed-tensors/pull/732)."""
     places = torch.arange(8, device=qdata.device)
     eights = (unsigned_codes(qdata) - 8 + 2 ** (num_bits - 1)).unflatten(1, (-1, 8)) << num_bits * places
     # Eight codes fill as many bytes as each has bits.
@@ -172,8 +168,7 @@ def _table(dtype: torch.dtype, device: torch.device, values: tuple[float, ...]) 
 
 
 def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a `w4a8` weight as the engine's matrix product takes it: FP8 codes `(N, K)` and float32 scales
-    `(N, 1)`."""
+    """Return a `w4a8` weight as the engine multiplies by it: FP8 codes `(N, K)` and float32 scales `(N, 1)`."""
     channel_scale, group_scale = _fp8_scales(scale)
     codes = HalfBytes().unpack(qdata, torch.float32)
     codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
@@ -181,8 +176,7 @@ def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's conversion of scales `(N, groups)`: `(N, 1)` channel scales, and `(N, groups)` E4M3 values; both
-    float32."""
+    """vLLM's conversion of scales `(N, groups)`: channel scales `(N, 1)` and E4M3 values `(N, groups)`, float32."""
     scale = scale.float()
     channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
     group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
@@ -190,8 +184,7 @@ def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not
-    clamp."""
+    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, where it does not clamp."""
     scale = scale.float()
     amax = scale.amax(-1, keepdim=True)
     amax = torch.where(amax == 0, 1.0, amax)

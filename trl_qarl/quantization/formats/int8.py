@@ -1,10 +1,20 @@
-"""INT8 codes as they are: `qdata` is int8 `(N, K)`, in memory and in a checkpoint (`int-quantized`)."""
+"""
+INT8 codes: `qdata` is int8 `(N, K)`. A checkpoint has them as they are (`int-quantized`), or in words
+(`pack-quantized`): `weight_packed` is int32 `(N, K / 4)`, four codes + 128 per word, the first in the lowest bits, and
+`weight_shape` says `(N, K)`.
+"""
+
+import torch
 
 from ..schemes import INT8
-from .base import Format, KernelChoice
+from .base import Format, KernelChoice, fits_cpu_kernels
+from .int4_packed import integer_kernels
 
 
-__all__ = ["Int8"]
+__all__ = ["Int8", "Int8Packed", "Words"]
+
+KERNEL, KERNEL_MAX_ROWS, KERNEL_FEATURES = "aten::_weight_int8pack_mm", 16, 16
+KERNEL_ALIGNMENT = 32  # bytes: 16 activations in bf16, one aligned load
 
 
 class Int8(Format):
@@ -23,3 +33,44 @@ class Int8(Format):
                 instead="'fp8', 'w8a16' or 'w4a16'",
             )
         return KernelChoice(("CutlassInt8ScaledMMLinearKernel",), ("TritonExperts",))
+
+
+class Words(Format):
+    """Storage of 8-bit codes in the words of a checkpoint."""
+
+    checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
+
+    def to_checkpoint(self, qdata, scale, *operands):
+        # Adding 128 to a two's complement byte flips its top bit.
+        packed = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32)
+        shape = torch.tensor(list(qdata.shape), device=qdata.device)
+        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+
+    def from_checkpoint(self, tensors):
+        return (tensors["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8), tensors["weight_scale"]
+
+
+class Int8Packed(Words):
+    """INT8 weights that meet 16-bit activations."""
+
+    gguf_type = "Q8_0"
+
+    def multiply(self, x, weight, row_invariant):
+        codes = weight.qdata
+        fits = (
+            fits_cpu_kernels(x, weight)
+            and (row_invariant or len(x) <= KERNEL_MAX_ROWS)
+            # Else it reads beyond each row: wrong numbers on some processors, the end of the process on others.
+            and x.shape[1] % KERNEL_FEATURES == 0
+            and codes.is_contiguous()
+            and codes.data_ptr() % KERNEL_ALIGNMENT == 0
+        )
+        if not fits:
+            return None
+        x = x.contiguous()
+        if x.data_ptr() % KERNEL_ALIGNMENT:
+            x = x.clone()
+        return torch._weight_int8pack_mm(x, codes, weight.scale.view(-1)), KERNEL
+
+    def kernels(self, scheme, gpu):
+        return integer_kernels(gpu)

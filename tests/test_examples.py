@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import launch_environment, make_tiny_model
+from testing_utils import make_tiny_model
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 
 
@@ -92,33 +92,3 @@ def test_settings_of_the_paper_are_what_the_command_line_reads():
     bands = args.positive_epsilon_high, args.negative_epsilon_low, args.negative_epsilon_high
     assert bands == (4e-4, 3e-4, 7e-4)
     assert model_args.model_name_or_path == "Qwen/Qwen3-8B-Base"
-
-
-def test_launch_configurations_are_read_as_they_say(monkeypatch):
-    """fsdp2.yaml and those for DeepSpeed are launched in distributed/test_shards.py, the others in
-    distributed/test_launched.py."""
-    from accelerate import FullyShardedDataParallelPlugin
-
-    names = sorted(path.name for path in (EXAMPLES / "accelerate_configs").iterdir())
-    assert names == [
-        "ddp.yaml",
-        "deepspeed_zero1.yaml",
-        "deepspeed_zero2.yaml",
-        "deepspeed_zero3.yaml",
-        "fsdp2.yaml",
-        "fsdp2_two_nodes.yaml",
-    ]
-    ddp, zero1, zero2, zero3, one, two = map(launch_environment, names)
-    assert zero3["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"] == "true"
-    for stage, zero in (("1", zero1), ("2", zero2), ("3", zero3)):
-        assert zero["ACCELERATE_USE_DEEPSPEED"] == "true" and zero["ACCELERATE_MIXED_PRECISION"] == "bf16"
-        assert zero["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == stage
-    assert "ACCELERATE_USE_FSDP" not in ddp and ddp["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    assert {name: value for name, value in one.items() if "FSDP" in name} == {
-        name: value for name, value in two.items() if "FSDP" in name
-    }
-    for name, value in one.items():
-        monkeypatch.setenv(name, value)
-    plugin = FullyShardedDataParallelPlugin()
-    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading) == (2, True, True)
-    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"

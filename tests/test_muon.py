@@ -2,15 +2,9 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
+from testing_utils.layers import tiny
 from trl_qarl.muon import create_muon_adamw
-
-
-def tiny(**overrides):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(make_tiny_config("qwen2", **overrides))
 
 
 def make(model, **kwargs):
@@ -27,7 +21,7 @@ def update(model, optimizer):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_hidden_matrices_go_to_muon_and_everything_else_to_adamw(tied):
-    model = tiny(tie_word_embeddings=tied)
+    model = tiny("qwen2", tie_word_embeddings=tied)
     optimizer = make(model)
     names = {id(p): name for name, p in model.named_parameters()}
     muon = {names[id(p)] for group in optimizer.parts["muon"].param_groups for p in group["params"]}
@@ -38,7 +32,7 @@ def test_hidden_matrices_go_to_muon_and_everything_else_to_adamw(tied):
 
 
 def test_every_parameter_gets_the_update_of_its_own_optimizer():
-    model, reference = tiny(), tiny()
+    model, reference = tiny("qwen2"), tiny("qwen2")
     update(model, make(model))
     matrices = [p for n, p in reference.named_parameters() if n.endswith("proj.weight")]
     others = [p for n, p in reference.named_parameters() if not n.endswith("proj.weight")]
@@ -57,7 +51,7 @@ def test_every_parameter_gets_the_update_of_its_own_optimizer():
 
 
 def test_scheduler_reaches_both_parts():
-    model = tiny()
+    model = tiny("qwen2")
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     for expected in (5e-3, 2.5e-3):
@@ -68,7 +62,7 @@ def test_scheduler_reaches_both_parts():
 
 
 def test_state_dict_round_trip_continues_identically():
-    model = tiny()
+    model = tiny("qwen2")
     optimizer = make(model)
     update(model, optimizer)
     other = copy.deepcopy(model)
@@ -84,13 +78,13 @@ def test_state_dict_round_trip_continues_identically():
 
 
 def test_state_of_another_optimizer_is_refused():
-    model = tiny()
+    model = tiny("qwen2")
     with pytest.raises(ValueError, match="another `optim`"):
         make(model).load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
 
 
 def test_frozen_parameters_are_left_out():
-    model = tiny()
+    model = tiny("qwen2")
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith("o_proj.weight"))
     optimizer = make(model)

@@ -1,13 +1,11 @@
 """Installed versions, and the two messages of torchao's import that are hidden from users."""
 
-import enum
 import logging
 import subprocess
 import sys
 
 import pytest
 import torch
-import torchao.utils
 
 from trl_qarl import packages
 
@@ -55,26 +53,3 @@ def test_a_library_that_could_have_loaded_is_named(monkeypatch, library, cuda, i
     text = f"Failed to load /site-packages/torchao/{library}: Could not load this library: /site-packages/{library}"
     record = logging.makeLogRecord({"msg": text, "name": "torchao", "levelno": logging.WARNING})
     assert packages._is_not_of_another_machine(record) is is_said
-
-
-def test_the_deprecation_is_dropped_for_classes_of_torchao_alone(caplog):
-    class Ours(enum.Enum):
-        A = 1
-
-    class Theirs(enum.Enum):
-        A = 1
-
-    Theirs.__module__ = "torchao.quantization"
-    logger = logging.getLogger("torch.utils._pytree")
-    logger.addFilter(packages._is_not_about_torchao)
-    try:
-        with caplog.at_level(logging.WARNING, logger.name):
-            for cls in (Ours, Theirs):
-                logger.warning("%s is an Enum subclass. Calling register_constant() on it is deprecated.", cls)
-            logger.warning("%s says something else", Theirs)
-            logger.warning("no class at all")
-    finally:
-        logger.removeFilter(packages._is_not_about_torchao)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3 and "Ours" in said[0]
-    assert torchao.utils.register_as_pytree_constant

@@ -47,8 +47,7 @@ in_a_shell = pytest.param([], id="in a shell")
 
 
 def heed_signals():
-    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these, which children
-    inherit."""
+    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -218,17 +217,3 @@ def test_a_server_ends_by_sigterm_before_it_is_up(tiny_model, tmp_path, prefix):
     finally:
         for one in [*process.children(recursive=True), process] if process.is_running() else []:
             one.kill()
-
-
-@pytest.mark.parametrize("prefix", [in_a_shell])
-def test_every_command_ends_by_sigterm(tmp_path, prefix):
-    """Here one that waits for runs; `main` has the handler of all."""
-    command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "report", str(tmp_path), "--follow"]
-    with psutil.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        time.sleep(3)
-        (process.children()[0] if prefix else process).terminate()
-        try:
-            assert process.wait(20) == 143
-        finally:
-            for one in [*process.children(), process] if process.is_running() else []:
-                one.kill()

@@ -93,13 +93,3 @@ def test_options_are_there_without_trl():
     code = "import sys, trl_qarl.options as o; print(o.QuantOptions().plan.name, {'trl', 'torch'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "w4a16 set()\n"
-
-
-def test_options_of_another_configuration_are_those_of_the_trainers():
-    own = {
-        field.name: field
-        for cls in (QuantOptions, ObjectiveOptions, EngineOptions)
-        for field in dataclasses.fields(cls)
-    }
-    trained = {field.name: field for field in dataclasses.fields(QaRLConfig)}
-    assert all(field.metadata["help"] and trained[name].default == field.default for name, field in own.items())

@@ -14,7 +14,6 @@ from testing_utils.trainings import EXPERTS, arguments, make, parameters, rows
 from trl_qarl.objectives.registry import find_objective
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
-from trl_qarl.quantization.swap import quantized_layers, restore_model
 
 
 def test_constructor_takes_exactly_the_arguments_of_grpo_trainer():
@@ -47,34 +46,6 @@ def test_a_batch_without_an_unmasked_completion_moves_weights_by_weight_decay_al
     # As PyTorch's Muon and AdamW do with a gradient of zero: matrices shrink, biases and norms do not.
     matrices = {name for name, p in trainer.model.named_parameters() if p.ndim == 2}
     assert shrunk == (matrices if weight_decay else set())
-
-
-def test_learner_that_is_not_quantized_runs_its_masters_and_the_rollout_low_bits(tiny_model, tmp_path):
-    mismatch, divergence, batches = {}, {}, {}
-    for is_quantized in (True, False):
-        options = {"quantize_learner": is_quantized, "bf16": False, "max_steps": 1, "mismatch_probe_steps": 1}
-        trainer = make(tiny_model, tmp_path / str(is_quantized), **options)
-        generate = trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = lambda x, f=generate, q=is_quantized: batches.setdefault(q, f(x))
-        initial = {name: p.clone() for name, p in trainer.model.state_dict().items()}
-        trainer.train()
-        mismatch[is_quantized] = rows(trainer)[0]["mismatch/abs_logp_mean"]
-        divergence[is_quantized] = rows(trainer)[0]["mismatch/probe_kl"]
-    # The rollouts run the same low-bit weights with the same seed.
-    quantized, batch = batches[True], batches[False]
-    for name in ("completion_ids", "sampling_per_token_logps", "advantages"):
-        assert torch.equal(quantized[name], batch[name])
-    assert mismatch[True] < 1e-6 and mismatch[False] > 1e-3
-    assert abs(divergence[True]) < 1e-6 < divergence[False]
-    assert len(quantized_layers(trainer.model)) == 14
-    trainer.model.load_state_dict(initial)
-    restore_model(trainer.model)
-    trainer.model.train()
-    with torch.no_grad():
-        # Rows of the scoring batch, so that sums run in the same order.
-        size = trainer.args.per_device_train_batch_size
-        untouched, _, _ = trainer._score(trainer.model, batch, batch_size=size)
-    assert torch.equal(batch["old_per_token_logps"], untouched)
 
 
 def test_update_of_a_learner_that_is_not_quantized_is_that_of_scheme_bf16_on_the_same_completions(
@@ -224,21 +195,13 @@ def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, mo
         is_first.append(False)
         return completion_ids, logps
 
-    tbpo, compute_loss, losses = type(find_objective("tbpo")), QaRLTrainer._compute_loss, []
-    own_loss = tbpo.loss
-
-    def own_loss_and_its_gradient(self, args, batch):
-        found = own_loss(self, args, batch)
-        losses[-1].append(torch.autograd.grad(found.value, batch.per_token_logps, retain_graph=True)[0])
-        return found
-
-    def keep_inputs(self, model, inputs):
-        losses.append([inputs])
-        return compute_loss(self, model, inputs)
-
+    tbpo, batches, inputs_of_loss = type(find_objective("tbpo")), [], []
+    own_loss, compute_loss = tbpo.loss, QaRLTrainer._compute_loss
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", call_first)
-    monkeypatch.setattr(QaRLTrainer, "_compute_loss", keep_inputs)
-    monkeypatch.setattr(tbpo, "loss", own_loss_and_its_gradient)
+    monkeypatch.setattr(
+        QaRLTrainer, "_compute_loss", lambda self, model, x: inputs_of_loss.append(x) or compute_loss(self, model, x)
+    )
+    monkeypatch.setattr(tbpo, "loss", lambda self, args, x: batches.append(x) or own_loss(self, args, x))
     prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
     trainer = QaRLTrainer(
         # Longer than the prompt, or TRL leaves the answer out.
@@ -251,16 +214,16 @@ def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, mo
     )
     trainer.train()
     assert called == [(2, 3)] and trainer.state.global_step == 1
-    ((inputs, gradient),) = losses
+    (inputs,), (batch,) = inputs_of_loss, batches
     (row,) = [row for row, ids in enumerate(inputs["completion_ids"].tolist()) if ids[: len(call)] == call]
     is_completion = inputs["completion_mask"].bool()
     is_answer = is_completion & ~inputs["tool_mask"].bool()
     answer = tokenizer.decode(inputs["completion_ids"][row][is_answer[row]])
     assert answer.endswith("<|im_start|>assistant\n") and "<tool_response>\n5\n</tool_response>" in answer
     assert is_answer.any(1).tolist() == [index == row for index in range(4)]
-    # What the model wrote moves it, the turn after the answer too, and what the tool wrote does not.
+    # What the model wrote counts, the turn after the answer too, and what the tool wrote does not.
     assert is_completion[row].nonzero().max() > is_answer[row].nonzero().max() > len(call)
-    assert (gradient[is_completion & ~is_answer] != 0).all() and (gradient[is_answer] == 0).all()
+    assert torch.equal(batch.mask.bool(), is_completion & ~is_answer)
 
 
 def test_missing_arguments_get_a_qarl_config_named_after_the_model_that_trains_on_a_cpu(
@@ -383,8 +346,5 @@ def test_rewards_that_are_too_large_are_said_once_with_the_functions_name(tiny_m
         assert said == []
     else:
         written = {1e38: "1e+38", 1e308: "inf"}.get(value, str(value))
-        assert (
-            len(said) == 1
-            and f"The reward function 'overflows' returned {written}: in float32 the advantages" in said[0]
-        )
+        assert len(said) == 1 and f"'overflows' returned {written}: in float32 the advantages" in said[0]
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -148,10 +148,7 @@ def test_after_a_difference_that_is_no_error_rollouts_are_scored_in_a_resumed_ru
 def test_rollouts_of_a_function_are_scored(tiny_model, tmp_path, caplog):
     with caplog.at_level("INFO", "trl_qarl.qarl_trainer"):
         trainer = make_trainer(tiny_model, tmp_path, rollout_func=fixed_completions, **(ENGINE | {"max_steps": 1}))
-    assert (
-        "Rollouts are scored by a forward of their own: log-probs of a `rollout_func` are not the engine's."
-        in caplog.text
-    )
+    assert "log-probs of a `rollout_func` are not the engine's" in caplog.text
     trainer.train()
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0]
 

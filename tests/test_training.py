@@ -1,7 +1,7 @@
 """
 One tester for trainings: a table of schemes, objectives, optimizers, kinds of rollout and adapters, each at least
 once, and what holds for every row. Rollouts are the learner's own; `rollout/test_vllm_plans.py` has those of vLLM,
-`distributed/test_ddp.py` two processes.
+`distributed/test_shards.py` two processes.
 """
 
 import math

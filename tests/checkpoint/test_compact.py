@@ -94,7 +94,6 @@ def test_what_cannot_be_packed_closer_is_refused(scheme, arch, tiny_model, tmp_p
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_computes_the_same_with_compact_codes(exports, monkeypatch):
-    pytest.importorskip("vllm")
     start_engines_quickly(monkeypatch)
     from vllm import LLM, SamplingParams
 

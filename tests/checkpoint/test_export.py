@@ -18,7 +18,7 @@ from trl_qarl.checkpoint.layout import problem_of_zero_points
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
 from trl_qarl.cli import main
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
 
@@ -268,16 +268,6 @@ def test_the_models_own_config_is_not_changed(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())
 
 
-def test_what_is_written_of_a_policy_says_its_grid(tmp_path):
-    model, _ = load(tmp_path)
-    prepare_model(model, get_scheme("w4a16", 32), scale_dtype=torch.bfloat16)
-    folder = export_checkpoint(model, tmp_path / "export", dtype=torch.float32)
-    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
-    assert [*groups] == ["group_0-int4-signed"] and groups["group_0-int4-signed"]["weights"]["num_bits"] == 4
-    assert "w4a16" in (folder / "README.md").read_text()
-    assert any((layer.low_bit_weight().scale < 0).any() for layer in quantized_layers(model).values())
-
-
 @pytest.fixture(scope="module")
 def masters(tmp_path_factory):
     """A folder of masters with the record of their run."""
@@ -309,10 +299,7 @@ def export_folder(folder, capsys):
         (json.dumps({**RECORD, "scale_dtype": ["bfloat16"]}), "scale_dtype=['bfloat16']"),
         (json.dumps({**RECORD, "scheme": "w3"}), "'w3'"),
         (json.dumps({**RECORD, "scheme": 4}), "scheme=4"),
-        (
-            json.dumps({**RECORD, "scheme": {"re:(": "w4a16"}, "group_size": None}),
-            "qarl.json: scheme: 're:(' holds no",
-        ),
+        (json.dumps({**RECORD, "scheme": {"re:(": "w4a16"}, "group_size": None}), "scheme: 're:('"),
         (json.dumps({**RECORD, "high_precision_last": -1}), "high_precision_last=-1"),
         (json.dumps({**RECORD, "group_size": "128"}), "group_size='128'"),
         (json.dumps({**RECORD, "group_size": 100}), "group_size=100"),

@@ -10,10 +10,8 @@ import time
 from contextlib import suppress
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from trl_qarl.checkpoint.files import allow_as_umask, check_free, hold, is_of_the_disk
+from trl_qarl.checkpoint.files import check_free, hold, is_of_the_disk
 
 
 HOLDER = """
@@ -75,18 +73,6 @@ def test_a_file_system_without_locks_is_no_error_and_said(tmp_path, monkeypatch,
     hold(tmp_path / ".lock", "output_dir").close()
     assert f"output_dir='{tmp_path}' is on a file system without locks" in caplog.text
     assert "a second trainer that writes there will not be refused" in caplog.text
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
-def test_the_umask_decides_who_reads_what_safetensors_writes(tmp_path, umask, mode):
-    before = os.umask(umask)
-    try:
-        save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-        allow_as_umask(tmp_path.glob("*.safetensors"))
-    finally:
-        os.umask(before)
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_errors_of_the_disk_are_told_from_others(tmp_path):

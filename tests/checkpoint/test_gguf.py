@@ -1,5 +1,4 @@
-"""A policy in a GGUF file, read by the gguf package and by transformers, under names and in an order of rows written
-down here."""
+"""A policy in a GGUF file, read by gguf and by transformers, under names and in an order written down here."""
 
 import re
 import sys
@@ -237,9 +236,7 @@ def test_a_scheme_that_gguf_has_no_type_for_is_refused(tmp_path, scheme):
     model = make_model()
     base = make_base(tmp_path / "base.gguf", model)
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    with pytest.raises(
-        ValueError, match=rf"blk.0.attn_q.weight: scheme '{scheme}' has no type of GGUF.*'w4a16'.*'mxfp4a16'"
-    ):
+    with pytest.raises(ValueError, match=rf"blk.0.attn_q.weight: scheme '{scheme}'.*'w4a16'.*'mxfp4a16'"):
         export_gguf(model, base, tmp_path / "out.gguf", torch.bfloat16)
 
 
@@ -267,9 +264,7 @@ def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(tmp_path, monke
     path.write_bytes(b"no model at all" * 99)
     with pytest.raises(ValueError, match="not a readable GGUF file"):
         read_base(path)
-    with pytest.raises(
-        ValueError, match=re.escape("has architecture 'gpt2'. Those whose tensors are known are ['llama',")
-    ):
+    with pytest.raises(ValueError, match=r"'gpt2'. Those whose tensors are known are \['llama',"):
         make_base(path, make_model(), {"general.architecture": "gpt2"})
     gemma = make_model("gemma")
     with pytest.raises(ValueError, match="'gemma'"):

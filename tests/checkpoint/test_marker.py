@@ -20,29 +20,13 @@ def folder(tmp_path):
     return folder
 
 
-def test_only_a_completed_save_counts(folder):
+def test_a_save_counts_once_it_is_complete_and_at_no_moment_before(folder, monkeypatch):
     (folder / "trainer_state.json").write_text(STATE)
+    # Begun once more, after it was torn.
+    begin(folder)
     assert not is_complete(folder) and (folder / BEGUN_FILE).exists()
-    sync(folder)
     complete(folder)
     assert is_complete(folder) and not (folder / BEGUN_FILE).exists()
-
-
-def test_a_save_that_is_begun_again_is_incomplete_from_its_first_moment(folder, monkeypatch):
-    (folder / "trainer_state.json").write_text(STATE)
-    complete(folder)
-    begin(folder)
-    assert not is_complete(folder) and not (folder / COMPLETE_FILE).exists()
-    # And once more, after it was torn.
-    begin(folder)
-    assert not is_complete(folder)
-    complete(folder)
-    assert is_complete(folder)
-
-
-def test_no_moment_of_a_new_save_looks_like_a_checkpoint_of_an_earlier_version(folder, monkeypatch):
-    (folder / "trainer_state.json").write_text(STATE)
-    complete(folder)
     seen, replace = [], os.replace
 
     def look_before_and_after(source, target):

@@ -105,11 +105,9 @@ def test_lora_is_pushed_as_a_policy_and_as_an_adapter(tiny_model, tmp_path, hub,
     if lora_mode == "merged":
         assert "vllm serve someone/policy" in card and not any("adapter" in path for path in files)
     else:
-        command = "vllm serve DIR --dtype float32 --enable-lora --max-lora-rank 32 --lora-modules adapter=DIR/adapter"
-        assert (
-            f"hf download someone/policy --local-dir DIR\n{command.replace(' --dtype float32', '')}"
-            in card.replace(" --dtype float32", "")
-        )
+        command = "vllm serve DIR --enable-lora --max-lora-rank 32 --lora-modules adapter=DIR/adapter"
+        without_dtype = card.replace(" --dtype float32", "")
+        assert f"hf download someone/policy --local-dir DIR\n{command}" in without_dtype
         assert 'PeftModel.from_pretrained(model, "DIR/adapter")' in card
         assert "adapter/adapter_model.safetensors" in files
 
@@ -318,9 +316,7 @@ def test_upload_in_progress_is_waited_for_where_every_save_is_pushed(tiny_model,
 
 
 def test_construction_fails_where_the_repository_cannot_be_made(tiny_model, tmp_path, hub):
-    with pytest.raises(
-        PushFailed, match="(?s)other/policy could not be made.*Nothing else has been done yet"
-    ) as failure:
+    with pytest.raises(PushFailed, match="other/policy could not be made") as failure:
         make_trainer(tiny_model, tmp_path / "run", push_to_hub=True, hub_model_id="other/policy")
     assert "The token may not write there" in str(failure.value)
 

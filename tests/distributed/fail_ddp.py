@@ -1,15 +1,18 @@
 """
-Trainings on two processes, each with an engine of its own, of which one fails at step 2, and what each rank raised.
-Run by train_ddp.py, last: nothing is put back. The fault campaign has two processes that share a server.
+Trainings on two processes, each with an engine of its own, of which one fails at step 2. Run by shards.py. The fault
+campaign has two processes that share a server.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
-from accelerate import PartialState
-from datasets import Dataset
+import pytest
+import torch.distributed as dist
+from sharded_runs import COLOCATED, train
 
-from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
+from trl_qarl import qarl_trainer
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.wire.protocol import PublishError
@@ -49,51 +52,35 @@ class Engine:
     weight_version = lambda self: self.version  # noqa: E731
 
 
-def run(model, folder, what, failure):
-    rank = PartialState().process_index
+def run(folder, name, what, failure):
+    """What is raised in a training of this rank, and what it leaves."""
 
     class Generation(QaRLVLLMGeneration):
         def _build_engine(self):
-            if what == "start" and rank == 1:
+            if what == "start" and dist.get_rank() == 1:
                 raise ValueError("a port is taken")
-            self.llm = self.engine = self.publisher = Engine(what, failure if rank == 1 else None)
+            self.llm = self.engine = self.publisher = Engine(what, failure if dist.get_rank() else None)
 
-    qarl_trainer.QaRLVLLMGeneration = Generation
-    try:
-        trainer = QaRLTrainer(
-            model,
-            lambda completions, **kwargs: [len(text) / 9 for text in completions],
-            QaRLConfig(
-                str(folder),
-                use_cpu=True,
-                bf16=False,
-                use_vllm=True,
-                vllm_mode="colocate",
-                vllm_max_model_length=128,
-                report_to=[],
-                max_steps=4,
-                per_device_train_batch_size=2,
-                num_generations=4,
-                steps_per_generation=1,
-                max_completion_length=4,
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-            Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]}),
-        )
-        trainer.train()
-        raised = "nothing"
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-    return {"raised": raised, "files": sorted(path.name for path in folder.glob("checkpoint-*/*"))}
+    with patch.object(qarl_trainer, "QaRLVLLMGeneration", Generation), pytest.raises(Exception) as raised:
+        next(train(folder, f"fails-{name}", **COLOCATED | {"max_steps": 4, "max_completion_length": 4}))
+    files = {path.name for path in Path(folder, f"fails-{name}").glob("checkpoint-*/*")}
+    return f"{raised.type.__name__}: {raised.value}", files
 
 
-def run_all(model, output_dir):
-    generation.BACKOFF_SECONDS = 0.0
-    failures = {
-        "publish": ("publish", PublishError("a tensor differs")),
-        "generate": ("generate", RuntimeError("out of memory")),
-        "nan": ("generate", "nan"),
-        "start": ("start", None),
-    }
-    return {name: run(model, Path(output_dir, name), *failure) for name, failure in failures.items()}
+def what_fails_on_one_process_ends_both_with_a_checkpoint(folder):
+    if find_spec("vllm") is None:
+        return
+    expected = {"trainer_state.json", "model.safetensors", "rollout_state_0.pt", "rollout_state_1.pt"}
+    with patch.object(generation, "BACKOFF_SECONDS", 0.0):
+        for name, what, failure, message in (
+            ("publish", "publish", PublishError("a tensor differs"), "a tensor differs"),
+            ("generate", "generate", RuntimeError("out of memory"), "RuntimeError: out of memory"),
+            ("nan", "generate", "nan", "NaN"),
+        ):
+            raised, files = run(folder, name, what, failure)
+            assert raised.startswith("EngineLost: ") and message in raised, (name, raised)
+            dist.barrier()
+            assert expected <= files, name
+        raised, _ = run(folder, "start", "start", None)
+        other = "RuntimeError: Another process failed with ValueError"
+        assert raised.startswith("ValueError: a port is taken" if dist.get_rank() else other), raised

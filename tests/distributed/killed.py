@@ -1,5 +1,4 @@
-"""A training with sharded masters of which one process is killed, twice, and that is gone on with. Run by
-shards.py."""
+"""A training with sharded masters of which one process is killed twice, and that goes on. Run by shards.py."""
 
 import datetime
 import os
@@ -11,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from train_ddp import fork_rank
+from forked import fork_rank
 from transformers import TrainerCallback
 
 from trl_qarl.checkpoint import batch, marker

@@ -1,5 +1,4 @@
-"""A training as `accelerate launch` starts it, but with gloo on a CPU, where accelerate would leave sharding out. Run
-by test_launched.py."""
+"""A training as `accelerate launch` starts it, with gloo on a CPU, sharded. Run by test_launched.py."""
 
 import datetime
 import json

@@ -199,8 +199,7 @@ def one_process_gathers_codes_and_scales(folder):
 
 
 def writes_are_seen_without_a_step(folder):
-    """FSDP2 gathers into the same storage without raising its version, and counts writes to a whole and to a part
-    apart."""
+    """FSDP2 gathers without raising a storage's version, and counts writes to a whole and a part apart."""
     model = make_heads(SCHEMES["w4a16"])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
     shard_low_bit(model)

@@ -144,18 +144,13 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
     } | options
     lora = given.pop("lora", None)
     peft_config = None if lora is None else LoraConfig(**lora)
-    data = {"train_dataset": Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})}
+    data = {"train_dataset": rows or Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})}
     if arch in KINDS:
         data = {"train_dataset": rows or make_picture_problems(16), "reward": spread}
     is_fsdp = isinstance(launch, dict)
     with launched(**launch) if is_fsdp else launch or nullcontext():
         trainer = make_trainer(
-            f"{folder}/{arch}",
-            f"{folder}/{name}",
-            callbacks=callbacks,
-            peft_config=peft_config,
-            **data,
-            **given,
+            f"{folder}/{arch}", f"{folder}/{name}", callbacks=callbacks, peft_config=peft_config, **data, **given
         )
         trainer.train(resume_from_checkpoint=resume)
         if is_fsdp:

@@ -1,5 +1,5 @@
 """
-Checks claims about FSDP2 and DeepSpeed on several processes. Each rank writes its results; run by test_shards.py.
+Checks claims about DDP, FSDP2 and DeepSpeed on several processes. Each rank writes its results; run by test_shards.py.
 
 `python shards.py FOLDER CLAIM ...` checks some of them, in a folder with the models that test_shards.py makes.
 """
@@ -24,7 +24,6 @@ CLAIMS = (
     "precisions_in_turn_train_what_they_train_with_whole_masters",
     "engine_numerics_train_what_they_train_with_whole_masters",
     "operations_are_put_into_sharded_modules",
-    "a_server_is_filled_and_filled_again",
     "batches_drawn_ahead_train_what_they_train_with_whole_masters",
     "a_reference_is_low_bit_and_sharded_too",
     "a_run_goes_on_from_its_checkpoint",
@@ -36,6 +35,11 @@ CLAIMS = (
     "colocated_engines_are_filled_by_every_process",
     "zero_fills_colocated_engines",
     "zero_trains_batches_drawn_ahead",
+    "processes_train_the_same_weights_and_go_on_from_a_checkpoint",
+    "two_processes_train_with_engine_numerics",
+    "one_process_trains_with_engine_numerics_what_two_did",
+    "two_processes_share_one_server",
+    "what_fails_on_one_process_ends_both_with_a_checkpoint",
     "pictures_train_what_they_train_with_whole_masters",
     "processes_that_have_pictures_or_none_are_told_so",
 )
@@ -55,13 +59,15 @@ AFTER = {
         "a_run_goes_on_from_its_checkpoint",
         "one_process_goes_on_from_a_checkpoint_of_two",
     ],
+    "one_process_trains_with_engine_numerics_what_two_did": ["two_processes_train_with_engine_numerics"],
     "a_killed_process_leaves_a_checkpoint": ["a_run_goes_on_from_its_checkpoint"],
     "zero_resumes_its_own_checkpoints_alone": ["zero_trains_what_it_trains_with_whole_state"],
     "zero_leaves_a_checkpoint_when_a_process_is_killed": ["zero_trains_what_it_trains_with_whole_state"],
 }
 """Claims that go on from the files of others."""
-BY_ONE = ("one_process_goes_on_from_a_checkpoint_of_two", "zero_resumes_its_own_checkpoints_alone")
-MODULES = ("sharded_checkpoints", "sharded_codes", "sharded_pictures", "sharded_trainers", "zero")
+ALONE = ("one_process_goes_on_from_a_checkpoint_of_two", "one_process_trains_with_engine_numerics_what_two_did")
+BY_ONE = (*ALONE, "zero_resumes_its_own_checkpoints_alone")
+MODULES = ("ddp", "fail_ddp", "sharded_checkpoints", "sharded_codes", "sharded_pictures", "sharded_trainers", "zero")
 
 
 def check(names, folder, rank, path):
@@ -82,18 +88,18 @@ def run(path, names):
     """Check claims as one of the processes of a launch."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=900))
     check(names, path.parent, dist.get_rank(), path.with_name(f"{path.name}rank{dist.get_rank()}.json"))
 
 
 def main(folder, asked):
-    from train_ddp import fork_ranks
+    from forked import fork_ranks
 
     for name in MODULES:
         importlib.import_module(name)
     makes_launches = [name for name in NIGHTLY if "killed" in name]
     last = ["two_processes_go_on_from_a_checkpoint_of_one"]
-    first = [name for name in (*CLAIMS, *NIGHTLY) if name not in (BY_ONE[0], *last, *makes_launches)]
+    first = [name for name in (*CLAIMS, *NIGHTLY) if name not in (*ALONE, *last, *makes_launches)]
     for index, (count, names) in enumerate(((2, first), (1, BY_ONE), (2, last))):
         if names := [name for name in names if name in asked]:
             fork_ranks(count, run, folder / f"launch{index}", names)

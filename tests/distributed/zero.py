@@ -211,8 +211,7 @@ def zero_trains_what_it_trains_with_whole_state(folder):
 
 
 def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
-    """ZeRO-2 with an adapter inside low-bit weights, and ZeRO-3 with masters and a reference, which it partitions
-    too."""
+    """ZeRO-2 with an adapter inside low-bit weights; ZeRO-3 with masters and a reference, in slices too."""
     if find_spec("deepspeed") is None:
         return
     adapter = {"bf16": True, "lora": LORA, "lora_mode": "merged", "learning_rate": 1e-2}

@@ -4,13 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_mixture, make_tiny_config
+from testing_utils import make_mixture, make_tiny_config, start_engines_quickly
 from trl_qarl.checkpoint import layout
 from trl_qarl.doctor import checks as doctor
+from trl_qarl.doctor import engine
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.rollout.gpu_kernels import Gpu
-from trl_qarl.scripts.doctor import _installed
+from trl_qarl.scripts.doctor import _engine, _installed
 
 
 OURS = [
@@ -152,10 +153,8 @@ def test_plan_is_judged_layer_by_layer():
     plan = get_plan({"re:.*mlp.*": "w4a16", "re:.*self_attn.*": "w8a8"}, high_precision_first=1)
     findings, report = doctor.check_model(meta_model(intermediate_size=192), plan)
     text = "\n".join(map(str, findings))
-    assert (
-        "group_size=128 does not divide the input of 1 of 3 layers, which get [64]" in text
-        and "become w4a16-w8a8" in text
-    )
+    assert "group_size=128 does not divide the input of 1 of 3 layers, which get [64]" in text
+    assert "become w4a16-w8a8" in text
     assert report.plan == plan and {scheme.name for scheme in report.schemes.values()} == {"w4a16", "w8a8"}
     findings, report = doctor.check_model(meta_model(), get_plan({"re:.*q_proj": "w8a8", "_default": "w4a16"}))
     assert report is None and "vLLM holds q_proj and k_proj and v_proj" in findings[0].text
@@ -180,3 +179,47 @@ def test_transfer_directory_that_is_too_small():
     assert finding.level == "warning" and "/dev/shm is too small" in finding.text
     assert doctor.check_transfer({"/dev/shm": 2**26, "/tmp": 2**20}, chunk).level == "error"
     assert doctor.check_transfer({}, chunk).level == "error"
+
+
+def test_a_broken_engine_is_a_finding(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such device\nat all")
+
+    monkeypatch.setattr("trl_qarl.rollout.in_process.make_engine", fail)
+    (finding,) = engine.check_engine(get_scheme("w4a16"))
+    assert finding.level == "error" and "RuntimeError: no such device" in finding.text
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("on_cpu", "on_gpu", "text"),
+    [
+        (None, "no CUDA device", "can be used with vLLM here"),
+        ("no AVX512", None, "can be tried with vLLM here"),
+        ("no AVX512", "no CUDA device", "neither on a CPU (no AVX512) nor on a GPU (no CUDA device)"),
+    ],
+)
+def test_engine_numerics_are_said_to_work_where_they_do(monkeypatch, on_cpu, on_gpu, text):
+    monkeypatch.setattr("trl_qarl.numerics.cpu.reason_against", lambda: on_cpu)
+    monkeypatch.setattr("trl_qarl.numerics.cuda.reason_against", lambda: on_gpu)
+    assert text in next(_engine(get_scheme("w4a16"))).text
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
+    start_engines_quickly(monkeypatch)
+    samples = []
+
+    def record(llm):
+        samples.extend(sample_twice(llm))
+        return [samples[0], samples[0]]
+
+    sample_twice, scheme = engine.sample_twice, get_plan({"re:.*proj": "w4a16", "re:.*mlp.*": "w8a8"})
+    monkeypatch.setattr(engine, "sample_twice", record)
+    published, equal = engine.check_engine(scheme)
+    assert published.level == "ok", published
+    assert "of a tiny w4a16-w8a8 model" in published.text and "unquantized" not in published.text
+    # The engine's own samples differ; two copies of one of them are found.
+    assert [len(sample) for sample in samples] == [16, 16] and samples[0] != samples[1]
+    assert equal.level == "error"

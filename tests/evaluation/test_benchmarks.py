@@ -68,8 +68,6 @@ def test_the_harness_scores_what_the_exported_policy_completes(export, masters, 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_harness_scores_what_an_engine_completes(export, tmp_path, monkeypatch):
-    pytest.importorskip("vllm")
-
     start_engines_quickly(monkeypatch)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     question = "1 + 1 ="

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from testing_utils import make_mixture, make_tiny_config
+from testing_utils import make_mixture
+from testing_utils.layers import tiny
 from testing_utils.learners import VLLM, make_adapted, make_model
 from trl_qarl import QaRLConfig
 from trl_qarl.numerics import cpu as kernels
@@ -27,10 +27,6 @@ def without_vllm(monkeypatch):
 
 def config(tmp_path, **options):
     return QaRLConfig(str(tmp_path), **({"use_cpu": True, "bf16": True, "use_vllm": True} | options))
-
-
-def tiny(arch="llama"):
-    return AutoModelForCausalLM.from_config(make_tiny_config(arch))
 
 
 @pytest.mark.parametrize("numerics", [None, "engine"])
@@ -76,8 +72,7 @@ def test_a_model_without_parameters_of_a_known_class_is_refused_first():
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [({"lora_dropout": 0.1}, "lora_dropout=0.1"), ({"use_dora": True}, "another kind")],
+    ("config", "message"), [({"lora_dropout": 0.1}, "lora_dropout=0.1"), ({"use_dora": True}, "another kind")]
 )
 def test_adapters_that_an_engine_does_not_have_are_refused_by_name(tmp_path, config, message):
     model = make_adapted(tmp_path, scheme="bf16", **config)
@@ -86,57 +81,39 @@ def test_adapters_that_an_engine_does_not_have_are_refused_by_name(tmp_path, con
 
 
 REFUSED = [
-    (
-        "gemma",
-        {},
-        {},
-        "GemmaForCausalLM are not known, those of LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, "
-        "Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM are",
-    ),
-    ("qwen3", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
-    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
-    ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
-    ("qwen3", {"layer_types": ["chunked_attention"] * 2}, {}, "chunked_attention"),
-    pytest.param("llama", {"head_dim": 16}, {}, "head_dim=16", marks=VLLM),
-    (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-        {},
-        "rope_type='linear'",
-    ),
-    ("llama", {}, {"dtype": torch.float32}, "not in torch.float32"),
+    ("gemma", {}, "GemmaForCausalLM are not known, those of LlamaForCausalLM, "),
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+    pytest.param("llama", {"head_dim": 16}, "head_dim=16", marks=VLLM),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='linear'"),
+    ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("arch", "overrides", "arguments", "message"),
-    REFUSED,
-    ids=lambda value: value[:20] if isinstance(value, str) else "",
-)
-def test_what_is_not_covered_is_refused_by_name(arch, overrides, arguments, message):
-    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
+@pytest.mark.parametrize(("arch", "overrides", "message"), REFUSED, ids=str)
+def test_what_is_not_covered_is_refused_by_name(arch, overrides, message):
+    model = tiny(arch, **overrides)
     with pytest.raises(ValueError, match=message):
-        check_engine_numerics(model, **arguments)
+        check_engine_numerics(model)
+
+
+def test_other_dtypes_than_bfloat16_are_refused():
+    with pytest.raises(ValueError, match="not in torch.float32"):
+        check_engine_numerics(tiny(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("arch", ["mistral", "qwen2"])
 def test_windows_are_vllms_alone(arch, torch_kernels):
     fields = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if arch == "qwen2" else {}
-    config = make_tiny_config(arch, sliding_window=20, **fields)
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny(arch, sliding_window=20, **fields)
     with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which only vLLM's CPU kernels have"):
         check_engine_numerics(model)
     for no_window in (None, 0):
         model.config.sliding_window = no_window
         if arch == "mistral":
             check_engine_numerics(model)
-
-
-def test_capped_logits_are_refused(tmp_path):
-    model = make_model(tmp_path, "llama", "w8a16")
-    model.config.attn_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="attn_logit_softcapping=30.0"):
-        check_engine_numerics(model)
 
 
 def test_a_module_of_unknown_class_is_refused_by_path(tmp_path):
@@ -150,9 +127,33 @@ def test_every_covered_class_passes():
     names = {
         type(model).__name__
         for arch in ("llama", "mistral", "qwen2", "qwen3")
-        for model in [AutoModelForCausalLM.from_config(make_tiny_config(arch, sliding_window=None))]
+        for model in [tiny(arch, sliding_window=None)]
         if check_engine_numerics(model) is None
     }
     mixtures = map(make_mixture, ("mixtral", "qwen2_moe", "qwen3_moe"))
     names |= {type(model).__name__ for model in mixtures if check_engine_numerics(model) is None}
     assert names == set(COVERED_CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bf16": False}, "bf16=False"),
+        ({"quantize_learner": False}, "quantize_learner=False"),
+        ({"cpu_weights": "dense"}, "cpu_weights='dense'"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+        ({"numerics": "exact"}, "numerics='exact'"),
+        ({"exact": "always"}, "exact='always'"),
+    ],
+    ids=str,
+)
+def test_what_engine_numerics_cannot_do_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **({"numerics": "engine", "use_vllm": False} | options))
+
+
+@pytest.mark.parametrize("options", [{}, {"scheme": "bf16"}, {"scheme": "w8a16"}, {"cpu_weights": "packed"}], ids=str)
+def test_what_it_can_do_passes(tmp_path, options):
+    assert config(tmp_path, use_vllm=False, numerics="engine", **options).exact is None

@@ -32,35 +32,44 @@ def test_this_release_computes_what_the_learner_does():
     assert cuda.reason_against() is None
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-@pytest.mark.parametrize(("arch", "temperature"), [("qwen3", 1.0), ("llama", 0.7)])
-def test_learner_and_engine_give_every_token_the_same_log_prob(tmp_path, monkeypatch, scheme, arch, temperature):
+def publish_and_generate(tmp_path, monkeypatch, arch, scheme, temperature=1.0, has_learner=True):
+    """A learner, with engine numerics if it `has_learner`; an engine that repeats it; and prompts with completions."""
     from vllm import SamplingParams
 
     for name, value in cuda.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    model = (
-        AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, arch), dtype=torch.float32).to(DEVICE).eval()
-    )
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    attach_engine_numerics(model, temperature=temperature)
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, arch), dtype=torch.float32).to(DEVICE)
+    prepare_model(model.eval(), scheme, scale_dtype=torch.bfloat16)
+    if has_learner:
+        attach_engine_numerics(model, temperature=temperature)
+    else:
+        cuda.prepare_process()
     engine = make_engine(
         EngineSpec.of(model, torch.bfloat16),
-        on_cpu=False,
+        on_cpu=DEVICE == "cpu",
         distributed_executor_backend="uni",
         max_model_len=512,
         max_num_seqs=16,
         gpu_memory_utilization=0.2,
+        **({} if has_learner else cuda.ENGINE_ARGUMENTS),
     )
     publisher = Publisher(model, torch.bfloat16, engine)
-    check_arithmetic(publisher.engine.describe(), on_gpu=True)
+    if has_learner:
+        check_arithmetic(engine.describe(), on_gpu=True)
     publisher.publish("0")
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 90, 300)]
     parameters = SamplingParams(max_tokens=64, logprobs=0, ignore_eos=True, temperature=temperature, seed=0)
     outputs = [o.outputs[0] for o in engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters)]
+    return model, engine, list(zip(prompts, outputs, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize(("arch", "temperature"), [("qwen3", 1.0), ("llama", 0.7)])
+def test_learner_and_engine_give_every_token_the_same_log_prob(tmp_path, monkeypatch, scheme, arch, temperature):
+    model, _, generated = publish_and_generate(tmp_path, monkeypatch, arch, scheme, temperature)
     differences = []
-    for prompt, output in zip(prompts, outputs, strict=True):
+    for prompt, output in generated:
         ids = torch.tensor([prompt + list(output.token_ids)], device=DEVICE)
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -73,32 +82,11 @@ def test_learner_and_engine_give_every_token_the_same_log_prob(tmp_path, monkeyp
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_what_a_batch_invariant_engine_repeats_bit_for_bit(tmp_path, monkeypatch, scheme):
-    """The engine's share of 0: whether its decoding and its prefill give a token one log-prob, whatever comes with
-    it."""
+    """The engine's share of 0: whether decoding and prefill give a token one log-prob in any batch."""
     # Where this fails and the test above too, the engine has to be looked at first.
-    from vllm import SamplingParams
-
-    for name, value in cuda.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    cuda.prepare_process()
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen3"), dtype=torch.float32).to(DEVICE)
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    engine = make_engine(
-        EngineSpec.of(model, torch.bfloat16),
-        on_cpu=DEVICE == "cpu",
-        distributed_executor_backend="uni",
-        max_model_len=512,
-        max_num_seqs=16,
-        gpu_memory_utilization=0.2,
-        **cuda.ENGINE_ARGUMENTS,
-    )
-    Publisher(model, torch.bfloat16, engine).publish("0")
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 90, 300)]
-    parameters = SamplingParams(max_tokens=64, logprobs=0, ignore_eos=True)
-    outputs = [o.outputs[0] for o in engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters)]
+    _, engine, generated = publish_and_generate(tmp_path, monkeypatch, "qwen3", scheme, has_learner=False)
     differences = []
-    for prompt, output in zip(prompts, outputs, strict=True):
+    for prompt, output in generated:
         # One sequence at a time: another batch than that of decoding.
         [scores] = engine.log_probs([prompt + list(output.token_ids)])
         for token, entry, score in zip(output.token_ids, output.logprobs, scores[len(prompt) - 1 :], strict=True):

@@ -17,7 +17,6 @@ from testing_utils.learners import (
     padded_log_probs,
 )
 from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
-from trl_qarl.numerics.ops import token_log_probs
 
 
 @pytest.mark.parametrize(
@@ -77,32 +76,6 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path, kind, ar
     with pytest.raises(ValueError, match=r"has 65 tokens, and the model positions for 64 \(max_position_embeddings\)"):
         model(ids, **arguments)
     assert model(ids[:, :64]).logits.isfinite().all()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-def test_decoding_with_a_cache_gives_the_bits_of_whole_sequences(tmp_path, scheme, arithmetic):
-    model = make_model(tmp_path, scheme=scheme)
-    prompts = make_sequences((3, 40, 17))
-    ids = torch.tensor([[0] * (40 - len(row)) + row for row in prompts])
-    mask = (torch.arange(40) >= 40 - torch.tensor([[len(row)] for row in prompts])).long()
-    with engine_numerics(model):
-        torch.manual_seed(0)
-        generated = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=24,
-            min_new_tokens=24,
-            do_sample=True,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        whole = [row + generated.sequences[i, 40:].tolist() for i, row in enumerate(prompts)]
-        scored = padded_log_probs(model, whole, "right")
-    for i, row in enumerate(whole):
-        logits = torch.stack([step[i] for step in generated.logits])
-        sampled = token_log_probs(logits, torch.tensor(row[-24:]))
-        assert torch.equal(sampled, scored[i][-24:])
 
 
 @pytest.mark.parametrize("is_merged", [False, True])

@@ -50,40 +50,6 @@ def test_routes_are_those_of_vllms_router(num_experts, renormalize):
     assert torch.equal(torch.cat([ids for _, ids in one_by_one]), route(logits, 4, renormalize)[1][:50])
 
 
-@needs_vllm
-def test_the_product_of_unquantized_experts_is_that_of_vllms_layer():
-    from types import SimpleNamespace
-
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-
-    x, ids, weights, *masters = make_inputs()
-    masters = [master.bfloat16() for master in masters]
-    has_amx = torch.cpu._is_amx_tile_supported()
-    engine = object.__new__(cpu_moe.X86CPUUnquantizedExperts if has_amx else cpu_moe.CPUUnquantizedExperts)
-    engine.moe_config = SimpleNamespace(intermediate_size_per_partition=96, activation=MoEActivation.SILU)
-    engine.quant_config = FusedMoEQuantConfig.make()
-    layer = torch.nn.Module()
-    for name, master in zip(("w13_weight", "w2_weight"), masters, strict=True):
-        setattr(layer, name, torch.nn.Parameter(master.clone(), requires_grad=False))
-    engine.process_weights_after_loading(layer)
-    theirs = torch.empty_like(x)
-    routing = {"topk_weights": weights, "topk_ids": ids.int(), "activation": MoEActivation.SILU}
-    rest = dict.fromkeys(["expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta"])
-    engine.apply(
-        theirs,
-        x,
-        layer.w13_weight,
-        layer.w2_weight,
-        **routing,
-        **rest,
-        global_num_experts=8,
-        apply_router_weight_on_input=False,
-    )
-    assert torch.equal(PackedExperts(*masters)(x, ids, weights), theirs)
-
-
 def naive(x, ids, weights, gate_up, down):
     """Token by token, expert by expert."""
     rows = []

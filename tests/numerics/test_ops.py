@@ -1,5 +1,4 @@
-"""Operations of engine numerics: values and gradients against float64. With vLLM's kernels and with those in torch
-that take their place."""
+"""Operations of engine numerics against float64, with vLLM's kernels and with those in torch."""
 
 import pytest
 import torch

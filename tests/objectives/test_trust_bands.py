@@ -1,5 +1,4 @@
-"""Bands that set themselves: what they are estimated from, and that they are the same in every process and after a
-resume."""
+"""Bands that set themselves: their estimates, the same in every process and after a resume."""
 
 import io
 import math
@@ -19,6 +18,9 @@ from trl_qarl.objectives.trust_bands import OPEN, Bands, EstimatedBands, estimat
 AUTO = {"trust_band": "auto", "trust_band_share": 0.5, "per_device_train_batch_size": 8} | {
     name: getattr(Bands(4e-4, 3e-4, 7e-4), name) for name in Bands._fields
 }
+
+
+AUTO_BAND = {"trust_band": "auto"}
 
 
 def draw(number, seed=0, spread=0.01):
@@ -191,14 +193,10 @@ def test_a_run_sets_its_bands_and_resumes_with_them_to_the_same_weights(tiny_mod
 @pytest.mark.parametrize(
     ("then", "now", "match"),
     [
-        ({}, {"trust_band_share": 0.25}, "trust_band='auto' and trust_band_share=0.5, this run has .*share=0.25"),
-        (
-            {},
-            {"trust_band": "fixed", "trust_band_share": 0.25},
-            "trust_band_share=0.5, this run has trust_band='fixed'",
-        ),
-        ({"trust_band": "fixed", "trust_band_share": 0.25}, {}, "with trust_band='fixed', this run has .*'auto'"),
-        ({}, {"objective": "gspo"}, "objective='gspo' keeps none"),
+        ({}, {"trust_band_share": 0.25}, "trust_band_share=0.5, this run has .*share=0.25"),
+        ({}, {"trust_band": "fixed", "trust_band_share": 0.25}, "this run has trust_band='fixed'"),
+        ({"trust_band": "fixed", "trust_band_share": 0.25}, {}, "trust_band='fixed', this run has .*'auto'"),
+        ({}, {"objective": "gspo"}, "objective='gspo'"),
     ],
 )
 def test_a_run_is_not_resumed_with_other_bands(tiny_model, tmp_path, then, now, match):
@@ -213,31 +211,23 @@ def test_a_run_is_not_resumed_with_other_bands(tiny_model, tmp_path, then, now, 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"trust_band": "wide"}, "trust_band='wide' is unknown. Choose one of \\['fixed', 'auto'\\]"),
-        (
-            {"trust_band": "auto", "trust_band_share": 0.0},
-            "trust_band_share=0.0 must be between 0 and 1, both excluded",
-        ),
-        ({"trust_band": "auto", "trust_band_share": 1.0}, "trust_band_share=1.0 must be between"),
-        ({"trust_band_share": 0.1}, "trust_band_share=0.1 belongs to trust_band='auto', but trust_band='fixed'"),
+        ({"trust_band": "wide"}, "trust_band='wide'"),
+        (AUTO_BAND | {"trust_band_share": 0.0}, "trust_band_share=0.0"),
+        (AUTO_BAND | {"trust_band_share": 1.0}, "trust_band_share=1.0"),
+        ({"trust_band_share": 0.1}, "trust_band_share=0.1 belongs to trust_band='auto'"),
         ({"objective": "gspo", "trust_band_share": 0.1}, "trust_band_share=0.1 belongs to objective='tbpo'"),
-        ({"objective": "grpo", "trust_band": "auto"}, "trust_band='auto' belongs to objective='tbpo'"),
+        (AUTO_BAND | {"objective": "grpo"}, "trust_band='auto' belongs to objective='tbpo'"),
+        (AUTO_BAND | {"positive_epsilon_high": 0.1}, "positive_epsilon_high=0.1"),
+        (AUTO_BAND | {"negative_epsilon_low": 0.1}, "negative_epsilon_low=0.1"),
         (
-            {"trust_band": "auto", "positive_epsilon_high": 0.1},
-            "positive_epsilon_high=0.1 contradicts trust_band='auto'",
+            AUTO_BAND | {"per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 4},
+            "fewer than 16",
         ),
-        ({"trust_band": "auto", "negative_epsilon_low": 0.1}, "negative_epsilon_low=0.1 contradicts"),
-        (
-            {"trust_band": "auto", "per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 4},
-            "generation_batch_size=8 is too small .* fewer than 16 completions",
-        ),
-        ({"trust_band": "auto", "trust_band_share": 0.05}, "generation_batch_size=64 is too small .* fewer than 80"),
-        ({"trust_band": "auto", "trust_band_share": 0.95}, "fewer than 80"),
-        (
-            {"trust_band": "auto", "steps_per_generation": 1, "per_device_train_batch_size": 64},
-            "one update per generation",
-        ),
+        (AUTO_BAND | {"trust_band_share": 0.05}, "fewer than 80"),
+        (AUTO_BAND | {"trust_band_share": 0.95}, "fewer than 80"),
+        (AUTO_BAND | {"steps_per_generation": 1, "per_device_train_batch_size": 64}, "one update per generation"),
     ],
+    ids=str,
 )
 def test_what_cannot_be_estimated_is_refused(tmp_path, options, match):
     with pytest.raises(ValueError, match=match):

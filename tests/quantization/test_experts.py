@@ -3,18 +3,15 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from testing_utils import MIXTURES, make_mixture, relative_error
-from testing_utils.layers import route
+from testing_utils.layers import naive_experts, route
 from trl_qarl.quantization.experts import QuantizedExperts, problem_of_experts
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.quantize import quantize_activation
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import convert_model, freeze_model, prepare_model, quantized_layers, restore_model
-from trl_qarl.quantization.tensors import LowBitTensor
 
 
 SCHEMES = ["w4a16", "w8a16", "w8a8", "fp8"]
@@ -34,34 +31,6 @@ def quantized(model, name="w4a16", **arguments):
     return QuantizedExperts.from_experts(copy.deepcopy(experts_of(model)[-1]), get_scheme(name), **arguments)
 
 
-def straight_through(value, rounded):
-    return value + (rounded - value).detach()
-
-
-def naive(layer, x, ids, weights):
-    """Token by token and expert by expert, in float64; each expert's matrix is quantized by itself."""
-    masters = [getattr(layer, name).detach().double().requires_grad_() for name in ("gate_up_proj", "down_proj")]
-    x, weights = (t.detach().double().requires_grad_() for t in (x, weights))
-
-    def product(row, master, expert):
-        matrix = LowBitTensor.from_hp(master.detach()[expert].float(), layer.scheme, layer.scale_dtype)
-        matrix = matrix.gemm_weight().dequantize(torch.float64)
-        if layer.scheme.activation is not None:
-            codes, scale = quantize_activation(row.detach().float()[None], layer.scheme)
-            row = straight_through(row, (codes.double() * scale.double())[0])
-        return straight_through(master[expert], matrix) @ row
-
-    rows = []
-    for token, chosen in enumerate(ids.tolist()):
-        y = torch.zeros(x.shape[1], dtype=torch.float64)
-        for slot, expert in enumerate(chosen):
-            if expert < EXPERTS:
-                gate, up = product(x[token], masters[0], expert).chunk(2)
-                y = y + weights[token, slot] * product(F.silu(gate) * up, masters[1], expert)
-        rows.append(y)
-    return torch.stack(rows), (x, weights, *masters)
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe"])
 def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
@@ -70,7 +39,7 @@ def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
     y = layer(x, ids, weights)
     grad = torch.randn_like(y)
     y.backward(grad)
-    expected, leaves = naive(layer, x, ids, weights)
+    expected, leaves = naive_experts(layer, x, ids, weights)
     expected.backward(grad.double())
     # An activation that lies half way between two codes is rounded otherwise by the last bit of float32: one step of
     # it.
@@ -140,9 +109,7 @@ def test_every_layout_that_is_named_is_quantized_and_its_routers_are_not(mixture
     report = prepare_model(model, "w4a16")
     is_dense_first = hasattr(model.config, "first_k_dense_replace")
     found = [name for name, layer in quantized_layers(model).items() if isinstance(layer, QuantizedExperts)]
-    assert (
-        found == [f"model.layers.{index}.mlp.experts" for index in range(is_dense_first, 2)] == [*report.num_experts]
-    )
+    assert found == [*report.num_experts] == [f"model.layers.{i}.mlp.experts" for i in range(is_dense_first, 2)]
     assert f"and {EXPERTS * len(found)} experts in {len(found)} layers quantized" in str(report)
     assert {report.converted[name] for name in found} == {64}
     assert not any(re.search(r"\.gate$|shared_expert_gate$|lm_head$", name) for name in report.converted)

@@ -74,7 +74,6 @@ def test_grouped_experts_compute_what_they_do_one_by_one(name, monkeypatch):
 @pytest.mark.vllm
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8"])
 def test_colocated_rollouts_follow_the_learner(tmp_path, scheme):
-    pytest.importorskip("vllm")
     if scheme == "w4a8" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     trainer = make_vllm_trainer(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from testing_utils import make_mixture, relative_error
-from testing_utils.layers import route
+from testing_utils.layers import naive_experts, route
 from trl_qarl.numerics.low_bit import low_bit_linear
 from trl_qarl.quantization import experts, experts_product
 from trl_qarl.quantization.experts import QuantizedExperts
@@ -32,19 +32,7 @@ def test_value_and_every_gradient_equal_the_float64_loop(layer):
     x, ids, weights = route()
     operands = [(w.low_bit_weight(), w.parameter) for w in layer.quantized_weights.values()]
     y = grouped_experts(x, ids, weights, EXPERTS, *operands, F.silu)
-    leaves = [t.detach().double().requires_grad_() for t in (x, weights)]
-    # Straight through: the gradient of the low-bit weight is that of its master.
-    leaves += [low_bit.dequantize(torch.float64).view(master.shape).requires_grad_() for low_bit, master in operands]
-    rows, scales, gate_up, down = leaves
-    expected = []
-    for token, chosen in enumerate(ids.tolist()):
-        terms = [torch.zeros(128, dtype=torch.float64)]
-        for slot, expert in enumerate(chosen):
-            if expert < EXPERTS:
-                gate, up = (gate_up[expert] @ rows[token]).chunk(2)
-                terms.append(scales[token, slot] * (down[expert] @ (F.silu(gate) * up)))
-        expected.append(sum(terms))
-    expected = torch.stack(expected)
+    expected, leaves = naive_experts(layer, x, ids, weights)
     assert relative_error(y, expected) < 1e-6
     torch.manual_seed(2)
     wanted = torch.autograd.grad(expected, leaves, torch.randn(y.shape).double())
@@ -53,8 +41,7 @@ def test_value_and_every_gradient_equal_the_float64_loop(layer):
 
 
 def test_a_layer_computes_and_trains_as_with_one_product_per_expert(layer, monkeypatch):
-    """Under autocast, with operands that CUDA's kernel takes by torch's own checks, whatever it leaves for an idle
-    expert."""
+    """Under autocast, with operands that CUDA's kernel takes, whatever it leaves for an idle expert."""
     x, ids, weights = route()
 
     def checked(a, b, offs):

@@ -8,18 +8,16 @@ from torch import nn
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
-from trl_qarl.checkpoint.export import export_checkpoint
-from trl_qarl.quantization import inventory as inventory_module
+from testing_utils.layers import tiny
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.names import base_state_dict, layer_of
+from trl_qarl.quantization.names import base_model, base_modules, base_state_dict, is_adapted, layer_of
 from trl_qarl.quantization.precisions import set_precision
 from trl_qarl.quantization.swap import QaRLWeightConfig, freeze_model, prepare_model, quantized_layers, restore_model
 
 
 @pytest.fixture(params=["qwen2", "gemma"])
 def model(request):
-    model = AutoModelForCausalLM.from_config(make_tiny_config(request.param))
+    model = tiny(request.param)
     prepare_model(model, {"re:.*mlp.*": "w4a16", "_default": "w8a8"}, exclude_modules="o_proj")
     return model
 
@@ -100,7 +98,22 @@ def test_schemes_are_read_when_they_are_asked_for(model):
     assert changed == [name for name, (scheme, _) in before.items() if scheme.name == "w4a16"]
 
 
-def test_an_export_finds_its_layers_in_one_walk(model, tmp_path, monkeypatch):
-    Inventory.of(model)
-    monkeypatch.setattr(inventory_module, "base_modules", lambda model: pytest.fail("walked again"))
-    export_checkpoint(model, tmp_path)
+@pytest.mark.parametrize("target_modules", ["all-linear", ["o_proj"]])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapted_model_has_the_names_of_the_model_alone(tied, target_modules):
+    peft = pytest.importorskip("peft")
+    plain = tiny("qwen2", tie_word_embeddings=tied)
+    adapted = peft.get_peft_model(
+        tiny("qwen2", tie_word_embeddings=tied), peft.LoraConfig(target_modules=target_modules)
+    )
+    for model in (adapted, adapted.get_base_model()):
+        assert [(name, type(m)) for name, m in base_modules(model)] == [(n, type(m)) for n, m in plain.named_modules()]
+        theirs, ours = plain.state_dict(), base_state_dict(model)
+        assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert is_adapted(model) and base_model(model) is adapted.get_base_model()
+    assert not is_adapted(plain) and base_model(plain) is plain
+
+
+def test_a_module_that_occurs_twice_is_named_once():
+    layer = nn.Linear(2, 2)
+    assert [name for name, _ in base_modules(nn.Sequential(layer, layer))] == ["", "0"]

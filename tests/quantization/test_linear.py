@@ -1,12 +1,9 @@
 import copy
 import io
-from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
-from torchao.optim import AdamW8bit
 
 import trl_qarl.quantization.tensors
 from trl_qarl.quantization import gemm
@@ -96,45 +93,6 @@ def test_hooks_survive_the_swap():
     layer(torch.randn(2, 256))
     layer.restored()(torch.randn(2, 256))
     assert calls == [1]
-
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw_single": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.1),
-    # What `optim="adamw_torch_8bit"` makes; its state has 8 bits from 4,096 values on.
-    "adamw_8bit": lambda p: AdamW8bit(p, lr=0.1),
-    "bitsandbytes_adamw_8bit": lambda p: import_module("bitsandbytes").optim.AdamW8bit(p, lr=0.1),
-}
-OPTIMIZERS_HERE = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            name.startswith("bitsandbytes") and find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
-        ),
-    )
-    for name in OPTIMIZERS
-]
-
-
-# torchao's optimizer compiles its step, which is not what is tested.
-@torch.compiler.set_stance("force_eager")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS_HERE)
-def test_next_forward_after_each_optimizer_step_uses_new_codes(optimizer):
-    layer = make()
-    optim = OPTIMIZERS[optimizer](list(layer.parameters()))
-    x = torch.randn(8, 256)
-    for _ in range(3):
-        before, low_bit = layer(x), layer.low_bit_weight()
-        before.square().sum().backward()
-        optim.step()
-        after = layer(x)
-        assert layer.low_bit_weight() is not low_bit
-        assert layer.num_flipped_codes > 0
-        fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).restored(), layer.scheme)
-        assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
 
 
 def test_quantizing_happens_once_per_optimizer_step_not_per_micro_batch(count_quantizations):
@@ -291,34 +249,6 @@ def test_int4_kernel_copy_lives_through_a_rollout_only():
         assert kernel_operands in held(layer)._kept, "scoring a prompt does not end the rollout"
     layer(torch.randn(400, 256, dtype=torch.bfloat16))
     assert kernel_operands not in held(layer)._kept
-
-
-def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():
-    for group_size in (32, 64, 128):
-        layer = QuantizedLinear.from_linear(nn.Linear(1024, 1024), get_scheme("w4a16", group_size), torch.bfloat16)
-        layer(torch.randn(400, 1024))
-        assert layer.low_bit_weight().num_bytes < 0.30 * 2 * layer.weight.numel()
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_inactive_layer_is_nn_linear_and_keeps_its_low_bit_weight(name):
-    torch.manual_seed(0)
-    plain, x = nn.Linear(128, 32), torch.randn(5, 128)
-    layer = QuantizedLinear.from_linear(copy.deepcopy(plain), SCHEMES[name])
-    active = {key: tensor.view(torch.uint8) for key, tensor in layer.checkpoint_tensors().items()}
-    layer.use_quantized_forward = False
-    for module in (plain, layer):
-        module(x).square().sum().backward()
-    assert torch.equal(layer(x), plain(x)) and "use_quantized_forward=False" in repr(layer)
-    assert torch.equal(layer.weight.grad, plain.weight.grad) and torch.equal(layer.bias.grad, plain.bias.grad)
-    assert all(
-        torch.equal(tensor.view(torch.uint8), active[key]) for key, tensor in layer.checkpoint_tensors().items()
-    )
-    with torch.no_grad():
-        layer.weight.neg_()
-    assert any(
-        not torch.equal(tensor.view(torch.uint8), active[key]) for key, tensor in layer.checkpoint_tensors().items()
-    )
 
 
 @pytest.mark.parametrize("in_features", [64, 1024, 1536])

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
 from trl_qarl import get_scheme, prepare_model
-from trl_qarl.quantization.plan import QuantPlan, check_fused, get_plan, parse_scheme
+from trl_qarl.quantization.plan import QuantPlan, check_fused, get_plan
 from trl_qarl.quantization.swap import QaRLWeightConfig, quantized_layers
 
 
@@ -147,13 +147,6 @@ def test_group_size_is_for_schemes_with_groups_that_say_none():
 )
 def test_what_is_written_is_read_again(plan):
     assert get_plan(json.loads(json.dumps(plan.written)), plan.group_size, **plan.options) == plan
-
-
-def test_command_lines_write_mappings_as_json():
-    assert parse_scheme("w4a16") == "w4a16" and parse_scheme({"_default": None}) == {"_default": None}
-    assert parse_scheme(' {"_default": null}') == {"_default": None}
-    with pytest.raises(ValueError, match="is not JSON"):
-        parse_scheme("{_default: w4a16}")
 
 
 @pytest.mark.parametrize("pattern", ["lm_head", "re:lm_.*"])

@@ -236,7 +236,6 @@ def million_activations():
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_activations_equal_vllms_on_a_million_values(million_activations, dtype):
-    pytest.importorskip("vllm")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -252,7 +251,6 @@ def test_fp8_activations_equal_vllms_on_a_million_values(million_activations, dt
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_int8_activations_equal_vllms_on_a_million_values(million_activations, dtype):
-    pytest.importorskip("vllm")
     ops = pytest.importorskip("vllm._custom_ops")
 
     if not hasattr(torch.ops._C, "dynamic_scaled_int8_quant"):
@@ -292,15 +290,11 @@ def test_a_master_of_any_strides_gives_the_codes_of_its_contiguous_copy(name):
 
 @pytest.mark.parametrize("in_features", [1, 2, 6, 98, 101])
 def test_w8a16_that_does_not_fill_words_is_refused_and_schemes_that_do_not_pack_take_it(in_features):
-    with pytest.raises(
-        ValueError, match=rf"in_features={in_features} is not divisible by 4.*`exclude_modules`.*`fp8`"
-    ):
+    with pytest.raises(ValueError, match=rf"in_features={in_features} .*`exclude_modules`.*`fp8`"):
         LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme("w8a16"), torch.bfloat16)
     for name in ("w8a8", "fp8"):
-        assert (
-            LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme(name), torch.bfloat16).qdata.shape[1]
-            == in_features
-        )
+        low_bit = LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme(name), torch.bfloat16)
+        assert low_bit.qdata.shape[1] == in_features
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])

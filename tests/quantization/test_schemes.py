@@ -30,9 +30,7 @@ def test_group_size_falls_back_to_the_next_smaller_divisor(requested, in_feature
 )
 def test_group_size_that_divides_nothing_names_both_numbers(name, group_size, in_features):
     sizes = {"w4a16": "64, 32", "w4a8": "128", "mxfp4a16": "32", "nvfp4a16": "16"}[name]
-    with pytest.raises(
-        ValueError, match=rf"in_features={in_features} is not divisible by any group size of \[{sizes}"
-    ):
+    with pytest.raises(ValueError, match=rf"in_features={in_features} .*\[{sizes}"):
         get_scheme(name, group_size).group_size_for(in_features)
 
 
@@ -72,9 +70,7 @@ def test_a_name_of_another_grid_that_there_is_not_says_which_is_meant(name, mean
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "MXFP4a4"])
 def test_activations_of_4_bits_are_refused_by_name(name):
-    with pytest.raises(
-        ValueError, match=rf"Unknown scheme '{name}'.*no 4-bit activations.*Use 'nvfp4a16' or 'mxfp4a16'"
-    ):
+    with pytest.raises(ValueError, match=rf"'{name}'.*Use 'nvfp4a16' or 'mxfp4a16'"):
         get_scheme(name)
 
 

@@ -1,5 +1,4 @@
-"""A backend that shards masters is one class: here one that keeps each of them elsewhere, as an attribute of an empty
-parameter."""
+"""A backend that shards masters is one class: here each master is an attribute of an empty parameter."""
 
 import pytest
 import torch

@@ -1,10 +1,9 @@
-from collections import OrderedDict
 from itertools import cycle
 
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import FqnToConfig, quantize_
+from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM
 
 from testing_utils.layers import LAYERS, tiny
@@ -209,9 +208,8 @@ def test_a_converted_model_computes_publishes_and_exports_what_the_prepared_one_
         assert torch.equal(model(given).logits, logits)
         with torch.inference_mode():
             assert torch.equal(model(given).logits, logits)
-    assert (
-        bits(iter_checkpoint_tensors(model, dtype)) == published and quantization_config(Inventory.of(model)) == config
-    )
+    assert bits(iter_checkpoint_tensors(model, dtype)) == published
+    assert quantization_config(Inventory.of(model)) == config
     export_checkpoint(model, tmp_path / "converted")
     loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / step).state_dict() for step in ("prepared", "converted")]
     assert loaded[0].keys() == loaded[1].keys()
@@ -246,32 +244,3 @@ def test_conversion_without_preparation_or_twice_is_refused():
         QaRLWeightConfig(step="deploy")
     with pytest.raises(ValueError, match="Unknown scheme 'w3'"):
         QaRLWeightConfig("w3")
-
-
-def test_a_scheme_per_layer():
-    model = tiny()
-    quantize_(
-        model,
-        FqnToConfig(
-            OrderedDict(
-                {
-                    r"re:.*\.mlp\.\w+_proj": QaRLWeightConfig("w8a8"),
-                    r"re:.*\.self_attn\.\w+_proj": QaRLWeightConfig("w4a16", group_size=64),
-                }
-            )
-        ),
-        filter_fn=None,
-    )
-    layers = quantized_layers(model)
-    assert [layers[name].scheme.name for name in LAYERS] == 2 * (4 * ["w4a16"] + 3 * ["w8a8"])
-    config = quantization_config(Inventory.of(model))
-    assert config["format"] == "mixed-precision" and config["ignore"] == ["lm_head"]
-    assert [group["format"] for group in config["config_groups"].values()] == ["pack-quantized", "int-quantized"]
-    assert config["config_groups"]["group_1"]["targets"] == [
-        r"re:.*\.down_proj$",
-        r"re:.*\.gate_proj$",
-        r"re:.*\.up_proj$",
-    ]
-    tokens = torch.randint(4, 200, (2, 8))
-    logits = model(tokens).logits
-    assert convert_model(model) == len(LAYERS) and torch.equal(model(tokens).logits, logits)

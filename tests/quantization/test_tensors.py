@@ -11,7 +11,6 @@ from torch import nn
 
 from trl_qarl.quantization.formats.int4_packed import kernel_operands
 from trl_qarl.quantization.gemm import low_bit_linear
-from trl_qarl.quantization.quantize import quantize_weight
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor, straight_through_linear
 
@@ -29,21 +28,6 @@ def same(a, b):
     # PyTorch compares no FP8 numbers.
     are_equal = all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs)
     return are_equal and (a.scheme, a.shape, a.dtype) == (b.scheme, b.shape, b.dtype)
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_it_looks_like_the_master_and_holds_the_codes_of_the_rule(name):
-    torch.manual_seed(0)
-    master = torch.randn(96, 256, dtype=torch.float16)
-    weight = LowBitTensor.from_hp(master, get_scheme(name), torch.bfloat16)
-    parts = quantize_weight(master, get_scheme(name), torch.bfloat16, weight.shared_scale)
-    assert (weight.shape, weight.dtype, weight.device) == (master.shape, master.dtype, master.device)
-    assert not weight.requires_grad and weight.group_size == get_scheme(name).group_size
-    for ours, theirs in zip(weight.parts(), parts, strict=True):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-    assert weight.dequantize().dtype is torch.float16
-    assert torch.equal(weight.dequantize(torch.float32), weight.format.dequantize(torch.float32, *parts))
-    assert weight.num_bytes == sum(part.nbytes for part in parts)
 
 
 @pytest.mark.parametrize("rows", [4, 40])

@@ -1,5 +1,4 @@
-"""Training a LoRA adapter on a low-bit base through vLLM: a server that the trainer starts, and an engine in its own
-process."""
+"""Training a LoRA adapter on a low-bit base through vLLM: a server of the trainer, and an engine in its process."""
 
 import pytest
 import requests
@@ -12,7 +11,6 @@ from testing_utils import ADAPTED_PLAN, TRAINING, audit_in_this_process, logged,
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.doctor.deep_audit import deep_audit
-from trl_qarl.rollout.server_process import free_port
 
 
 pytest.importorskip("vllm")
@@ -81,7 +79,6 @@ def check_resumed(trainer, bound=1e-5):
 )
 @pytest.mark.usefixtures("quick_engines")
 def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, hub, scheme, arch, bound):
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     trainer = make(tmp_path, arch, scheme=scheme, vllm_mode="colocate")
     trainer.train()
     check(trainer, bound)
@@ -99,11 +96,7 @@ def trained(tmp_path_factory, warm_servers):
     """A training through a server that the trainer started, which still runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        warm_servers.serve(patch)
-        server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
-        # Where many share the cores, vLLM takes long to start.
-        server["vllm_server_timeout"] = 900
+        server = warm_servers.serve(patch)
         trainer = make(tmp_path_factory.mktemp("server"), scheme="w4a16", **server)
         generation = trainer.vllm_generation
         try:

@@ -1,5 +1,4 @@
-"""Batches that a server draws ahead: which weights draw them and score them, and what is left of a run that is
-interrupted."""
+"""Batches that a server draws ahead: which weights draw and score them, and what an interrupted run keeps."""
 
 import copy
 import threading
@@ -9,19 +8,17 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
-from peft import LoraConfig
 from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from testing_utils import logged, make_vllm_trainer
-from testing_utils.played_server import play_servers
+from testing_utils.played_server import weights
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.arguments import check_arguments
 from trl_qarl.numerics.exact import choose_versions
 from trl_qarl.rollout.ahead import InFlight, NextPrompts
 from trl_qarl.rollout.failures import EngineLost
-from trl_qarl.rollout.server_process import free_port
 
 
 pytestmark = pytest.mark.vllm
@@ -38,15 +35,6 @@ EPOCHS = {
     "save_steps": 1,
 }
 IN_FLIGHT = {"in_flight_updates": True, "numerics": "engine"}
-
-
-@pytest.fixture
-def make_trainer(tmp_path, monkeypatch):
-    return play_servers(tmp_path, monkeypatch)
-
-
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 class Boundaries(TrainerCallback):
@@ -83,8 +71,10 @@ def scored(trainer, batch, state):
 
 @pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
-def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches_before(make_trainer, lag, objective):
-    trainer, server = make_trainer(rollout_ahead=lag, objective=objective, max_steps=5, beta=0.1)
+def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches_before(
+    make_played_trainer, lag, objective
+):
+    trainer, server = make_played_trainer(rollout_ahead=lag, objective=objective, max_steps=5, beta=0.1)
     batches, states = record(trainer)
     asked, ask = [], server.ask
     server.ask = lambda what: asked.append(what) or ask(what)
@@ -106,24 +96,10 @@ def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches
     assert logged(trainer, "staleness/abs_logp_mean")[-1] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
-def test_an_adapter_is_of_the_version_that_drew_too(make_trainer, lora_mode):
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    trainer, server = make_trainer(
-        rollout_ahead=1, max_steps=3, learning_rate=1e-2, lora_mode=lora_mode, peft_config=adapter
-    )
-    batches, states = record(trainer)
-    trainer.train()
-    assert logged(trainer, "rollout/age_updates") == [0, 1, 1]
-    for step, batch in enumerate(batches):
-        assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[max(0, step - 1)]))
-    assert not torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[step]))
-
-
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 @pytest.mark.parametrize("old_logps", ["learner", "sampler"])
-def test_old_log_probs_are_those_that_were_asked_for(make_trainer, objective, old_logps):
-    trainer, server = make_trainer(rollout_ahead=1, objective=objective, max_steps=3, old_logps=old_logps)
+def test_old_log_probs_are_those_that_were_asked_for(make_played_trainer, objective, old_logps):
+    trainer, server = make_played_trainer(rollout_ahead=1, objective=objective, max_steps=3, old_logps=old_logps)
     batches, states = record(trainer)
     trainer.train()
     for step, batch in enumerate(batches):
@@ -147,12 +123,11 @@ def test_old_log_probs_are_those_that_were_asked_for(make_trainer, objective, ol
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
-def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_trainer, lag):
-    """Within a generation batch and after one, in each of three epochs, with evaluations in between, and with bands
-    that set themselves."""
+def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_played_trainer, lag):
+    """Within a generation batch and after one, in three epochs, with evaluations and bands that set themselves."""
     options = EPOCHS | {"rollout_ahead": lag, "eval_strategy": "steps", "eval_steps": 3}
     options |= {"trust_band": "auto", "trust_band_share": 0.5}
-    whole, _ = make_trainer("whole", **options)
+    whole, _ = make_played_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
     ages = logged(whole, "rollout/age_updates")
@@ -162,7 +137,7 @@ def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_we
     has_moved = [len(update) > 0 for update in whole._objective.state()["window"]]
     assert has_moved == [False] + 7 * [True] + [lag == 1] + 3 * [True]
     for step in (1, 2, 5, 8, 11) if lag == 1 else (3, 6):
-        resumed, server = make_trainer(f"resumed-{step}", **options)
+        resumed, server = make_played_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)
         resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{step}")
         assert resumed.state.global_step == 12 and torch.equal(weights(resumed), weights(whole)), step
@@ -174,10 +149,10 @@ def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_we
         assert logged(resumed, "rollout/age_updates") == ages
 
 
-def test_an_evaluation_leaves_what_is_trained_alone(make_trainer):
+def test_an_evaluation_leaves_what_is_trained_alone(make_played_trainer):
     options = {"rollout_ahead": 1, "max_steps": 4, "steps_per_generation": 2}
-    plain, _ = make_trainer("plain", **options)
-    trainer, server = make_trainer("evaluated", eval_strategy="steps", eval_steps=1, **options)
+    plain, _ = make_played_trainer("plain", **options)
+    trainer, server = make_played_trainer("evaluated", eval_strategy="steps", eval_steps=1, **options)
     ours, theirs = (record(each)[0] for each in (trainer, plain))
     evaluate = trainer.evaluate
 
@@ -211,10 +186,10 @@ class Writes(TrainerCallback):
         self.on_step_end(*args, at=2, **kwargs)
 
 
-def test_what_a_callback_writes_draws_the_next_batch_and_not_the_one_in_flight(make_trainer, monkeypatch):
+def test_what_a_callback_writes_draws_the_next_batch_and_not_the_one_in_flight(make_played_trainer, monkeypatch):
     ask_late(monkeypatch)
     options = {"rollout_ahead": 1, "steps_per_generation": 2, "max_steps": 6}
-    trainer, server = make_trainer(eval_strategy="steps", eval_steps=2, callbacks=[Writes()], **options)
+    trainer, server = make_played_trainer(eval_strategy="steps", eval_steps=2, callbacks=[Writes()], **options)
     batches, states = record(trainer)
     held, ask = [], server.ask
     server.ask = lambda what: (what == "generate" and held.append(server.held), ask(what))[1]
@@ -235,10 +210,10 @@ def test_what_a_callback_writes_draws_the_next_batch_and_not_the_one_in_flight(m
     assert [first, second, third] == expected and evaluated not in expected
 
 
-def test_a_reference_that_follows_is_of_the_update_that_a_batch_is_trained_in(make_trainer):
+def test_a_reference_that_follows_is_of_the_update_that_a_batch_is_trained_in(make_played_trainer):
     """As without batches that are drawn ahead: old log-probs alone are of earlier weights."""
     reference = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    trainer, server = make_trainer(rollout_ahead=1, max_steps=4, learning_rate=1e-2, **reference)
+    trainer, server = make_played_trainer(rollout_ahead=1, max_steps=4, learning_rate=1e-2, **reference)
     batches, states = record(trainer)
     trainer.train()
     for step, batch in enumerate(batches):
@@ -248,8 +223,8 @@ def test_a_reference_that_follows_is_of_the_update_that_a_batch_is_trained_in(ma
         assert step == 0 or not torch.equal(now, drawn)
 
 
-def test_weights_are_published_when_nothing_is_in_flight(make_trainer):
-    trainer, server = make_trainer(rollout_ahead=1)
+def test_weights_are_published_when_nothing_is_in_flight(make_played_trainer):
+    trainer, server = make_played_trainer(rollout_ahead=1)
     backend, events = trainer.vllm_generation, []
     backend.sync_weights()
     may_end, spoil = threading.Event(), lambda answer: (may_end.wait(10), events.append("drawn"))
@@ -281,9 +256,9 @@ def ask_late(monkeypatch):
     monkeypatch.setattr(InFlight, "wait", wait_for_what_may_ask)
 
 
-def make_in_flight(make_trainer, name="run", **options):
+def make_in_flight(make_played_trainer, name="run", **options):
     """A trainer whose server goes on with what is published, and which weights can have drawn each of its batches."""
-    trainer, server = make_trainer(name, rollout_ahead=2, max_steps=6, **options)
+    trainer, server = make_played_trainer(name, rollout_ahead=2, max_steps=6, **options)
     # Without engine numerics, which a played server does not have.
     trainer.args.in_flight_updates = True
     drawn_by, take = [], trainer._ahead.take
@@ -297,25 +272,25 @@ def make_in_flight(make_trainer, name="run", **options):
     return trainer, server, drawn_by
 
 
-def test_a_batch_in_flight_keeps_all_weights_that_are_published_meanwhile(make_trainer, monkeypatch):
+def test_a_batch_in_flight_keeps_all_weights_that_are_published_meanwhile(make_played_trainer, monkeypatch):
     ask_late(monkeypatch)
-    trainer, server, drawn_by = make_in_flight(make_trainer)
+    trainer, server, drawn_by = make_in_flight(make_played_trainer)
     trainer.train()
     assert drawn_by == [[0], [0], [0, 1], [1, 2], [2, 3], [3, 4]]
     assert logged(trainer, "rollout/age_updates") == [0, 1, 2, 2, 2, 2]
 
 
-def test_an_evaluation_waits_for_all_that_is_in_flight(make_trainer, monkeypatch):
+def test_an_evaluation_waits_for_all_that_is_in_flight(make_played_trainer, monkeypatch):
     ask_late(monkeypatch)
-    trainer, server, drawn_by = make_in_flight(make_trainer, eval_strategy="steps", eval_steps=3)
+    trainer, server, drawn_by = make_in_flight(make_played_trainer, eval_strategy="steps", eval_steps=3)
     trainer.train()
     # After 3 updates batches 3 and 4 are drawn by what was published for batch 2.
     assert drawn_by == [[0], [0], [0, 1], [1, 2], [2], [3, 4]]
 
 
-def test_a_batch_lost_in_flight_is_drawn_by_the_last_weights_that_were_to_draw_it(make_trainer, monkeypatch):
+def test_a_batch_lost_in_flight_is_drawn_by_the_last_weights_that_were_to_draw_it(make_played_trainer, monkeypatch):
     ask_late(monkeypatch)
-    trainer, server, drawn_by = make_in_flight(make_trainer)
+    trainer, server, drawn_by = make_in_flight(make_played_trainer)
     server.failures = {"generate": [None, None, "die"]}
     trainer.train()
     # With batch 2, batch 3 is waited for, and lost, before earlier weights are published.
@@ -323,24 +298,24 @@ def test_a_batch_lost_in_flight_is_drawn_by_the_last_weights_that_were_to_draw_i
 
 
 def test_a_run_resumed_with_updates_in_flight_goes_on_with_completions_and_all_their_weights(
-    make_trainer, monkeypatch
+    make_played_trainer, monkeypatch
 ):
     ask_late(monkeypatch)
-    whole, _, drawn_by = make_in_flight(make_trainer, "whole", save_strategy="steps", save_steps=3)
+    whole, _, drawn_by = make_in_flight(make_played_trainer, "whole", save_strategy="steps", save_steps=3)
     whole.train()
-    resumed, _, theirs = make_in_flight(make_trainer, "resumed", save_strategy="steps", save_steps=3)
+    resumed, _, theirs = make_in_flight(make_played_trainer, "resumed", save_strategy="steps", save_steps=3)
     checkpoint = f"{whole.args.output_dir}/checkpoint-3"
     resumed.train(resume_from_checkpoint=checkpoint)
     assert drawn_by[3] == [1, 2] and theirs == drawn_by[3:]
     # Nothing else was in flight when the checkpoint was written.
     assert torch.equal(weights(resumed), weights(whole))
-    other, _ = make_trainer("other", rollout_ahead=2, max_steps=6)
+    other, _ = make_played_trainer("other", rollout_ahead=2, max_steps=6)
     with pytest.raises(ValueError, match="drawn with in_flight_updates=True.*Resume with it"):
         other.train(resume_from_checkpoint=checkpoint)
 
 
-def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(make_trainer, caplog):
-    trainer, server = make_trainer(rollout_ahead=1, max_steps=3)
+def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(make_played_trainer, caplog):
+    trainer, server = make_played_trainer(rollout_ahead=1, max_steps=3)
     # Something else orders them.
     trainer._get_train_sampler, sampler = lambda *dataset: trainer._sampler(*dataset), trainer._get_train_sampler
     made = []
@@ -433,8 +408,6 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
     tmp_path, monkeypatch, warm_servers
 ):
     """In every batch, with an evaluation in between, which publishes other weights."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    warm_servers.serve(monkeypatch)
     trainer = make_vllm_trainer(
         tmp_path,
         "qwen3",
@@ -442,9 +415,7 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
         bf16=True,
         numerics="engine",
         exact="require",
-        vllm_mode="server",
-        vllm_server_autostart=True,
-        vllm_server_port=free_port(),
+        **warm_servers.serve(monkeypatch),
         learning_rate=1e-2,
         max_steps=8,
         per_device_eval_batch_size=4,
@@ -482,17 +453,13 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
 def test_each_token_has_in_every_bit_the_log_prob_of_weights_of_before_or_after_an_update_in_flight(
     tmp_path, monkeypatch, warm_servers
 ):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    warm_servers.serve(monkeypatch)
     trainer = make_vllm_trainer(
         tmp_path,
         "qwen3",
         rollout_ahead=2,
         **IN_FLIGHT,
         bf16=True,
-        vllm_mode="server",
-        vllm_server_autostart=True,
-        vllm_server_port=free_port(),
+        **warm_servers.serve(monkeypatch),
         vllm_max_model_length=512,
         max_completion_length=300,
         generation_kwargs={"ignore_eos": True},

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from testing_utils import count_digits
-from testing_utils.played_server import play_servers
+from testing_utils.played_server import weights
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.failures import MAX_ATTEMPTS, EngineLost
 from trl_qarl.rollout.http_session import ServerLost
@@ -20,23 +20,14 @@ pytest.importorskip("vllm")
 FOR_GOOD = [RuntimeError("ended with code -9")] * 9
 
 
-@pytest.fixture
-def make_trainer(tmp_path, monkeypatch):
-    return play_servers(tmp_path, monkeypatch)
-
-
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-
-
 _undisturbed = []
 
 
 @pytest.fixture
-def undisturbed(make_trainer):
+def undisturbed(make_played_trainer):
     """Weights at the end of a training in which nothing fails."""
     if not _undisturbed:
-        trainer, server = make_trainer("undisturbed")
+        trainer, server = make_played_trainer("undisturbed")
         trainer.train()
         assert server.num_starts == 0
         _undisturbed.append(weights(trainer))
@@ -50,8 +41,8 @@ def checkpoint(trainer, step):
     return folder
 
 
-def test_nothing_is_asked_of_the_server_after_the_completions(make_trainer):
-    trainer, server = make_trainer(max_steps=2)
+def test_nothing_is_asked_of_the_server_after_the_completions(make_played_trainer):
+    trainer, server = make_played_trainer(max_steps=2)
     counts = []
 
     def reward(completions, **kwargs):
@@ -69,28 +60,6 @@ def test_nothing_is_asked_of_the_server_after_the_completions(make_trainer):
 
 
 @pytest.mark.parametrize(
-    "failures",
-    [
-        {"publish": ["die"]},
-        # Between completions and the version that they are stamped with.
-        {"version": [None, "die"]},
-        {"generate": [ServerLost("status 400"), ServerLost("reset"), ServerLost("time-out")]},
-        # It comes back at the third attempt to start it.
-        {"generate": [None, "die"], "start": [RuntimeError("ended with code -9"), ValueError("port is taken")]},
-        {"publish": [None, "die"], "reconnect": [RuntimeError("works for another trainer")]},
-        {"publish": [None, ServerLost("reset")], "describe": [ServerLost("status 500")]},
-    ],
-    ids="-".join,
-)
-def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failures):
-    trainer, server = make_trainer()
-    server.failures = {what: list(of_it) for what, of_it in failures.items()}
-    trainer.train()
-    assert not any(server.failures.values())
-    assert torch.equal(weights(trainer), undisturbed)
-
-
-@pytest.mark.parametrize(
     ("failures", "message"),
     [
         ({"generate": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
@@ -101,29 +70,31 @@ def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failure
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(make_trainer, undisturbed, failures, message):
-    trainer, server = make_trainer()
+def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(
+    make_played_trainer, undisturbed, failures, message
+):
+    trainer, server = make_played_trainer()
     server.failures = {what: list(of_it) for what, of_it in failures.items()}
     with pytest.raises(EngineLost, match=message):
         trainer.train()
     assert server.num_starts <= MAX_ATTEMPTS
     checkpoint(trainer, 2)
-    resumed, _ = make_trainer()
+    resumed, _ = make_played_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
 
 
-def test_what_a_rollout_func_asks_the_client_for_is_its_own(make_trainer):
-    trainer, server = make_trainer()
+def test_what_a_rollout_func_asks_the_client_for_is_its_own(make_played_trainer):
+    trainer, server = make_played_trainer()
     trainer.vllm_generation.sync_weights()
     answer = trainer.vllm_generation.vllm_client.generate(["some text"], n=2, max_tokens=50)
     assert [len(ids) for ids in answer["completion_ids"]] == [50, 50]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_a_seed_of_each_request_is_refused_on_a_cpu(make_trainer, monkeypatch, device):
+def test_a_seed_of_each_request_is_refused_on_a_cpu(make_played_trainer, monkeypatch, device):
     """vLLM dies of it there when a prompt is prefilled in pieces."""
-    trainer, server = make_trainer()
+    trainer, server = make_played_trainer()
     backend = trainer.vllm_generation
     monkeypatch.setattr(generation.Publisher, "check_engine", lambda publisher: {"device": device, "kernels": {}})
     backend._use(backend.engine)
@@ -135,16 +106,16 @@ def test_a_seed_of_each_request_is_refused_on_a_cpu(make_trainer, monkeypatch, d
         backend._use(backend.engine)
 
 
-def test_pictures_reach_the_server_with_their_prompts(make_trainer):
-    trainer, server = make_trainer()
+def test_pictures_reach_the_server_with_their_prompts(make_played_trainer):
+    trainer, server = make_played_trainer()
     backend = trainer.vllm_generation
     backend.sync_weights()
     assert len(backend.generate([[5, 6]] * 4 + [[7]] * 4, [["picture"]] * 4 + [None] * 4, 4)[1]) == 8
     assert server.asked == ([[5, 6], [7]], [["picture"], None])
 
 
-def test_a_complete_checkpoint_is_not_written_again(make_trainer, monkeypatch):
-    trainer, server = make_trainer(save_strategy="steps", save_steps=2)
+def test_a_complete_checkpoint_is_not_written_again(make_played_trainer, monkeypatch):
+    trainer, server = make_played_trainer(save_strategy="steps", save_steps=2)
     server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
     saved = []
     save = trainer._save_checkpoint
@@ -155,9 +126,9 @@ def test_a_complete_checkpoint_is_not_written_again(make_trainer, monkeypatch):
     checkpoint(trainer, 2)
 
 
-def test_weights_that_a_callback_changes_at_one_step_are_published(make_trainer):
+def test_weights_that_a_callback_changes_at_one_step_are_published(make_played_trainer):
     """As one does that evaluates an average of the weights, and puts the others back."""
-    trainer, server = make_trainer(max_steps=2)
+    trainer, server = make_played_trainer(max_steps=2)
     held = []
 
     class Swap(TrainerCallback):
@@ -181,13 +152,13 @@ def test_weights_that_a_callback_changes_at_one_step_are_published(make_trainer)
         assert again == back and before[1] != back[1]
 
 
-def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(make_trainer, undisturbed):
-    earlier, _ = make_trainer(save_strategy="steps", save_steps=2, learning_rate=0.1)
+def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(make_played_trainer, undisturbed):
+    earlier, _ = make_played_trainer(save_strategy="steps", save_steps=2, learning_rate=0.1)
     earlier.train()
-    trainer, server = make_trainer()
+    trainer, server = make_played_trainer()
     server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
     with pytest.raises(EngineLost):
         trainer.train()
-    resumed, _ = make_trainer()
+    resumed, _ = make_played_trainer()
     resumed.train(resume_from_checkpoint=str(checkpoint(trainer, 2)))
     assert torch.equal(weights(resumed), undisturbed)

@@ -121,10 +121,7 @@ def test_another_kernel_than_the_rehearsed_one_is_named(scheme, capability, kern
     assert not [*unexpected_kernels([kernel, "RepeatableInt4Kernel"], schemes, [], gpu)]
     for other in others:
         [message] = unexpected_kernels([kernel, other], schemes, [], gpu)
-        assert (
-            f"scheme '{scheme}' on NVIDIA X1 (compute capability {capability[0]}.{capability[1]}) with vLLM 0.32.0"
-            in message
-        )
+        assert f"scheme '{scheme}' on NVIDIA X1 " in message and "vLLM 0.32.0" in message
         assert f"is run by {other}, not by {kernel}" in message
         assert ("marlin" in message) == ("fp4" in scheme) and "or use_vllm=False." in message
 

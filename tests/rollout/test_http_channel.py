@@ -1,5 +1,4 @@
-"""Weights to a server over HTTP and HTTPS: the real gate and the real client, with the stand-in for the engine
-behind."""
+"""Weights to a server over HTTP and HTTPS: the real gate and client, with a stand-in for the engine behind."""
 
 import asyncio
 import datetime
@@ -243,11 +242,7 @@ def test_weights_do_not_travel_in_clear_text_unless_that_is_said(wanted):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "backend", "message"),
-    [
-        ("nccl", FILE_BACKEND, "'nccl'"),
-        ("http", NCCL_BACKEND, "'http'"),
-    ],
+    ("wanted", "backend", "message"), [("nccl", FILE_BACKEND, "'nccl'"), ("http", NCCL_BACKEND, "'http'")]
 )
 def test_a_transport_that_the_server_does_not_have_is_refused(wanted, backend, message):
     with pytest.raises(ValueError, match=message):

@@ -57,7 +57,6 @@ def test_the_command_of_a_plan_starts_a_server_with_the_learners_layers(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, scheme):
-    pytest.importorskip("vllm")
     from vllm import SamplingParams
 
     start_engines_quickly(monkeypatch)
@@ -86,7 +85,6 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
 @pytest.mark.slow
 def test_an_engine_that_was_dropped_does_not_end_the_next_one(tmp_path, monkeypatch):
     """Whenever it is collected: vLLM exempts what an engine's start finds, and the end of any engine undoes that."""
-    pytest.importorskip("vllm")
     from vllm import SamplingParams
 
     set_engine_environment(monkeypatch)

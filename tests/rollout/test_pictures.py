@@ -1,5 +1,4 @@
-"""Prompts with pictures, and completions in which a placeholder was sampled; test_vllm_pictures.py has them in
-engines."""
+"""Prompts with pictures, and completions with a sampled placeholder; test_vllm_pictures.py has engines."""
 
 import base64
 import copy

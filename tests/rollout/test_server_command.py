@@ -45,15 +45,6 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
         assert build_server_command(EngineSpec("m"), on_cpu=True)[1][name] == "0"
 
 
-def test_a_model_of_pictures_gets_a_server_that_takes_them():
-    argv, _ = build_server_command(
-        EngineSpec("m", pictures={"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}})
-    )
-    assert "--enable-scale-out" in argv and "--no-mm-device-do-normalize" in argv
-    assert json.loads(option(argv, "--limit-mm-per-prompt")) == {"video": 0}
-    assert not any("mm-" in argument for argument in build_server_command(EngineSpec("m"))[0])
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_on_one_host_weights_go_through_files_unless_asked_for(host):
     """A trainer that waits for a server in NCCL waits without a time-out."""

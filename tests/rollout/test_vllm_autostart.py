@@ -30,21 +30,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
     tmp_path, monkeypatch, warm_servers, scheme, arch, has_engine_process
 ):
-    if has_engine_process:
-        # An engine in this process has set it.
-        monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    else:
-        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        warm_servers.serve(monkeypatch)
+    # An engine in this process has set it.
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    port = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
+    server = port | {"vllm_server_timeout": 900} if has_engine_process else warm_servers.serve(monkeypatch)
     trainer = make_vllm_trainer(
         tmp_path,
         arch,
         scheme=scheme,
-        vllm_mode="server",
-        vllm_server_autostart=True,
-        vllm_server_port=free_port(),
-        # Where many share the cores, vLLM takes long to start.
-        vllm_server_timeout=900,
+        **server,
         steps_per_generation=1,
         max_steps=3,
         save_strategy="steps",
@@ -88,8 +82,6 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ValueError, match=f"cannot start a server on port {port}.*Choose another `vllm_server_port`"
-        ):
+        with pytest.raises(ValueError, match=f"on port {port}.*`vllm_server_port`"):
             make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_autostart=True, vllm_server_port=port)
     assert not (tmp_path / "output" / "vllm_server.log").exists()

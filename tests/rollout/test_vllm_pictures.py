@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from testing_utils import logged, start_engines_quickly
+from testing_utils import logged
 from testing_utils.pictures import (
     KINDS,
     make_mixed_problems,
@@ -27,22 +27,14 @@ from trl_qarl.rollout import pictures
 from trl_qarl.rollout.canary import Canary
 from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.in_process import load_engine
-from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")
 pytestmark = [needs_torchvision, pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("pictures")]
+pytestmark += [pytest.mark.usefixtures("quick_engines")]
 
 SEVERAL = ((56, 42), (84, 28))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_engines():
-    with pytest.MonkeyPatch.context() as patch:
-        start_engines_quickly(patch)
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        yield
 
 
 @pytest.fixture(
@@ -69,8 +61,7 @@ def trained(kind, tmp_path_factory):
 
 
 def test_log_probs_of_learner_and_engine_agree_before_and_after_updates_of_all_weights(trained):
-    """In float32 only the order of sums differs. Each rollout was checked to have the learner's prompts, token by
-    token."""
+    """In float32 only the order of sums differs. Each rollout was checked to have the learner's prompts."""
     trainer, before = trained
     assert len(logged(trainer, "mismatch/abs_logp_mean")) == 3
     assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
@@ -266,16 +257,9 @@ def test_lora_on_the_language_model_is_trained_and_evaluated(one_kind, tmp_path)
 @pytest.mark.xdist_group("warm_servers")
 @pytest.mark.parametrize("kind", ["smolvlm", "qwen2_5_vl"])
 def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, monkeypatch, warm_servers):
-    warm_servers.serve(monkeypatch)
-    trainer = make_picture_trainer(
-        make_tiny_picture_model(tmp_path, kind),
-        tmp_path / "run",
-        make_picture_problems(sizes=SEVERAL),
-        scheme="w4a16",
-        vllm_mode="server",
-        vllm_server_autostart=True,
-        vllm_server_port=free_port(),
-    )
+    server = warm_servers.serve(monkeypatch, in_one_process=False)
+    model, problems = make_tiny_picture_model(tmp_path, kind), make_picture_problems(sizes=SEVERAL)
+    trainer = make_picture_trainer(model, tmp_path / "run", problems, scheme="w4a16", **server)
     trainer.train()
     assert len(logged(trainer, "mismatch/abs_logp_mean")) == 3
     assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from testing_utils import logged, make_vllm_trainer, start_engines_quickly
+from testing_utils import logged, make_vllm_trainer
 from trl_qarl import load_engine
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.numerics import cpu as kernels
@@ -16,6 +16,7 @@ from trl_qarl.rollout.in_process import InProcessEngine
 
 
 pytestmark = [
+    pytest.mark.usefixtures("quick_engines"),
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.skipif(not kernels.has_engine_kernels(), reason=str(kernels.reason_against())),
@@ -43,12 +44,6 @@ CASES = {
         {"w8a8": 7, "w3a16": 7},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def engine_environment(monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    start_engines_quickly(monkeypatch)
 
 
 @pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)

@@ -1,5 +1,4 @@
-"""A server with two replicas or two ranks, by vLLM's own data and tensor parallelism: what is sent reaches both, and
-both are heard."""
+"""A server with two replicas or two ranks of vLLM's own: what is sent reaches both, and both are heard."""
 
 import contextlib
 import logging
@@ -47,7 +46,7 @@ def serving(folder, warm_servers, by):
     argv[argv.index(WORKER_EXTENSION)] = "testing_utils.faulty_replica.FaultyReplica"
     environment |= {FAULT_FILE: str(folder / "fault"), "VLLM_LOGGING_LEVEL": "WARNING"}
     with pytest.MonkeyPatch.context() as patch:
-        warm_servers.serve(patch)
+        warm_servers.serve(patch, in_one_process=False)
         process, url = ServerProcess(argv, environment, folder / "server.log"), f"http://127.0.0.1:{port}"
         (folder / "token").write_text(process.token)
         (folder / "token").chmod(0o600)

@@ -178,8 +178,7 @@ def files_of(server):
 
 
 def train_and_check(server, make_trainer, drawn_by=(0, 2), **arguments):
-    """A training that leaves the server with its weights, which learner and engine agree on, and whose batches are
-    drawn by those of these updates."""
+    """A training after which the server has its weights, on which both agree, with batches drawn by these updates."""
     trainer = make_trainer(mismatch_probe_steps=1, **arguments)
     trainer.train()
     assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6

@@ -135,7 +135,6 @@ class TestColocated:
 
 @pytest.fixture(scope="class")
 def trainer(tmp_path_factory):
-    pytest.importorskip("vllm")
     trainer = make_vllm_trainer(tmp_path_factory.mktemp("trained"), "qwen2", scheme="w4a16", vllm_mode="colocate")
     trainer.train()
     return trainer

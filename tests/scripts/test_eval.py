@@ -122,24 +122,8 @@ def test_bad_options_are_refused_before_the_model_is_loaded(masters, options, me
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_an_engine_completes_as_transformers_does(export, tmp_path, monkeypatch):
-    pytest.importorskip("vllm")
-
-    start_engines_quickly(monkeypatch)
-    prompt = "1 + 1 ="
-    rows = [{"prompt": prompt, "answer": complete_greedily(export, prompt, 4)}, {"prompt": prompt, "answer": "no"}]
-    options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--max_model_len", "64", "--vllm"]
-    output = tmp_path / "r.json"
-    main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--output", str(output)])
-    assert json.loads(output.read_text())["results"][0]["scores"] == [1.0, 0.0]
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_prompts_that_are_prefilled_in_pieces_are_sampled_and_repeat_themselves(export, monkeypatch):
     """vLLM on a CPU dies of them where a request has a seed."""
-    pytest.importorskip("vllm")
-
     start_engines_quickly(monkeypatch)
     options = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "max_model_len": 64}
     sample, _, end = evaluation.make_vllm_sampler(export, **options)

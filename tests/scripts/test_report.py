@@ -66,9 +66,7 @@ def test_missing_matplotlib_is_one_line(tmp_path, capsys, monkeypatch):
 def test_one_run_is_summarized_and_the_address_is_printed(tmp_path, capsys):
     report(tmp_path / "a b.html", write_run(tmp_path / "run"))
     first, last = capsys.readouterr().out.splitlines()
-    assert (
-        first.startswith("reward 0.") and "mismatch 0.0" in first and first.endswith("Not fine: Updating (look at it)")
-    )
+    assert first.startswith("reward 0.") and "mismatch 0.0" in first and "Not fine: Updating" in first
     assert last == f"1 run in 1 group: {(tmp_path / 'a b.html').as_uri()}" and "a%20b.html" in last
 
 

@@ -12,8 +12,7 @@ ROOT = Path(trl_qarl.__file__).parent
 
 
 def imported_names(package):
-    """`(module, name)` of everything that is imported from `package`, within functions too; the name is `None` for a
-    module."""
+    """`(module, name)` of what is imported from `package`, in functions too; `None` stands for a module."""
     found = set()
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

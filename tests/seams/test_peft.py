@@ -17,8 +17,7 @@ def test_what_is_imported_is_there(module, name):
 
 
 def test_methods_that_we_replace_on_the_instance_are_called_there():
-    """`LoraSource` puts a `forward`, a `merge` and an `unmerge` of its own onto a LoRA layer; they call those of the
-    class."""
+    """`LoraSource` puts methods onto a LoRA layer that call those of the class."""
     assert {"forward", "merge", "unmerge"} <= vars(Linear).keys()
     assert takes(Linear.merge, "self") == takes(Linear.unmerge, "self") == takes(Linear.forward, "self", "x") == []
 

@@ -31,8 +31,7 @@ def test_an_own_generation_configuration_is_updated_as_we_expect():
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_models_are_made_of_the_modules_that_have_engine_numerics(arch):
-    """`COVERED_CLASSES`: whatever a decoder layer is made of has the engine's operation, under the names that we
-    call."""
+    """`COVERED_CLASSES`: each part of a decoder layer has the engine's operation, under the names we call."""
     model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
     assert type(model).__name__ in COVERED_CLASSES
     layer = model.model.layers[0]

@@ -1,10 +1,14 @@
+import bisect
 import json
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from testing_utils.recorded_runs import Page, read_page, report, write_run
+from testing_utils.recorded_runs import CONFIG, Page, read_page, report, write_run
+from trl_qarl.study.groups import make_groups
+from trl_qarl.study.runs import Run
+from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 
 def test_page_is_self_contained(grid_page):
@@ -114,9 +118,8 @@ def test_one_group_is_judged_by_cards_and_several_by_a_table(tmp_path, grid_page
     report(tmp_path / "report.html", write_run(tmp_path / "run", quantize_learner=False, mismatch=0.2))
     page, grid = Page(read_page(tmp_path / "report.html")), Page(read_page(grid_page))
     assert {"card fine", "card bad"} <= page.classes and "card fine" not in grid.classes
-    assert (
-        re.search(r"Aligned\s*not healthy\s*mismatch 0\.3\d", page.text) and "Set quantize_learner=True." in page.text
-    )
+    assert re.search(r"Aligned\s*not healthy\s*mismatch 0\.3\d", page.text)
+    assert "Set quantize_learner=True." in page.text
     assert "No difference" not in page.text and "to compare" not in page.text
     assert re.search(r"Learning\s*fine\s*reward 0\.\d+ → 0\.\d+", page.text)
     assert {"fine", "watch"} <= grid.classes and "Health of each group" in grid.text
@@ -156,9 +159,7 @@ def test_results_of_eval_in_the_run_and_its_export_are_on_the_page(tmp_path):
         ["out/w4a16", "<b>.jsonl", "75.0% ±25.0%", "+25.0% ±12.5%", *sampled],
         ["run/masters", "<b>.jsonl", "50.0% ±25.0%", "-", *sampled],
     ]
-    assert (
-        "run: eval.json has another form than trl-qarl eval writes" in Page(read_page(tmp_path / "report.html")).text
-    )
+    assert "run: eval.json has another form" in "".join(html.itertext())
 
 
 def section_of(path, name):
@@ -208,3 +209,23 @@ def test_models_of_one_content_are_one_model(tmp_path):
     report(tmp_path / "report.html", tmp_path / "runs")
     text = Page(read_page(tmp_path / "report.html")).text
     assert "3 runs in 2 groups" in text and "These runs train 2 models: one/base_model, three/base_model." in text
+
+
+def distribution_of(ratios):
+    """The figure of token ratios of one run, all of positive advantage, with a clip bound at 1.5."""
+    pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib")
+    from trl_qarl.study.plots import draw_figures
+
+    counts = [0] * (len(HISTOGRAM_EDGES) - 1)
+    for ratio in ratios:
+        counts[bisect.bisect(HISTOGRAM_EDGES, ratio) - 1] += 1
+    row = {"step": 1, "name": "token_ratio", "sign": "positive", "edges": HISTOGRAM_EDGES, "counts": counts}
+    run = Run("run", CONFIG, {1: {}}, [row | {"bounds": [None, 1.5]}])
+    _, (figure,) = draw_figures(make_groups([run]))
+    return figure
+
+
+def test_a_distribution_next_to_one_alone_is_a_sentence():
+    figure = distribution_of([1.0, 1.000001, 0.999999])
+    assert figure.exact == ["All tokens are within 1e-05 of 1."] and not figure.panels

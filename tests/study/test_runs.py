@@ -69,12 +69,7 @@ def test_run_that_ended_early_is_noted(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"edges": [1, 2]},
-        {"counts": [-1] * (len(HISTOGRAM_EDGES) - 1)},
-        {"bounds": [1]},
-        {"name": "x"},
-    ],
+    [{"edges": [1, 2]}, {"counts": [-1] * (len(HISTOGRAM_EDGES) - 1)}, {"bounds": [1]}, {"name": "x"}],
     ids=str,
 )
 def test_malformed_distribution_is_left_out_and_noted(tmp_path, change):

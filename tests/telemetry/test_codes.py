@@ -24,18 +24,6 @@ def test_code_flip_rate_counts_the_last_update():
     assert code_flip_rate(weights) == pytest.approx(flipped / (128 * 32 + 32 * 32)) and flipped > 100
 
 
-def test_sqnr_in_decibel():
-    net = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 32))
-    prepare_model(net, "w4a16")
-    layers = quantized_layers(net)
-    signal = sum(layer.weight.detach().double().square().sum() for layer in layers.values())
-    noise = sum(
-        (layer.weight.detach().double() - layer.low_bit_weight().dequantize(torch.float64)).square().sum()
-        for layer in layers.values()
-    )
-    assert sqnr(Inventory.of(net).weights())["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
-
-
 def test_sqnr_of_each_family_of_layers():
     net = nn.ModuleDict(
         {f"layer{i}": nn.ModuleDict({"up": nn.Linear(128, 8), "down": nn.Linear(128, 8)}) for i in "ab"}

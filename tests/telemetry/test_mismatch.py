@@ -161,3 +161,9 @@ def test_a_logprob_that_is_not_a_number_is_not_hidden():
     old = torch.tensor([[math.nan, -1.0]])
     metrics = split_metrics(*split_sums(old, torch.full((1, 2), -1.0), torch.ones(1), torch.ones(1, 2)))
     assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
+
+
+def test_edges_of_histograms_separate_the_bounds_of_the_paper():
+    assert sorted(HISTOGRAM_EDGES) == HISTOGRAM_EDGES and len(set(HISTOGRAM_EDGES)) == 50
+    bins = {sum(edge <= bound for edge in HISTOGRAM_EDGES) for bound in (1 - 3e-4, 1.0, 1 + 3e-4, 1 + 7e-4, 0.5, 2.0)}
+    assert len(bins) == 6

@@ -1,5 +1,3 @@
-import json
-import math
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -12,7 +10,6 @@ from trl_qarl.objectives.registry import get_objective
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.telemetry import recorder as module
 from trl_qarl.telemetry.recorder import Recorder
-from trl_qarl.telemetry.run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE
 
 
 class Clock:
@@ -109,30 +106,13 @@ def test_a_turn_is_measured_by_its_time(monkeypatch):
     with recorder.time("rollout"):
         clock.wait(2)
     recorder.observe_turn([[1, 2, 3], [4]], recorder.pop_seconds("rollout"))
-    assert metrics["train"] == {
-        "rollout/seconds": [2],
-        "rollout/tokens_per_second": [2],
-        "rollout/mean_length": [2],
-    }
+    assert metrics["train"] == {"rollout/seconds": [2], "rollout/tokens_per_second": [2], "rollout/mean_length": [2]}
 
 
 def test_looping_and_garbled_completions_are_shares_over_all_processes():
     recorder, metrics = make_recorder(num_processes=3)
     recorder.observe_completions([[7] * 16, [1, 2]], ["fine", [{"content": "a\ufffdb"}]])
     assert metrics["train"] == {"rollout/repetition_share": [0.5], "rollout/garbled_share": [0.5]}
-
-
-def test_a_rollout_is_logged_and_waits_as_a_batch_with_its_worst_completions():
-    recorder, metrics = make_recorder(num_processes=2)
-    metrics["train"]["reward"].append(0.25)
-    observe(recorder, make_batch(), {"publish/seconds": 3.0})
-    logged = {name: values[0] for name, values in metrics["train"].items()}
-    assert logged["mismatch/abs_logp_mean"] == pytest.approx(0.1) and logged["publish/seconds"] == 3.0
-    rows = recorder.pop()
-    assert rows[BATCHES_FILE] == [logged] and rows[DISTRIBUTIONS_FILE] == []
-    assert [row["kind"] for row in rows[WORST_FILE]] == ["mismatch", "improbable"]
-    json.dumps(rows)
-    assert recorder.pop() == {WORST_FILE: [], BATCHES_FILE: [], DISTRIBUTIONS_FILE: []}
 
 
 def test_batches_at_several_bits_are_logged_apart():
@@ -148,57 +128,12 @@ def test_batches_at_several_bits_are_logged_apart():
     assert logged["reward/3_bits"] == [0.25] and logged["quant/bits"] == [4.0, 3.0, 3.0]
 
 
-def test_evaluation_is_logged_and_not_kept():
-    recorder, metrics = make_recorder()
-    recorder.model.eval()
-    observe(recorder, make_batch(), {})
-    recorder.observe_update(Batch.of(make_batch(), torch.zeros(4, 6)))
-    assert metrics["eval"]["mismatch/abs_logp_mean"] and not metrics["train"]
-    assert not any(recorder.pop().values())
-
-
 def test_share_of_rejected_completions_is_that_of_weights_of_zero():
     recorder, metrics = make_recorder()
     metrics["train"]["reward"].append(0.0)
     batch = make_batch() | {"importance_sampling_ratio": torch.tensor([[0.0], [1.0], [0.0], [2.0]])}
     observe(recorder, batch, {})
     assert metrics["train"]["mismatch/rejected_share"] == [0.5]
-
-
-@pytest.mark.parametrize("objective", ["tbpo", "sapo"])
-def test_histograms_add_up_over_micro_batches_and_processes(objective):
-    recorder, _ = make_recorder(
-        num_processes=3, objective=objective, importance_sampling_level=None, epsilon=0.2, epsilon_high=None
-    )
-    batch = make_batch()
-    for _ in range(2):
-        recorder.observe_update(Batch.of(batch, batch["old_per_token_logps"] + 0.01))
-    rows = recorder.pop()[DISTRIBUTIONS_FILE]
-    # Two completions of positive advantage and one of negative, of six tokens each, twice on each of three processes.
-    tokens, sequences = {"positive": 72, "negative": 36}, {"positive": 12, "negative": 6}
-    expected = {"token_ratio": tokens, "token_mismatch_weight": tokens}
-    if objective == "tbpo":
-        expected |= {"ratio": sequences, "mismatch_weight": sequences}
-    assert {(row["name"], row["sign"]): sum(row["counts"]) for row in rows} == {
-        (name, sign): count for name, counts in expected.items() for sign, count in counts.items()
-    }
-
-
-def test_an_optimizer_step_is_measured_in_time_codes_and_quantization_steps(monkeypatch):
-    clock = Clock(monkeypatch)
-    model = nn.Sequential(nn.Linear(128, 8))
-    prepare_model(model, "w8a8")
-    recorder, metrics = make_recorder(model)
-    for change in (0.0, 0.1):
-        recorder.on_pre_optimizer_step(None, None, None)
-        with torch.no_grad():
-            model[0].weight += change
-        clock.wait(5)
-        recorder.on_optimizer_step(None, None, None)
-    logged = metrics["train"]
-    assert logged["step/optimizer_seconds"] == [5, 5]
-    assert math.isnan(logged["quant/code_flip_rate"][0]) and logged["quant/code_flip_rate"][1] > 0.5
-    assert logged["quant/update_to_step"][0] == 0 and logged["quant/update_to_step"][1] > 1
 
 
 def test_a_step_within_backward_is_measured_as_one_after_it(monkeypatch):

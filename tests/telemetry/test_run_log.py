@@ -173,12 +173,3 @@ def test_resumed_run_appends(tiny_model, tmp_path):
     assert rows[: len(before)] == before
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     assert sorted({row["step"] for row in read(tmp_path / "distributions.jsonl")}) == [1, 2, 3, 4]
-
-
-def test_new_run_in_the_same_directory_starts_new_files_and_keeps_the_last_ones(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, max_steps=2).train()
-    first = (tmp_path / "metrics.jsonl").read_text()
-    make(tiny_model, tmp_path, max_steps=1).train()
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl") if "loss" in row] == [1]
-    assert (tmp_path / "metrics.previous.jsonl").read_text() == first
-    assert len(read(tmp_path / "distributions.jsonl")) == 8

@@ -126,7 +126,8 @@ def set_engine_environment(patch) -> None:
     """Set the variables of an engine in this process by a monkeypatch, so that the end of the test restores them."""
     from trl_qarl.rollout.server_command import cpu_environment
 
-    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    for name, value in (cpu_environment() | own).items():
         patch.setenv(name, value)
 
 
@@ -216,8 +217,7 @@ def is_running(pid: int) -> bool:
 
 
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
-    """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset`
-    reads."""
+    """Write `train.json` and `test.json` (`prompt`, `solution`); returns the directory for `load_dataset`."""
     path = Path(directory) / "dataset"
     path.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"{i} + {i + 1} =", "solution": str(2 * i + 1)} for i in range(num_rows)]
@@ -339,27 +339,13 @@ def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, peft_confi
 
     from trl_qarl import QaRLConfig, QaRLTrainer
 
-    defaults = {
-        "use_vllm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "vllm_max_model_length": 128,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "steps_per_generation": 2,
-        "max_completion_length": 12,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "report_to": "none",
-        "model_init_kwargs": {"dtype": "float32"},
-    }
+    defaults = {"use_vllm": True, "bf16": False, "vllm_max_model_length": 128, "max_completion_length": 12}
+    defaults |= {"optim": "muon", "model_init_kwargs": {"dtype": "float32"}}
     dataset = load_dataset(make_tiny_dataset(directory))
     return QaRLTrainer(
         model=(make_tiny_mixture if arch in MIXTURES else make_tiny_model)(directory, arch),
         reward_funcs=count_digits,
-        args=QaRLConfig(str(Path(directory) / "output"), **(defaults | arguments)),
+        args=QaRLConfig(str(Path(directory) / "output"), **(TRAINING | defaults | arguments)),
         train_dataset=dataset["train"],
         eval_dataset=dataset["test"].select(range(2)),
         callbacks=callbacks,
@@ -404,28 +390,15 @@ def push_export(trainer, hub) -> dict[str, bytes]:
     return files
 
 
-class Tampering:
-    """An engine that is sent something else."""
-
-    def __init__(self, engine, change):
-        self.engine, self.change = engine, change
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def send(self, tensors):
-        self.engine.send([item for tensor in tensors for item in self.change(*tensor)])
-
-
 @contextmanager
 def tampered(publisher, change):
     """Have what `publisher` sends changed on its way."""
-    engine = publisher.engine
-    publisher.engine = Tampering(engine, change)
+    engine, send = publisher.engine, publisher.engine.send
+    engine.send = lambda tensors: send([item for tensor in tensors for item in change(*tensor)])
     try:
         yield
     finally:
-        publisher.engine = engine
+        del engine.send
 
 
 def launch_environment(config_file: str) -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""The worker extension of a server in which one replica, or one tensor-parallel rank, alone goes wrong, as a file says
-that its path is in `TEST_FAULT_FILE`."""
+"""A worker extension by which one replica or rank goes wrong, as the file in `TEST_FAULT_FILE` says."""
 
 import os
 import signal

@@ -1,9 +1,12 @@
 """Tiny models and the names of their layers, for tests of what is made of them."""
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
+from trl_qarl.quantization.quantize import quantize_activation
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -17,9 +20,36 @@ def tiny(arch="llama", **overrides):
 
 
 def route(num_tokens=40, num_experts=8):
-    """Tokens of 128 features, and random routes of which the last expert has none, and one is a slot without an
-    expert."""
+    """Tokens of 128 features with random routes: none to the last expert, and one slot without an expert."""
     torch.manual_seed(1)
     ids = torch.stack([torch.randperm(num_experts - 1)[:2] for _ in range(num_tokens)])
     ids[3, 1] = num_experts
     return torch.randn(num_tokens, 128, requires_grad=True), ids, torch.rand(num_tokens, 2, requires_grad=True)
+
+
+def straight_through(value, rounded):
+    return value + (rounded - value).detach()
+
+
+def naive_experts(layer, x, ids, weights):
+    """Token by token and expert by expert, in float64; each expert's matrix is quantized by itself."""
+    masters = [getattr(layer, name).detach().double().requires_grad_() for name in ("gate_up_proj", "down_proj")]
+    x, weights = (t.detach().double().requires_grad_() for t in (x, weights))
+
+    def product(row, master, expert):
+        matrix = LowBitTensor.from_hp(master.detach()[expert].float(), layer.scheme, layer.scale_dtype)
+        matrix = matrix.gemm_weight().dequantize(torch.float64)
+        if layer.scheme.activation is not None:
+            codes, scale = quantize_activation(row.detach().float()[None], layer.scheme)
+            row = straight_through(row, (codes.double() * scale.double())[0])
+        return straight_through(master[expert], matrix) @ row
+
+    rows = []
+    for token, chosen in enumerate(ids.tolist()):
+        y = torch.zeros(x.shape[1], dtype=torch.float64)
+        for slot, expert in enumerate(chosen):
+            if expert < layer.num_experts:
+                gate, up = product(x[token], masters[0], expert).chunk(2)
+                y = y + weights[token, slot] * product(F.silu(gate) * up, masters[1], expert)
+        rows.append(y)
+    return torch.stack(rows), (x, weights, *masters)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import SPECIAL_TOKENS, make_tiny_tokenizer
+from testing_utils import SPECIAL_TOKENS, TRAINING, make_tiny_tokenizer
 
 
 KINDS = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -190,27 +190,18 @@ def make_picture_trainer(
     defaults = {
         "use_vllm": True,
         "vllm_mode": "colocate",
-        "use_cpu": True,
         "bf16": False,
         "vllm_max_model_length": 256,
-        "per_device_train_batch_size": 4,
         "num_generations": 2,
         "steps_per_generation": 1,
-        "max_completion_length": 8,
         "max_steps": 3,
-        "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
-        "optim": "adamw_torch",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "float32"} if isinstance(model, str) else None,
     }
     return QaRLTrainer(
         model,
         spread,
-        QaRLConfig(str(output_dir), **(defaults | arguments)),
+        QaRLConfig(str(output_dir), **(TRAINING | defaults | arguments)),
         train_dataset or make_picture_problems(),
         eval_dataset,
         peft_config=peft_config,

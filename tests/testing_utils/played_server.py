@@ -1,5 +1,4 @@
-"""A server that a trainer may lose, its side played by an object: no process, no engine, completions by weights and
-prompts."""
+"""A server that a trainer may lose, played by an object, whose completions depend on weights and prompts."""
 
 import hashlib
 import random
@@ -17,8 +16,7 @@ from trl_qarl.rollout.server import ServerEngine
 
 
 class Server:
-    """Client, publisher and server process in one: dies on command, and counts what is asked of it. It holds what is
-    published."""
+    """Client, publisher and server process in one: dies on command, counts what is asked, holds what is published."""
 
     base_url = "http://server"
 
@@ -134,3 +132,7 @@ def play_servers(folder, monkeypatch):
         return trainer, trainer.vllm_generation.vllm_client
 
     return make
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])

@@ -27,11 +27,7 @@ CONFIG = {
     "max_steps": 40,
     "versions": {"torch": "2.13.0", "trl": "1.16.0"},
 }
-CONFIGS = {
-    "QaRL": {},
-    "rollout-only": {"quantize_learner": False},
-    "bf16": {"scheme": "bf16", "group_size": None},
-}
+CONFIGS = {"QaRL": {}, "rollout-only": {"quantize_learner": False}, "bf16": {"scheme": "bf16", "group_size": None}}
 
 
 def write_run(path, *, num_steps=40, final=0.8, mismatch=0.01, rows=None, **config):

@@ -55,13 +55,25 @@ class WarmServers:
     def popen(self, argv, env, stdout, **options):
         return WarmServer(self, self.ask("start", argv, env, stdout.name))
 
-    def serve(self, patch) -> None:
-        """Have trainers of this process start their servers here, until the monkeypatch `patch` is undone."""
+    def serve(self, patch, in_one_process: bool = True) -> dict:
+        """
+        Have trainers of this process start their servers here, until the monkeypatch `patch` is undone. Returns
+        options of such a trainer, whose server has the engine in its own process or in another one.
+        """
         from trl_qarl.rollout import server_process
 
+        if in_one_process:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         names = ("DEVNULL", "STDOUT", "TimeoutExpired")
         known = {name: getattr(subprocess, name) for name in names}
         patch.setattr(server_process, "subprocess", SimpleNamespace(Popen=self.popen, **known))
+        options = {
+            "vllm_mode": "server",
+            "vllm_server_autostart": True,
+            "vllm_server_port": server_process.free_port(),
+        }
+        # Where many share the cores, vLLM takes long to start.
+        return options | {"vllm_server_timeout": 900}
 
     def close(self) -> None:
         self.process.stdin.close()

@@ -1,5 +1,4 @@
-"""A LoRA adapter beside low-bit weights in a real vLLM engine: what arrives, what is refused, and what the engine then
-computes."""
+"""A LoRA adapter next to low-bit weights in a real vLLM engine: what arrives, is refused and is computed then."""
 
 import pytest
 import torch

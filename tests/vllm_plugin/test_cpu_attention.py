@@ -73,56 +73,6 @@ def no_split(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
 
 
-@pytest.fixture
-def attend():
-    """vLLM's kernel, as its layers call it, for a batch of queries of the same keys."""
-    import vllm._custom_ops as ops
-
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2048, 4, 128, generator=generator).bfloat16()
-    key, value = (torch.randn(NUM_BLOCKS * BLOCK_SIZE, 2, 128, generator=generator).bfloat16() for _ in range(2))
-    caches = torch.zeros(NUM_BLOCKS, 2, 2 * BLOCK_SIZE, 128, dtype=torch.bfloat16).chunk(2, dim=2)
-    slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
-    ops.cpu_attn_reshape_and_cache(key, value, *caches, slots, make_builder().isa)
-
-    def attend(builder, counts=COUNTS, lengths=LENGTHS):
-        metadata = builder.build(0, make_batch(counts, lengths))
-        positions = [range(length - count, length) for count, length in zip(counts, lengths, strict=True)]
-        rows = query[[position for part in positions for position in part]]
-        output = torch.empty_like(rows)
-        ops.cpu_attention_with_kv_cache(
-            rows,
-            *caches,
-            output,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            0.1,
-            metadata.causal,
-            None,
-            -1,
-            metadata.block_table,
-            0,
-            metadata.scheduler_metadata,
-            None,
-        )
-        return {
-            position: row
-            for part, rows in zip(positions, output.split(counts), strict=True)
-            for position, row in zip(part, rows, strict=True)
-        }
-
-    return attend
-
-
-def test_a_prefill_and_its_chunks_have_the_bits_of_decoding(attend):
-    ours = attend(make_builder())
-    decoded = {p: attend(make_builder(is_ours=False), [1], [p + 1])[p] for p in [0, 1199, *range(24, 1024, 25)]}
-    assert [p for p, row in decoded.items() if not torch.equal(ours[p], row)] == []
-    # vLLM alone has other bits, in the same batch.
-    theirs = attend(make_builder(is_ours=False))
-    assert [p for p, row in decoded.items() if not torch.equal(theirs[p], row)] != []
-
-
 @pytest.mark.parametrize(
     ("fields", "counts", "batch_fields"),
     [

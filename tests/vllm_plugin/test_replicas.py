@@ -1,8 +1,11 @@
-"""Combining the answers of a server's replicas; `tests/rollout/test_vllm_replicas.py` has a real server."""
+"""Processes of a server: answers of its replicas, and waiting; rollout/test_vllm_replicas.py has a real server."""
 
 import asyncio
+import time
 
 import pytest
+
+from trl_qarl.vllm_plugin import register
 
 
 pytest.importorskip("vllm")
@@ -10,7 +13,6 @@ pytest.importorskip("vllm")
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from trl_qarl.vllm_plugin import register
 from trl_qarl.vllm_plugin.replicas import call_every_replica
 from trl_qarl.wire import handshake
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -63,3 +65,18 @@ def test_only_servers_of_ours_hear_all(monkeypatch):
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, "x")
     register()
     assert DPLBAsyncMPClient.call_utility_async is call_every_replica
+
+
+def test_a_process_that_waits_on_a_cpu_sleeps():
+    """vLLM's own returns at once for a second after each message, to be called again."""
+    import zmq
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+    register()
+    reader = SpinCondition(is_reader=True, context=zmq.Context.instance(), notify_address=get_open_zmq_ipc_path())
+    reader.record_read()
+    time.sleep(0.01)
+    start = time.monotonic()
+    reader.wait(timeout_ms=50)
+    assert time.monotonic() - start > 0.04

@@ -28,8 +28,7 @@ def directory(tmp_path, monkeypatch):
 
 
 async def upload(server, token, offset, *parts, content=CONTENT, header=None, ends=True, headers=()):
-    """Status and content of the answer to a piece that arrives in `parts`, and whose connection may be dropped
-    then."""
+    """Status and content of the answer to a piece in `parts`, whose connection may be dropped then."""
     header = header or f"{hashlib.sha256(content).hexdigest()} {len(content)} {offset}"
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     messages.append({"type": "http.request", "body": b""} if ends else {"type": "http.disconnect"})

@@ -1,5 +1,4 @@
-"""Publication into a real vLLM engine in this process: what arrives, what is refused, and what the engine then
-computes."""
+"""Publication into a real vLLM engine in this process: what arrives, what is refused, what is computed then."""
 
 import pytest
 import torch
@@ -267,8 +266,7 @@ def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, ca
 
 
 def test_nothing_stays_of_a_tensor_that_has_given_nan(publisher):
-    """Keys and values that were computed with it lie in the cache, and attention multiplies those of unused slots by
-    0."""
+    """Keys and values computed with it lie in the cache, and attention multiplies unused slots by 0."""
     publisher.publish("before")
     before = engine_logps(publisher.engine.llm)
     norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")

@@ -56,8 +56,7 @@ def elements_of(tensor):
 
 
 def test_elements_of_every_value_and_distance_survive():
-    """All 65536 values of two bytes, before and after, also NaN and negative zero; distances below, at and above
-    255."""
+    """All 65536 values of two bytes, before and after; distances below, at and above 255."""
     draw = np.random.default_rng(0)
     old = np.arange(2**16, dtype=np.uint16).repeat(40)
     new = old.copy()
@@ -116,9 +115,7 @@ def test_changes_are_for_what_was_confirmed_and_nothing_else():
     old, new = make_layer()
     block, _ = pack(old, new)
     base = {name: fingerprint(tensor) for name, tensor in old.items()}
-    with pytest.raises(
-        ValueError, match=r"q.weight_packed: the changes are for int32\[64, 48\] \w+, but int32\[64, 48\] "
-    ):
+    with pytest.raises(ValueError, match=r"q.weight_packed: the changes are for int32\[64, 48\] \w+, but int32"):
         apply(block, new)
     with pytest.raises(ValueError, match="but nothing was confirmed last"):
         apply(block, old, {"norm.weight": base["norm.weight"]})

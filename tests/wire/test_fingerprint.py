@@ -129,11 +129,7 @@ def test_cpu_and_gpu_take_their_own_steps_to_the_same_sums(monkeypatch, num_word
 
 def test_differences_name_each_kind():
     lines = fingerprint_differences({"a": "1", "b": "2", "c": "3"}, {"b": "2", "c": "4", "d": "5"})
-    assert lines == [
-        "a: the engine received nothing",
-        "d: the learner did not announce it",
-        "c: learner 3, engine 4",
-    ]
+    assert lines == ["a: the engine received nothing", "d: the learner did not announce it", "c: learner 3, engine 4"]
     assert fingerprint_differences({"a": "1"}, {"a": "1"}) == []
     many = fingerprint_differences({f"n{i}": "x" for i in range(9)}, {}, limit=2)
     assert many[-1] == "... and 7 more" and len(many) == 3

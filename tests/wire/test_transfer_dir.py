@@ -38,9 +38,7 @@ def test_a_directory_that_others_may_write_to_takes_no_weights(tmp_path, mode):
     make_transfer_dir(directory)
     directory.chmod(mode)
     for check in (make_transfer_dir, check_transfer_dir):
-        with pytest.raises(
-            ValueError, match=rf"mode {mode:04o}, so others may write to it.*chmod go-w.*--transfer_dir"
-        ):
+        with pytest.raises(ValueError, match=rf"mode {mode:04o}, .*chmod go-w.*--transfer_dir"):
             check(directory)
 
 

@@ -118,7 +118,7 @@ def main() -> None:
         server = start_server(str(MODEL), "w4a16", folder, port, dtype="float32")
         try:
             # What an engine does only once, it does here.
-            train(args.objectives[0], 0, -1, 16, folder, port)
+            train(args.objectives[0], 0, 1000, 16, folder, port)
             for objective, seed, ahead in itertools.product(args.objectives, args.seeds, (0, 1)):
                 if (objective, ahead, seed) not in done:
                     row = train(objective, ahead, seed, args.max_steps, folder, port)

@@ -5,6 +5,7 @@ benchmarks/study/study-length.png and benchmarks/study/study-shapes.png too wher
 the cells of benchmarks/study/bits.yaml, benchmarks/study/length_1000.yaml and benchmarks/study/shapes.yaml.
 """
 
+import itertools
 import json
 import statistics
 import sys
@@ -219,26 +220,31 @@ def draw_ages(cells: list[dict], timed: list[dict]) -> None:
 
     groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}
     objectives = list(dict.fromkeys(objective for _, _, objective in groups))
-    options = {"figsize": (3.6 * len(objectives), 5.8), "sharey": True, "squeeze": False}
-    figure, (above, below) = plt.subplots(2, len(objectives), **options)
-    for top, bottom, objective in zip(above, below, objectives, strict=True):
-        for age, color in {0: "ink", 1: "blue", 2: "green", 4: "vermillion"}.items():
+    colors = {0: "ink", 1: "blue", 2: "green", 4: "vermillion"}
+    rows = [objectives, ["seconds"] * len(objectives)]
+    figure, panels = plt.subplot_mosaic(rows, figsize=(3.6 * len(objectives), 5.8), sharey=True)
+    for objective in objectives:
+        axes = panels[objective]
+        for age, color in colors.items():
             of = groups.get((AGE_SCHEME + (f"-age{age}" if age else ""), "QaRL", objective), [])
             if of:
                 rewards = smooth([cell["course"]["reward"] for cell in of])
                 updates = range(8, 8 * len(rewards) + 1, 8)
-                top.plot(updates, rewards, color=COLORS[color], label=f"{age} ({len(of)} seeds)")
-            if runs := [run for run in timed if (run["objective"], run["rollout_ahead"]) == (objective, age)]:
-                seconds = [statistics.fmean(times) for times in zip(*(run["seconds"] for run in runs), strict=True)]
-                rewards = smooth([run["reward"] for run in runs])
-                bottom.plot(seconds, rewards, color=COLORS[color], label=f"{age} ({len(runs)} seeds)")
-        top.set_title(f"QaRL, {objective}", fontsize=10)
-        top.set_xlabel("update")
-        bottom.set_xlabel("seconds, vLLM on a core of its own")
-        for axis, title, place in ((top, "age in batches", "upper left"), (bottom, "rollout_ahead", "lower right")):
-            axis.legend(title=title, loc=place, fontsize=8, title_fontsize=8, frameon=False)
-    for axis in (above[0], below[0]):
-        axis.set_ylabel("reward")
+                axes.plot(updates, rewards, color=COLORS[color], label=f"{age} ({len(of)} seeds)")
+        axes.set_title(f"QaRL, {objective}", fontsize=10)
+        axes.set_xlabel("update")
+        axes.legend(title="age in batches", loc="upper left", fontsize=8, title_fontsize=8, frameon=False)
+    below, names = panels["seconds"], dict.fromkeys(run["objective"] for run in timed)
+    for (objective, style), ahead in itertools.product(zip(names, ("-", "--", ":"), strict=False), (0, 1)):
+        runs = [run for run in timed if (run["objective"], run["rollout_ahead"]) == (objective, ahead)]
+        seconds = [statistics.fmean(times) for times in zip(*(run["seconds"] for run in runs), strict=True)]
+        label = f"{objective}, rollout_ahead={ahead} ({len(runs)} seeds)"
+        rewards = smooth([run["reward"] for run in runs])
+        below.plot(seconds, rewards, style, color=COLORS[colors[ahead]], label=label)
+    below.set_xlabel("seconds, vLLM on a core of its own")
+    below.legend(loc="lower right", fontsize=8, frameon=False)
+    for axes in (panels[objectives[0]], below):
+        axes.set_ylabel("reward")
     figure.tight_layout()
     figure.savefig(HERE / "study-age.png", facecolor="white", dpi=130)
 

@@ -220,7 +220,7 @@ class _TBPO(Objective):
                 f"The checkpoint was trained with {theirs}, this run has {ours}. Resume with the same settings, or start a new run from "
                 "its masters by passing it as the model."
             )
-        if self.estimate is not None:
+        if self.estimate is not None and state is not None:
             self.estimate.load(state)
 
     @override

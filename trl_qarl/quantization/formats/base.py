@@ -70,7 +70,6 @@ class Format:
 
     *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get
     the tensors in the order of the attribute.
-
     """
 
     # Tensors besides `qdata` and `scale`, and names of all in a checkpoint, without the layer's prefix.

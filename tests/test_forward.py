@@ -6,7 +6,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from testing_utils.trainings import make
-from trl_qarl.forward import takes_positions
+from trl_qarl.forward import scoring_forward
 
 
 def padded_batch(num_pads, num_completion=12):
@@ -59,6 +59,7 @@ def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_p
 
 def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert takes_positions(model)
+    inputs = {"attention_mask": torch.tensor([[0, 1, 1]])}
+    assert scoring_forward(dict, model)(**inputs)["position_ids"].tolist() == [[0, 0, 1]]
     model.config.get_text_config = lambda: object()
-    assert not takes_positions(model)
+    assert scoring_forward(dict, model)(**inputs).keys() == {"attention_mask"}

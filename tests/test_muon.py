@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from testing_utils.layers import tiny
-from trl_qarl.muon import create_muon_adamw
+from trl_qarl.muon import MuonAdamW
 
 
 def make(model, **kwargs):
     decay = {name for name, p in model.named_parameters() if p.ndim == 2}
-    return create_muon_adamw(model, decay, **({"lr": 1e-2, "weight_decay": 0.1} | kwargs))
+    return MuonAdamW(model, decay, **({"lr": 1e-2, "weight_decay": 0.1} | kwargs))
 
 
 def update(model, optimizer):

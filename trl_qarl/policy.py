@@ -54,23 +54,23 @@ class Policy:
         peft_config ([`~peft.PeftConfig`], *optional*):
             Adapter that TRL will give the model.
         has_pictures (`bool`, *optional*, defaults to `False`):
-            Whether it is trained on a dataset with pictures.
+            Whether the policy is trained on a dataset with pictures.
 
     Attributes:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model, once it is prepared.
+            The model, after it has been prepared.
         has_adapter (`bool`):
             Whether an adapter is trained over a frozen base.
         dtype (`torch.dtype`):
             Dtype of scales, and of everything in the engine that is not quantized.
         swap_report ([`SwapReport`]):
-            Which layers were quantized, how, and which were not.
+            Layers that were quantized, with their formats, and layers that were not.
         numerics (`str`):
-            How the learner computes: `"engine"` or `"fast"`.
+            Arithmetic of the learner: `"engine"` or `"fast"`.
         precision (`int`, `dict[str, int]` or `None`):
-            Bits that it runs at, of all layers or by patterns; `None` for those of its schemes.
+            Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
-            What happens where that is not how the engine computed.
+            Response to a log-prob that differs from the engine's.
     """
 
     model: Any
@@ -82,7 +82,7 @@ class Policy:
     def __init__(self, args: Any, peft_config: Any = None, has_pictures: bool = False):
         self.args, self._peft_config = args, peft_config
         self.has_pictures = has_pictures
-        # For the learner, for an engine in this process, and for a server that is its child.
+        # Read by the learner, by an engine in this process and by a server that this process starts.
         os.environ[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
         self.exactness = Exactness(args.exact, is_asked_for=args.numerics is not None)
         self._adapter_folder: str | None = None
@@ -93,7 +93,7 @@ class Policy:
         self.precision: int | dict[str, int] | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
-        """Return the model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a
+        """Load a model in place of TRL's `create_model_from_path`, which takes neither an adapter's folder nor a
         low-bit base."""
         model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         if is_adapter_folder(name_or_path):
@@ -103,11 +103,11 @@ class Policy:
 
     def prepare(self, model: Any, sharded_by: str | None = None) -> None:
         """
-        Quantize `model`, in place, and choose the numerics; `"FSDP2"`, `"ZeRO-3"` or, of other stages, `"DeepSpeed"`
-        will shard it.
+        Quantize `model` in place and choose the numerics. `sharded_by` names what will shard the model: `"FSDP2"`,
+        `"ZeRO-3"` or, for other stages, `"DeepSpeed"`.
 
         Raises:
-            ValueError: if the model cannot be trained as configured, naming all that is wrong.
+            ValueError: if the model cannot be trained as configured; the message lists all problems.
         """
         args = self.args
         self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
@@ -144,8 +144,8 @@ class Policy:
 
     def set_precision(self, precision: int | dict[str, int] | None) -> bool:
         """
-        Have learner and reference run at a number of bits, or at bits by patterns, `None` for those of their schemes,
-        and return whether that changes what is to be published.
+        Run learner and reference at a number of bits, or at bits by patterns; `None` stands for the bits of their
+        schemes. Return whether the policy to publish has changed.
         """
         if precision == self.precision:
             return False
@@ -159,13 +159,13 @@ class Policy:
 
     @property
     def takes_all_processes(self) -> bool:
-        """True if every process takes part in what reads all of it, such as an export."""
+        """True if every process has to take part in an operation that reads the whole policy, such as an export."""
         return is_sharded(self.model)
 
     @property
     def bits(self) -> tuple[float | None, bool]:
-        """Bits that it runs at, a mean over weights where layers differ, and whether they do; `None` for those of its
-        schemes."""
+        """Bits at which the policy runs, a mean over weights if layers differ, and whether they differ; `None` for
+        the bits of its schemes."""
         if isinstance(self.precision, Mapping):
             return mean_bits(Inventory.of(self.model).layers.values())
         return None if self.precision is None else float(self.precision), False
@@ -191,7 +191,7 @@ class Policy:
             check_record(self._adapter_folder, self.record())
 
     def attach_numerics(self, model: Any) -> None:
-        """Have `model` compute with the numerics of the run, once TRL has given it the head that computes
+        """Make `model` compute with the numerics of the run, after TRL has installed the head that computes
         log-probs."""
         if self.numerics == "engine":
             attach_engine_numerics(
@@ -202,14 +202,14 @@ class Policy:
             )
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
-        """Raise if exactness is required and the engine so described computes differently from the learner."""
+        """Raise if exactness is required and the engine with this description computes differently from the
+        learner."""
         if self.exactness.is_required:
             rank = lora_arguments(self.model).get("max_lora_rank")
             check_arithmetic(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)
 
     def prepare_reference(self, model: Any) -> None:
-        """Prepare `model` as the reference that the KL term keeps the learner close to: the low-bit model at the
-        start."""
+        """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
             if self._sharded_by == "FSDP2":
@@ -218,7 +218,7 @@ class Policy:
         self.attach_numerics(model)
 
     def record(self) -> dict[str, Any]:
-        """Return what the weights of a checkpoint are trained for, to tell it from others."""
+        """Return the quantization settings of a checkpoint, which tell it from checkpoints of other runs."""
         record = scheme_record(self.args, self.swap_report.plan, self.dtype)
         if scales := Inventory.of(self.model).global_scales:
             record["global_scales"] = scales
@@ -227,27 +227,27 @@ class Policy:
         return record
 
     def describe(self) -> dict[str, Any]:
-        """Return what the record of a run says of its policy."""
+        """Return the entries about the policy in the record of a run."""
         described = {"model": self.model.name_or_path, "numerics": self.numerics}
         return described | describe_adapter(self.model, self.args.lora_mode)
 
     def card_facts(self) -> dict[str, Any]:
-        """Settings that a model card names."""
+        """Return the settings for a model card."""
         settings = {"objective": self.args.objective, **self.record(), "temperature": self.args.temperature}
         settings |= described_settings(self.swap_report.plan) | {"precisions": self.args.precisions}
         return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:
         """
-        Write the low-bit policy as [`export_checkpoint`] does, at the bits of its schemes, and return the folder.
-        Where masters are sharded every process has to call, and what fails on one is raised by all.
+        Write the low-bit policy with [`export_checkpoint`], at the bits of its schemes, and return the folder. With
+        sharded masters every process has to call, and an error of one process is raised by all.
         """
         with self._at_own_bits():
             return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
 
     def relay(self, relay: Relay, version: int, export: Callable[[Path], Any]) -> None:
-        """Add the low-bit policy to what object storage carries, at the bits of its schemes; `export` writes all of it
-        to a folder."""
+        """Add the low-bit policy, at the bits of its schemes, to the folder for object storage; `export` writes the
+        whole policy to a folder."""
         with self._at_own_bits():
             relay.write(version, checkpoint_state_dict(base_model(self.model), self.dtype), export)
 

@@ -1,11 +1,11 @@
 """
-The end of a command by a signal, and of the processes that it started. Needs no torch.
+Signal handling that ends a command and the processes that it started. Needs no torch.
 
-`python -m trl_qarl.processes MODULE ...` runs a module of somebody else with these handlers, until it installs its
-own.
+`python -m trl_qarl.processes MODULE ...` runs another package's module with these handlers, until the module installs
+its own.
 
-Linux gives process 1 of a container only those signals that it has a handler for. A command without one would sleep
-through `docker stop`, and so would the trainer that it started.
+Linux delivers only signals with a handler to process 1 of a container. A command without handlers, and the trainer
+that it started, would ignore `docker stop`.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 
@@ -25,18 +26,18 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 def exit_on_signals() -> Callable[[], None]:
     """
-    Have SIGTERM and SIGHUP end this process as Ctrl-C does, through every `finally`, with exit code 128 and the
-    signal's number; returns what undoes it.
+    Make SIGTERM and SIGHUP end this process as Ctrl-C does, through every `finally`, with an exit code of 128 plus the
+    signal's number. Return a function that restores the earlier behaviour.
 
-    A handler that somebody else has installed stays, and a signal that is ignored, as `nohup` does, stays ignored.
-    In another thread than the main one nothing happens.
+    A handler that is already installed stays, and a signal that is ignored, as after `nohup`, stays ignored. Outside
+    of the main thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
 
     def leave(signum, frame):
-        # `timeout` and others send it twice, and the second one must not interrupt the cleaning up after the first.
+        # `timeout` and others send the signal twice; the second must not interrupt the cleanup after the first.
         for number in ours:
             signal.signal(number, signal.SIG_IGN)
         raise SystemExit(128 + signum)
@@ -49,17 +50,17 @@ def exit_on_signals() -> Callable[[], None]:
 
     for number in ours:
         signal.signal(number, leave)
-    # Signals that arrived since `become`.
+    # Deliver signals that have arrived since `become`.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
     return restore
 
 
 def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """
-    Replace this process by another program, which keeps its number and so gets all signals itself.
+    Replace this process by another program, which keeps the process id and so receives all signals itself.
 
-    SIGTERM and SIGHUP wait until a Python program calls [`exit_on_signals`]; process 1 would lose those that come
-    before.
+    SIGTERM and SIGHUP stay pending until a Python program calls [`exit_on_signals`]; process 1 would lose earlier
+    ones.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -70,14 +71,13 @@ def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], object]:
     """
-    Return a function for a child to call, after which Linux sends it `number` when the thread that started it is
-    gone, however that happens. The child's own children know nothing of it. Does nothing on other systems.
+    Return a function for a child to call, after which Linux sends the child `number` once the thread that started it
+    is gone, however that happens. The child's own children are not affected. On other systems it does nothing.
     """
     if sys.platform != "linux":
         return lambda: None
-    prctl = ctypes.CDLL(None).prctl
     set_parent_death_signal = 1
-    return lambda: prctl(set_parent_death_signal, number)
+    return partial(ctypes.CDLL(None).prctl, set_parent_death_signal, number)
 
 
 if __name__ == "__main__":

@@ -44,19 +44,19 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
     r"""
     Configuration class for the [`QaRLTrainer`].
 
-    It inherits every option of [`~trl.GRPOConfig`], and those of [`~trl_qarl.options.QuantOptions`],
-    [`~trl_qarl.options.ObjectiveOptions`] and [`~trl_qarl.options.EngineOptions`]. Defaults that differ are those of
-    the paper's Table 2 (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and eight
-    updates per generation batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of
+    It inherits every option of [`~trl.GRPOConfig`], [`~trl_qarl.options.QuantOptions`],
+    [`~trl_qarl.options.ObjectiveOptions`] and [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and
+    follow the paper's Table 2 (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and
+    eight updates per generation batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of
     `steps_per_generation` and `generation_batch_size` is given). The table's batch sizes and lengths (512 completions
     in mini-batches of 64, 2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
-    Without an accelerator `use_cpu` is switched on, and on a CPU `bf16` defaults to whether the processor multiplies
-    bfloat16 matrices natively; a value that is given is kept.
+    Without an accelerator `use_cpu` is switched on. On a CPU `bf16` defaults to `True` if the processor multiplies
+    bfloat16 matrices natively. A value that is given is kept.
 
-    The texts of the parameters are those of `trl-qarl train --help`.
+    `trl-qarl train --help` shows the texts of the parameters.
 
-    Inherited options that are not honoured raise one `ValueError` that names all of them and their fixes.
+    Inherited options that are not honoured raise one `ValueError` that lists all of them with their fixes.
 
     Parameters:
         epsilon (`float`, *optional*):
@@ -68,13 +68,13 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             For TRL's losses, defaults to TRL's `"token"`. The GSPO objectives set it to `"sequence"`; TBPO is always
             sequence-level.
         vllm_importance_sampling_correction (`bool`, *optional*):
-            For TRL's losses, whether vLLM rollouts are corrected for their mismatch; defaults to TRL's `True`. The
-            objectives of the paper's comparison set it.
+            For TRL's losses, whether the loss of vLLM rollouts is corrected for their mismatch; defaults to TRL's
+            `True`. The objectives of the paper's comparison set it.
         vllm_importance_sampling_mode (`str`, *optional*):
-            For TRL's losses, how vLLM rollouts are corrected; defaults to TRL's `"sequence_mask"`. The objectives of
-            the paper's comparison set it.
+            For TRL's losses, kind of that correction; defaults to TRL's `"sequence_mask"`. The objectives of the
+            paper's comparison set it.
         loss_type (`str`, *optional*):
-            Set by `objective`; give that one instead.
+            Set by `objective`; give `objective` instead.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
             of [`~transformers.TrainingArguments`], such as `"adamw_torch"`.
@@ -99,7 +99,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         self._choose_device()
         generation_kwargs = as_dict(self, "generation_kwargs")
         if generation_kwargs.get("do_sample") is True:
-            # Set by TRL itself; vLLM has no such option.
+            # TRL sets it itself, and vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self)]
         try:
@@ -114,7 +114,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         raise_problems([*problems, *check_hub(self)])
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if objective.is_on_policy else 8) * self.gradient_accumulation_steps
-        # transformers knows no such optimizer name; the trainer builds it.
+        # transformers does not know this optimizer name; the trainer builds the optimizer.
         is_muon = self.optim == "muon"
         if is_muon:
             self.optim = "adamw_torch"
@@ -122,10 +122,10 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if is_muon:
             self.optim = "muon"
         if self.deepspeed_plugin is not None:
-            # In the copy by which transformers loads a model into the slices of ZeRO-3.
+            # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
         raise_problems([*objective.problems_of_batch(self)])
-        # Some options switch on others, as `torch_compile_backend` does with `torch_compile`.
+        # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
         raise_problems([*refused_by_all(self)])
 
     def _choose_device(self) -> None:
@@ -143,7 +143,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             )
 
     def _apply(self, objective: Objective) -> None:
-        """Sets what `objective` decides, and TRL's defaults where an option of its loss was not given."""
+        """Set the options that `objective` decides, and TRL's defaults for options of its loss that were not given."""
         self.loss_type = objective.loss_type
         for name, value in objective.options.items():
             setattr(self, name, value)
@@ -158,10 +158,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
 def config_for(model: Any, args: Any) -> QaRLConfig:
     """
-    Return `args`, or for `None` a configuration named after `model`, a name or a model.
-
-    Raises:
-        TypeError: if `args` is another configuration.
+    Return `args`, or for `None` a configuration named after `model`, a name or a model. `TypeError` is raised if
+    `args` is a configuration of another class.
     """
     if args is None:
         from trl.trainer.utils import get_config_model_id

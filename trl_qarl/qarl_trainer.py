@@ -1,4 +1,4 @@
-"""[`QaRLTrainer`]: the order of calls of quantization-aware reinforcement learning on quantized rollouts."""
+"""[`QaRLTrainer`]: the sequence of steps of quantization-aware reinforcement learning on quantized rollouts."""
 
 import logging
 from collections.abc import Sized
@@ -16,7 +16,7 @@ from typing_extensions import override
 from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
 from .checks.options import raise_problems
 from .forward import Batch
-from .muon import create_muon_adamw
+from .muon import MuonAdamW
 from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
 from .policy import Policy
@@ -61,14 +61,14 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     Attributes:
         export_dir (`Path`):
-            Where the low-bit policy is written to before it is pushed: by default a folder of the output directory
-            that is named after the scheme, or schemes.
+            Folder of the low-bit policy before it is pushed: by default in the output directory, named after the
+            scheme or schemes.
         swap_report ([`SwapReport`]):
-            Which layers were quantized, how, and which were not.
+            Layers that were quantized, with their formats, and layers that were not.
         numerics (`str`):
-            How the learner computes, as configured or chosen: `"engine"` or `"fast"`.
+            Arithmetic of the learner, as configured or chosen: `"engine"` or `"fast"`.
         recorder ([`~trl_qarl.telemetry.recorder.Recorder`]):
-            What is measured.
+            Measurements of the run.
     """
 
     _tag_names = ["trl", "qarl"]
@@ -124,7 +124,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         ):
             super().__init__(**given)
         if self.is_deepspeed_enabled and args.bf16:
-            # After TRL has given the models another forward.
+            # TRL has given the models another forward by now.
             for each in filter(None, (self.model, self.ref_model)):
                 compute_in_bfloat16(self.accelerator.unwrap_model(each))
         if (
@@ -133,7 +133,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             and (tools or environment_factory)
         ):
             raise NotImplementedError(
-                "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: processes call them each as often as they need, and generate together."
+                "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: each process calls tools as often as it needs, but without vLLM "
+                "all processes have to generate together."
             )
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
@@ -146,15 +147,15 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         self.recorder = Recorder(args, *measured)
         if self.numerics == "engine" and not self._are_compared:
             logger.info(
-                "Rollouts are scored by a forward of their own: log-probs of a `rollout_func` are not the engine's."
+                "Rollouts are scored by a separate forward: log-probs of a `rollout_func` are not the engine's."
             )
         self._add_callbacks()
 
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
-        """The engine of the rollouts, made in the middle of TRL's constructor, when the policy is prepared."""
+        """Build the engine of the rollouts, in the middle of TRL's constructor, when the policy is prepared."""
         policy = self.policy
         self._check_folders_are_free()
-        # On a GPU an engine follows what the learner computes with.
+        # On a GPU the engine follows the learner's numerics.
         policy.attach_numerics(self.model)
         generation = QaRLVLLMGeneration(
             **kwargs, options=self.args, dtype=policy.dtype, weight_version=lambda: str(self.state.global_step)
@@ -164,10 +165,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
-        """Return the same where the learner generates itself."""
+        """Return the generation configuration of a learner that generates itself."""
         self.policy.attach_numerics(self.model)
         if self.args.cast_lm_head_to_fp32:
-            # TRL casts the inputs, which autocast undoes in the rollout; its own scoring turns autocast off.
+            # TRL casts the inputs, but autocast undoes this in the rollout; TRL's scoring turns autocast off.
             head = self.model.get_output_embeddings()
             head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
         return OwnGenerationConfig(**kwargs)
@@ -183,7 +184,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self.callback_handler)
         if self.args.sync_ref_model:
-            # After TRL's callback that writes to it.
+            # After TRL's callback, which writes to the reference.
             self.add_callback(RefreshReference(self.ref_model))
 
     @override
@@ -191,7 +192,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         """Builds Muon with AdamW for `optim="muon"`; every other name is TRL's."""
         if self.optimizer is None and self.args.optim == "muon":
             model = self.model if model is None else model
-            self.optimizer = create_muon_adamw(
+            self.optimizer = MuonAdamW(
                 model,
                 set(self.get_decay_parameter_names(model)),
                 lr=self.args.learning_rate,
@@ -203,8 +204,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tokenize_prompts(self, prompts):
-        """Adds what is sent to vLLM, which expands placeholders itself; rows without pictures get a list that
-        processors take."""
+        """Adds the tokens to send to vLLM, which expands placeholders itself, and gives rows without pictures an empty
+        list, as processors expect."""
         counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)
@@ -222,16 +223,16 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """
-        Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner
-        scores. A failure of one process is raised by all.
+        Returns the sampling log-probs with the completions. Without vLLM generates under autocast, as in scoring. A
+        failure of one process is raised by all.
         """
         if self.use_vllm and has_tool_images:
             raise ValueError(
-                "A tool has returned a picture, which is not supported with use_vllm=True: TRL puts its placeholders into the middle of a "
-                "completion, where vLLM would expand them again. Return text, or use `use_vllm=False`."
+                "A tool has returned a picture, which is unsupported with use_vllm=True: TRL puts the picture's placeholders into "
+                "the middle of a completion, where vLLM would expand them again. Return text, or use `use_vllm=False`."
             )
         args = prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-        # Between calls of tools, processes generate each as often as they need.
+        # Between calls of tools each process generates as often as it needs.
         shared = nullcontext() if self._calls_tools else all_or_none(self.accelerator)
         draws_ahead = self._ahead is not None and self.model.training
         drawn = self._ahead.take(prompt_ids) if draws_ahead else None
@@ -268,12 +269,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _generate(self, prompts):
-        """
-        Waits for what is drawn ahead, then publishes what has changed, before; measures how many completions loop or
-        are garbled.
-        """
+        """First waits for batches that are drawn ahead and publishes changed weights. Afterwards counts completions
+        that loop or are garbled."""
         if self._ahead is not None:
-            # Apart from what else is done with a generation batch.
+            # Timed separately from the other work on a generation batch.
             with self.recorder.time("wait"):
                 has_other_weights = self._ahead.collect(self.model.training)
             if has_other_weights:
@@ -289,7 +288,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _generate_and_score_completions(self, inputs):
-        """Adds the learner's log-probs where TRL leaves them out and measures mismatch and quantization error."""
+        """Adds the learner's log-probs if TRL has not, and measures mismatch and quantization error."""
         with self.recorder.time("scoring"):
             try:
                 output = super()._generate_and_score_completions(inputs)
@@ -316,8 +315,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         return output
 
     def _publish_what_changed(self) -> None:
-        """Replaces TRL's method, which looks only at the step and not at weights that a callback changes within one
-        step."""
+        """Publish the weights unless the engine has them. TRL looks only at the step, and would miss weights that a
+        callback changes within a step."""
         if self._last_loaded_step == self.state.global_step and self.vllm_generation.is_published():
             return
         with (
@@ -330,7 +329,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def training_step(self, model, *args, **kwargs):
-        """Measures only forward and backward; TRL's `step_time` includes what happens once per generation batch."""
+        """Measures only forward and backward; TRL's `step_time` includes work done once per generation batch."""
         steps = self.recorder.steps_within(model) if self.is_deepspeed_enabled else nullcontext()
         with self.recorder.time("forward_backward"), steps:
             loss = super().training_step(model, *args, **kwargs)
@@ -344,8 +343,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def _compute_loss(self, model, inputs):
         """
-        The loss of the objective: TRL's of what the objective makes of the batch, or one that TRL does not have, with
-        KL to the reference and MoE auxiliary loss as in TRL.
+        Computes the loss of the objective: either TRL's loss of a batch prepared by the objective, or the objective's
+        own loss, to which the KL to the reference and the MoE auxiliary loss are added as in TRL.
         """
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
@@ -377,10 +376,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
-        Trains. With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; if it
-        is that of the last update, the run is loaded and ends. A vLLM server that was started here ends with training,
-        also by SIGTERM. The next rollout publishes whatever the step count says, as `load_best_model_at_end` may have
-        changed the weights.
+        Trains. With `resume_from_checkpoint=True`, resumes from the last complete checkpoint; if that is of the last
+        update, the run is loaded and ends. A vLLM server that was started here ends with training, also on SIGTERM.
+        The next rollout publishes in any case, as `load_best_model_at_end` may have changed the weights.
         """
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:

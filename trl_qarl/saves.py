@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 class SavesRuns(PushesPolicy):
     """
-    Checkpoints of a trainer from which a run goes on as if it had not ended. Inherit from it before TRL's trainer,
-    whose generation batch it saves.
+    Checkpoints from which a run continues as if it had not ended. Inherit from this class before TRL's trainer, whose
+    generation batch is saved too.
     """
 
     _step: int
@@ -47,20 +47,20 @@ class SavesRuns(PushesPolicy):
     _relay: Relay | None = None
     _ahead: Ahead | None = None
     _objective: Objective
-    # The epoch in progress, its first micro-batch that is trained, and how many were trained before it.
+    # The epoch in progress, its first micro-batch that is trained, and the number of micro-batches trained before it.
     _epoch_begun: tuple[int, int, int] = (0, 0, 0)
-    # The update before which the epoch began, and torch's random state then.
+    # The update before which the epoch began, and torch's random state at that time.
     _epoch_start: tuple[int, torch.Tensor | None] = (-1, None)
 
     def _save_before_leaving(self) -> None:
         """
-        Saves what was trained, unless this run has saved it: a complete checkpoint is not put at risk. That it could
-        not be saved is logged, as what the training ended of is another error.
+        Saves a checkpoint unless this run has a complete one of the same update, which is not put at risk. A failure
+        is logged: the error that ended the training takes precedence.
         """
         if self.state.global_step == 0:
             return
         folder = self._checkpoint_folder(trial=None)
-        # The main process decides, as it is the one that completes the folder.
+        # The main process decides because it completes the folder.
         is_saved = [folder.resolve() == self._last_checkpoint and marker.is_complete(folder)]
         broadcast_object_list(is_saved, from_process=0)
         if is_saved[0]:
@@ -68,7 +68,8 @@ class SavesRuns(PushesPolicy):
         else:
             start, random_state = self._epoch_start
             if self.state.global_step == start:
-                # A loader that is iterated draws a seed for its workers; a run that begins an epoch draws it again.
+                # Iterating a loader draws a seed for its workers, and a resumed run draws it again when the epoch
+                # begins.
                 torch.set_rng_state(random_state)
             try:
                 self._save_checkpoint(self.model, trial=None)
@@ -86,8 +87,8 @@ class SavesRuns(PushesPolicy):
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
         """
-        Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more, and
-        finds the place in a streamed dataset, where transformers takes all updates for one epoch.
+        Leaves no epoch to a run that is resumed at its last update: transformers would train one more update. Finds
+        the position in a streamed dataset: transformers takes all updates for one epoch.
         """
         position = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
@@ -112,8 +113,8 @@ class SavesRuns(PushesPolicy):
     @override
     def _run_epoch(self, *, epoch, epochs_trained, train_dataloader, **kwargs):
         """
-        Draws, in a resumed run, the orders of the epochs before first: TRL's sampler is seeded once, when it is made,
-        and draws another order from its generator each time it is iterated.
+        In a resumed run, first draws the orders of the earlier epochs: TRL's sampler is seeded only once, when it is
+        created, and draws another order from its generator each time it is iterated.
         """
         is_first = epoch == epochs_trained
         for _ in range(epochs_trained if is_first else 0):
@@ -128,8 +129,8 @@ class SavesRuns(PushesPolicy):
         )
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if there is none,
-        if it is incomplete, or if it was trained with another scheme, learner, trust band or launch."""
+        """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if the checkpoint
+        is missing or incomplete, or was trained with another scheme, learner, trust band or launch."""
         found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
         if found is not None:
             check_resumed_launch(self.accelerator, found)
@@ -142,25 +143,25 @@ class SavesRuns(PushesPolicy):
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         allow_as_umask(folder.glob("*.safetensors"))
-        # TRL's copy of where training started is not a result, and with it transformers would not resume the adapter.
+        # TRL's copy of the initial adapter is not a result, and transformers would not resume the adapter with it.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        # TRL has already had the same card written next to a checkpoint.
+        # Next to a checkpoint TRL has already written the same card.
         card = self._card if self._is_saving else None
         (card or self._weights_card()).save(folder / "README.md")
 
     @override
     def _save_checkpoint(self, model, trial):
         """
-        Also saves the generation batch in progress, so that a resumed run goes on with the same completions. Once
-        everything of all processes is on disk, the folder is marked as complete; only then is it uploaded, and older
-        ones deleted. A failure of one process is raised by all.
+        Also saves the generation batch in progress, so that a resumed run continues with the same completions. The
+        folder is marked as complete once the files of all processes are on disk; only then is it uploaded, and older
+        checkpoints are deleted. A failure of one process is raised by all.
         """
         if self.args.push_to_hub and self.args.save_total_limit:
-            # It may be reading the checkpoint that is deleted next.
+            # The push may be reading the checkpoint that is deleted next.
             self._finish_current_push()
         folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
-        # Wait for the batch that the engine draws.
+        # This waits for the batches that the engine is drawing.
         ahead, versions = ([], []) if self._ahead is None else self._ahead.state()
         with all_or_none(self.accelerator):
             if self.args.should_save:
@@ -170,7 +171,7 @@ class SavesRuns(PushesPolicy):
             with all_or_none(self.accelerator), generation_batch.hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
-                    # FSDP2's sharded checkpoints have the weights and nothing of what `save_model` writes.
+                    # FSDP2's sharded checkpoints contain the weights only, and nothing else that `save_model` writes.
                     record.write_scheme(folder, self.policy.record())
                 has_differed = self.policy.exactness.has_differed
                 batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
@@ -196,30 +197,30 @@ class SavesRuns(PushesPolicy):
         return all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext()
 
     def _shared_while_saving(self):
-        """Return where processes meet within a checkpoint, a failure of one before must reach the others."""
+        """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
         return all_or_none(self.accelerator) if self._is_saving else nullcontext()
 
     @override
     def create_model_card(self, *args, **kwargs) -> None:
-        """Raises a failure of one process by all, within a checkpoint."""
+        """Within a checkpoint, raises a failure of one process in all."""
         with self._shared_while_saving():
             super().create_model_card(*args, **kwargs)
 
     @override
     def save_model(self, *args, **kwargs) -> None:
-        """Raises a failure of one process by all, within a checkpoint."""
+        """Within a checkpoint, raises a failure of one process in all."""
         with self._shared_while_saving():
             super().save_model(*args, **kwargs)
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As the parent's, once the checkpoint is complete."""
+        """Pushes only a complete checkpoint: transformers calls this while it is being saved."""
         if not self._is_saving:
             super()._push_from_checkpoint(checkpoint_folder)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        """Also loads what the checkpoint of a mixture of experts has under other names than the model."""
+        """Also loads tensors whose names in the checkpoint differ from the model's, such as experts of a mixture."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(self.model if model is None else model, resume_from_checkpoint)
 
@@ -231,7 +232,7 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
+        """Also restores the generation batch in progress, or drops it if this run's batches have another shape."""
         super()._load_optimizer_and_scheduler(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
         batch = generation_batch.load_batch(checkpoint, rank, self._batch_shape(), device)
@@ -243,11 +244,11 @@ class SavesRuns(PushesPolicy):
             versions = generation_batch.load_shared(checkpoint, self._versions_file(), device)
             self._ahead.load(batch.ahead, versions or [])
         elif batch.ahead:
-            message = "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped, and drawn anew."
+            message = "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped and drawn again."
             logger.warning(message, checkpoint, len(batch.ahead))
 
     def _check_folders_are_free(self) -> None:
-        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Asked before a server
+        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Called before a server
         starts."""
         args = self.args
         with all_or_none(self.accelerator):
@@ -258,8 +259,8 @@ class SavesRuns(PushesPolicy):
 
     @contextmanager
     def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Hold `output_dir` and the folder of `publish_dir` for a training, by the main process for all. Yields the
-        checkpoint that it goes on from, `None` for a new run."""
+        """Hold `output_dir` and `publish_dir` during a training; the main process does so for all. Yields the
+        checkpoint from which the training continues, `None` for a new run."""
         args, is_main = self.args, self.is_world_process_zero()
         with ExitStack() as held:
             with all_or_none(self.accelerator):
@@ -278,8 +279,7 @@ class SavesRuns(PushesPolicy):
                 self._relay = None
 
     def _relay_policy(self) -> None:
-        """Adds the policy to the folder of `publish_dir`, where it has changed; elsewhere the main process is waited
-        for."""
+        """Adds the policy to `publish_dir` if the policy has changed; the other processes wait for the main one."""
         if self.args.publish_dir is None:
             return
         with all_or_none(self.accelerator):
@@ -287,13 +287,13 @@ class SavesRuns(PushesPolicy):
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
     def _versions_file(self) -> str:
-        """Return the name of the file with the weights that draw what is pending; of a sharded model's a process has
-        its part."""
+        """Return the name of the file with the weights that draw pending batches, one file per process if the model
+        is sharded."""
         part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
         return f"rollout_versions{part}.pt"
 
     def _batch_shape(self) -> dict[str, int]:
-        """Return what a generation batch is divided into and how often it is used."""
+        """Return the settings that divide a generation batch, and how often it is used."""
         names = ("steps_per_generation", "num_generations", "num_iterations")
         of_args = {name: getattr(self.args, name) for name in names}
         num_processes, size = self.accelerator.num_processes, self._train_batch_size

@@ -1,5 +1,5 @@
 """
-Bases of [`~trl_qarl.qarl_trainer.QaRLTrainer`] in the order in which Python looks methods up, and what each adds:
+Bases of [`~trl_qarl.qarl_trainer.QaRLTrainer`], in the order in which Python looks up methods:
 
 | base | adds |
 |---|---|
@@ -10,9 +10,9 @@ Bases of [`~trl_qarl.qarl_trainer.QaRLTrainer`] in the order in which Python loo
 | [`PreparesPolicy`] | the low-bit policy |
 | `trl.trainer.base_trainer._BaseTrainer`, `transformers.Trainer` | the loop, the optimizer, files |
 
-The first three extend methods of TRL's trainer, none the same as another. [`PreparesPolicy`] stands behind it: TRL's
-constructor makes the model, calls `PreparesPolicy.__init__`, which calls transformers' (the model moves to its device)
-and prepares the policy, and then builds a reference model and an engine from it.
+The first three extend methods of TRL's trainer, each of them different ones. [`PreparesPolicy`] comes after it: TRL's
+constructor creates the model and calls `PreparesPolicy.__init__`. That calls transformers' constructor, which moves
+the model to its device, and prepares the policy. TRL then builds a reference model and an engine from it.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
 from .checks.launch import check_agreement, check_launch
-from .forward import FORWARD_KEYS, Batch, count_positions, padded_logps, takes_positions, without_empty_pictures
+from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward
 from .numerics.attach import keep_no_products
 from .numerics.exact import choose_versions
 from .objectives.objective import Objective
@@ -46,8 +46,8 @@ __all__ = ["PreparesPolicy", "RefreshReference", "ScoresRollouts", "TakesTurns",
 
 class PreparesPolicy(_BaseTrainer):
     """
-    Prepares `policy` where TRL's trainers call transformers' constructor. Inherit from it after TRL's trainer, so that
-    it comes between the two.
+    Prepares `policy` when TRL's trainer calls transformers' constructor. Inherit from this class after TRL's trainer,
+    so that it comes between the two.
     """
 
     policy: Policy
@@ -71,7 +71,7 @@ class PreparesPolicy(_BaseTrainer):
 
 
 class RefreshReference(TrainerCallback):
-    """Invalidates the low-bit weights of the reference: TRL writes to its `.data`, which layers cannot notice if the
+    """Invalidates the low-bit weights of the reference: TRL writes to `.data`, which its layers cannot detect if the
     optimizer's step was skipped."""
 
     def __init__(self, ref_model):
@@ -85,10 +85,10 @@ class RefreshReference(TrainerCallback):
 
 class TakesTurns(_BaseTrainer):
     """
-    Generates, scores and learns each generation batch at one precision, as `precisions` says. Inherit from it before
-    TRL's trainer.
+    Generates, scores and learns each generation batch at one precision, following `precisions`. Inherit from this
+    class before TRL's trainer.
 
-    The precision follows from the update with which the batch began, so that a resumed run continues unchanged.
+    The update at which the batch began determines the precision, so a resumed run continues unchanged.
     """
 
     args: Any
@@ -98,13 +98,13 @@ class TakesTurns(_BaseTrainer):
     _last_loaded_step: int
 
     def set_precision(self, precision: int | dict[str, int] | None) -> None:
-        """Have the policy run at [`Policy.set_precision`], and the engine with it from its next rollout on."""
+        """Set the precision of the policy with [`Policy.set_precision`]; the engine follows at its next rollout."""
         if self.policy.set_precision(precision) and self.use_vllm:
             self._last_loaded_step = -1
 
     @override
     def training_step(self, *args, **kwargs):
-        """Sets the precision of the generation batch that is in progress, or begins."""
+        """Sets the precision of the generation batch that is in progress or begins."""
         options = self.args
         if options.precisions is not None:
             num_updates = options.steps_per_generation * options.num_iterations // options.gradient_accumulation_steps
@@ -114,7 +114,7 @@ class TakesTurns(_BaseTrainer):
 
     @override
     def evaluate(self, *args, **kwargs):
-        """Evaluates what is deployed: at the bits of the scheme."""
+        """Evaluates the policy as it is deployed: at the bits of the scheme."""
         self.set_precision(None)
         return super().evaluate(*args, **kwargs)
 
@@ -129,18 +129,18 @@ class TakesTurns(_BaseTrainer):
 
 class ScoresRollouts(_BaseTrainer):
     """
-    Gives a generation batch the learner's log-probs, of a forward that scores it or the sampler's, and has both
-    compared. Inherit from it before TRL's trainer.
+    Gives a generation batch the learner's log-probs, from a scoring forward or from the sampler, and compares the two.
+    Inherit from this class before TRL's trainer.
 
-    With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout
-    computes what is known. The sampler's log-probs are taken instead, and compared with forwards that run anyway:
-    those of the first update, whose weights are still the rollout's. One sequence of each process from the rest of the
-    batch is scored only for this.
+    With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout would
+    compute known values. The sampler's log-probs are used instead, and compared with forwards that run anyway: those
+    of the first update, whose weights are still the rollout's. In addition each process scores one sequence from the
+    rest of the batch only for the comparison.
 
-    A batch that was drawn ahead is of earlier weights. Those are kept, and score it where a forward is needed; as no
-    update runs with them, one micro-batch of each process is also scored only for the comparison. Where weights were
-    published while it was drawn, all of them score that, and each token is of those that give it the sampler's
-    log-prob.
+    A batch that was drawn ahead was sampled with earlier weights. These weights are kept and used for scoring. No
+    update runs with them, so each process scores one micro-batch only for the comparison. If weights were published
+    while the batch was drawn, all versions score this micro-batch, and each token belongs to the version that gives
+    it the sampler's log-prob.
     """
 
     args: Any
@@ -153,17 +153,17 @@ class ScoresRollouts(_BaseTrainer):
     _objective: Objective
     _buffered_inputs: Any
     _step: int
-    # How many micro-batches of the generation batch in progress were compared, `None` if none is to be.
+    # Number of micro-batches of the generation batch in progress that were compared; `None` if none will be.
     _num_compared: int | None = None
     # The sampler's log-probs of a rollout that TRL is about to score.
     _sampled: list[list[float | None]] | None = None
     _ahead: Ahead | None = None
-    # Whether the next forward of the loss tells how stale a batch is.
+    # True if the next forward of the loss measures how stale a batch is.
     _measures_staleness = False
 
     @property
     def _is_stale(self) -> bool:
-        """True if the batch in progress was drawn by weights that were the learner's in an earlier update."""
+        """True if the batch in progress was drawn with the learner's weights of an earlier update."""
         return self._ahead is not None and self.model.training and self._ahead.drawn is not None
 
     @property
@@ -176,19 +176,19 @@ class ScoresRollouts(_BaseTrainer):
 
     @property
     def _are_compared(self) -> bool:
-        """True if log-probs of a rollout are the sampler's, to be compared in the first update."""
+        """True if the sampler's log-probs of a rollout are used and compared in the first update."""
         is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
         is_of_learner = self._is_stale and self.args.old_logps == "learner"
         return is_exact and self.rollout_func is None and not is_of_learner
 
     @property
     def _are_sampled(self) -> bool:
-        """True if log-probs of a rollout are the sampler's, compared or not."""
+        """True if the sampler's log-probs of a rollout are used, compared or not."""
         return self._are_compared or (self.args.old_logps == "sampler" and self.model.training)
 
     @property
     def _are_unused(self) -> bool:
-        """True if nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
+        """True if nothing needs the learner's log-probs of a rollout, which saves their forward."""
         return not self._objective.needs_scores and self.beta == 0.0 and self.policy.numerics == "fast"
 
     def _keep_sampled(self, logps: list[list[float | None]] | None) -> None:
@@ -199,11 +199,11 @@ class ScoresRollouts(_BaseTrainer):
         self._sampled = logps if is_scored_by_trl else None
 
     def _complete(self, output: dict[str, Any]) -> None:
-        """Adds to a generation batch what TRL leaves out."""
+        """Adds the learner's log-probs and the mismatch weight to a generation batch if TRL has not."""
         if "sampling_per_token_logps" not in output:
             raise ValueError(
-                "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
-                "the log-prob of every sampled token."
+                "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. "
+                "Return the log-prob of every sampled token."
             )
         if self._are_unused or self._are_sampled:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
@@ -215,10 +215,7 @@ class ScoresRollouts(_BaseTrainer):
             output["importance_sampling_ratio"] = weight
 
     def _observe(self, output: dict[str, Any]) -> None:
-        """
-        Measures the mismatch of a generation batch, by the weights that drew it, and looks for the token that is not
-        exact.
-        """
+        """Measures the mismatch of a generation batch with the weights that drew it, and checks that it is exact."""
         if self._is_stale and self.args.old_logps == "learner":
             now = output["old_per_token_logps"]
             with self._ahead.at_drawn():
@@ -226,21 +223,21 @@ class ScoresRollouts(_BaseTrainer):
             self.recorder.observe_staleness(now, Batch.of(output))
         batch = Batch.of(output)
         if self._are_sampled and not self._are_compared:
-            # Log-probs that are the sampler's and stay so say nothing.
+            # The sampler's log-probs would be compared with themselves.
             return
         if not self._are_unused:
             self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
-        # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
+        # Only the main process can ask a server; tokens of other processes are reported without the engine's answer.
         asks = self.use_vllm and self.accelerator.is_main_process and not self._is_stale
         score = self.vllm_generation.engine.log_probs if asks else None
         self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
 
     @override
     def _prepare_inputs(self, generation_batch):
-        """Scores of a new generation batch what is compared, and what the first update leaves out."""
+        """Scores the parts of a new generation batch that are compared and not used by the first update."""
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
@@ -252,15 +249,15 @@ class ScoresRollouts(_BaseTrainer):
         return inputs
 
     def _score_compared(self) -> None:
-        """Scores one sequence that the first update leaves out, and of what was drawn ahead one micro-batch, which is
-        observed then."""
+        """Scores one sequence that the first update does not use, and one micro-batch if the batch was drawn ahead,
+        which is then observed."""
         parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
         with self.recorder.time("scoring"):
             if self._is_stale:
                 parts[0]["old_per_token_logps"] = self._score_drawn(parts[0])
             num_in_first = 1 if self._is_stale else accumulation - self._step % accumulation
             if num_in_first < len(parts):
-                # TRL has shuffled the batch, by torch's generator: the choice is random, and a resumed run has it.
+                # TRL has shuffled the batch with torch's generator: the choice is random, and the same when resumed.
                 first = {name: value[:1] for name, value in parts[-1].items() if value is not None and value.ndim}
                 rest = parts[-1]["old_per_token_logps"][1:]
                 parts[-1]["old_per_token_logps"] = torch.cat([self._score_drawn(first), rest])
@@ -270,8 +267,8 @@ class ScoresRollouts(_BaseTrainer):
 
     def _compare(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
         """
-        Puts the log-probs of a forward that had the weights of the rollout in the place of the sampler's; with the
-        last one before weights change, observes the batch.
+        Replaces the sampler's log-probs by those of a forward with the weights of the rollout, and observes the batch
+        at the last such forward before the weights change.
         """
         if self._measures_staleness and self.model.training:
             self._measures_staleness = False
@@ -296,7 +293,7 @@ class ScoresRollouts(_BaseTrainer):
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
 
     def _at_old_version(self) -> AbstractContextManager:
-        """A context in which the learner has the weights of the old log-probs, as `old_logps` says."""
+        """Return a context in which the learner has the weights of the old log-probs, chosen by `old_logps`."""
         has_earlier = self._is_stale and self.args.old_logps != "learner"
         return self._ahead.at_drawn() if has_earlier else nullcontext()
 
@@ -307,7 +304,7 @@ class ScoresRollouts(_BaseTrainer):
         return self._score(self.model, inputs, batch_size=batch_size)[0]
 
     def _score_drawn(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Log-probs of a rollout by the weights that drew it, of each token by those of the versions that have."""
+        """Return the log-probs of a rollout under the weights that drew it, for each token those of its version."""
         drawn = self._ahead.drawn if self._is_stale else None
         if drawn is None:
             return self._score_rollout(inputs)
@@ -336,20 +333,18 @@ class ScoresRollouts(_BaseTrainer):
     @override
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """
-        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for
-        what is measured next to TRL's losses, which do not return them. Of a rollout TRL gets the sampler's where they
-        are compared later.
+        Uses [`~trl_qarl.forward.scoring_forward`], and keeps the log-probs for measurements, as TRL's losses do not
+        return them. For a rollout TRL gets the sampler's log-probs if they are used.
         """
         sampled = None
-        # TRL scores a rollout without entropies, the policy before its reference, and every loss asks for them.
+        # TRL scores a rollout without entropies, the policy before its reference; every loss asks for entropies.
         if not kwargs.get("compute_entropy"):
             sampled, self._sampled = self._sampled, None
             if self._are_unused:
                 return None, None, None
             if sampled is not None and self._are_sampled:
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
-        is_text_model = takes_positions(self.accelerator.unwrap_model(model))
-        forward = count_positions(model) if is_text_model else without_empty_pictures(model)
+        forward = scoring_forward(model, self.accelerator.unwrap_model(model))
         with nullcontext() if sampled is None else self._at_old_version():
             output = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -361,8 +356,8 @@ class ScoresRollouts(_BaseTrainer):
 @contextmanager
 def replaced_in_trl(**factories: Callable[..., Any]):
     """
-    While open, [`~trl.GRPOTrainer`] calls `factories` under the names of its module: what loads models, and what its
-    rollouts are made with. It has no other point of injection.
+    While open, [`~trl.GRPOTrainer`] calls `factories` in place of functions and classes of these names in its module,
+    which has no other point of injection for loading models and for rollouts.
     """
     originals = {name: getattr(grpo_trainer, name) for name in factories}
     vars(grpo_trainer).update(factories)

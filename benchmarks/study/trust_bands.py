@@ -15,7 +15,7 @@ import torch
 
 from trl_qarl import prepare_model
 from trl_qarl.demo.smollm2 import convert_smollm2
-from trl_qarl.muon import create_muon_adamw
+from trl_qarl.muon import MuonAdamW
 from trl_qarl.objectives.tbpo import tbpo_loss
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     advantages = torch.where(torch.rand(len(ids)) < 0.5, -1.0, 1.0)
     if args.optim == "muon":
         decayed = {name for name, p in model.named_parameters() if p.ndim > 1}
-        optimizer = create_muon_adamw(model, decayed, lr=args.learning_rate, weight_decay=0.01)
+        optimizer = MuonAdamW(model, decayed, lr=args.learning_rate, weight_decay=0.01)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     bands = {"positive_epsilon_high": math.inf, "negative_epsilon_low": 1.0, "negative_epsilon_high": math.inf}

@@ -316,7 +316,7 @@ def test_upload_in_progress_is_waited_for_where_every_save_is_pushed(tiny_model,
 
 
 def test_construction_fails_where_the_repository_cannot_be_made(tiny_model, tmp_path, hub):
-    with pytest.raises(PushFailed, match="other/policy could not be made") as failure:
+    with pytest.raises(PushFailed, match="other/policy could not be created") as failure:
         make_trainer(tiny_model, tmp_path / "run", push_to_hub=True, hub_model_id="other/policy")
     assert "The token may not write there" in str(failure.value)
 

@@ -316,7 +316,7 @@ DAMAGE = {
 def test_files_that_are_not_what_was_written_are_named(written, tmp_path, damage, is_signed):
     DAMAGE[damage](written)
     named = "base-0/model" if "base" in damage else "patch-1" if damage == "out of order" else "patch-2"
-    message = f"{named}.safetensors is missing, or is not what manifest.json says"
+    message = f"{named}.safetensors is missing, or does not match manifest.json"
     if is_signed and damage != "missing":
         sign(written)
         # Hashes say nothing now. What changes are for does, and what comes of all of them.
@@ -331,9 +331,9 @@ def test_files_that_are_not_what_was_written_are_named(written, tmp_path, damage
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v.insert(2, v.pop(1)), "version 2 does not follow what is before it"),
-        (lambda v: v.pop(1), "version 2 does not follow what is before it"),
-        (lambda v: v[0].update(weights="0"), "version 1 does not follow what is before it"),
+        (lambda v: v.insert(2, v.pop(1)), "version 2 does not follow the one before it"),
+        (lambda v: v.pop(1), "version 2 does not follow the one before it"),
+        (lambda v: v[0].update(weights="0"), "version 1 does not follow the one before it"),
         (lambda v: v[1].update(files={"../x": "0"}), "are not all in the folder"),
         (lambda v: v[1].pop("parent"), "'parent'"),
     ],

@@ -33,7 +33,7 @@ def test_methods_of_the_trainer_that_we_override_are_called(cls):
 
 
 def test_the_forward_that_trl_scores_with_gets_no_positions():
-    """`count_positions`: the model is called once, with keyword arguments, and used for nothing else."""
+    """`scoring_forward`: the model is called once, with keyword arguments, and used for nothing else."""
     source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
     assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in source
     assert source.count("model(") == 1 and "model." not in source and '"position_ids"' not in source

@@ -1,5 +1,4 @@
-"""The generation batch in progress, and what else a run goes on with, saved with a checkpoint and loaded when it is
-resumed."""
+"""Saves the generation batch in progress, and other state of a run, with a checkpoint, and loads it on resuming."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -17,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
 OBJECTIVE_FILE = "objective_state.pt"
-"""State of the objective: what it has learned of the run."""
+"""File with the objective's state, such as estimated trust bands."""
 
-# accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of
-# several processes on a CPU could be resumed. Called after torch's own.
+# With several processes on a CPU, accelerate names their devices "cpu:0", which `torch.load` does not know, so such a
+# run could not be resumed. Priority 100 comes after torch's own functions.
 torch.serialization.register_package(
     100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
@@ -29,8 +28,8 @@ torch.serialization.register_package(
 @contextmanager
 def hold_back_rotation() -> Iterator[Callable[[], None]]:
     """
-    Keep transformers from deleting older checkpoints while open: it would do so before ours is complete, and a crash
-    between the two would leave none. Yields a function that deletes them afterwards.
+    While open, keep transformers from deleting older checkpoints: it would do so before ours is complete, and a crash
+    in between would leave none. Yields a function that deletes them afterwards.
     """
     original, held_back = trainer.rotate_checkpoints, []
 
@@ -47,9 +46,9 @@ def hold_back_rotation() -> Iterator[Callable[[], None]]:
 
 class SavedBatch(NamedTuple):
     """
-    The rollouts of one process: `step`, how many micro-batches have been trained, which says how much of the batch in
-    progress, `buffered_inputs`, has been used; whether learner and sampler have differed; and the generation batches
-    that were drawn ahead ([`~trl_qarl.rollout.ahead.Ahead.state`]).
+    Rollouts of one process: `step`, the number of trained micro-batches, which gives the position in the batch in
+    progress, `buffered_inputs`; whether learner and sampler have differed; and generation batches that were drawn
+    ahead ([`~trl_qarl.rollout.ahead.Ahead.state`]).
     """
 
     step: int
@@ -65,9 +64,9 @@ def save_batch(folder: Path, rank: int, shape: dict[str, int], batch: SavedBatch
 
 
 def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device: torch.device) -> SavedBatch | None:
-    """Return what [`save_batch`] wrote, or `None` where there is none or this run's batches have another shape."""
+    """Return the batch of [`save_batch`], or `None` if there is none or this run's batches have another shape."""
     name = _BATCH_FILE.format(rank=rank)
-    # Where processes were added, the others find another `num_processes` and start a new batch too.
+    # A process that was added finds no file. The others find another `num_processes` and start a new batch too.
     if checkpoint is None or (state := load_shared(checkpoint, name, device)) is None:
         return None
     theirs = state.pop("shape")
@@ -77,7 +76,7 @@ def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device:
         f"{name}={theirs[name]} there, {shape[name]} here" for name in shape if theirs[name] != shape[name]
     )
     logger.warning(
-        "The generation batch in progress of %s does not fit this run (%s). It is dropped, and training goes on "
+        "The generation batch in progress of %s does not fit this run (%s). It is dropped, and training continues "
         "with a new one. Resume with the same values to use it.",
         checkpoint,
         changed,
@@ -86,6 +85,6 @@ def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device:
 
 
 def load_shared(checkpoint: str, name: str, device: torch.device | str) -> Any:
-    """Return what `torch.save` wrote to a file of a checkpoint, or `None` where there is none."""
+    """Load a file of `torch.save` from a checkpoint, or return `None` if there is none."""
     path = Path(checkpoint, name)
     return torch.load(path, map_location=device, weights_only=True) if path.is_file() else None

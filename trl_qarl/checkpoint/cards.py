@@ -1,4 +1,4 @@
-"""Model cards: of master weights and adapters, which are not the policy on their own, and of exports."""
+"""Model cards of exports, and of master weights and adapters, which alone are not the policy."""
 
 import json
 import re
@@ -38,8 +38,8 @@ _EVALUATION = re.compile(r"\n(## Evaluation\n.*?)\s*(?=\n## |\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Facts about a training for its card: options of the run worth showing, logged rows in order, each with `"step"`,
-    which layers were quantized, and on the Hub the training set's id and the tags."""
+    """Facts about a training for its card: relevant options of the run, logged rows in order, each with `"step"`, the
+    report of quantized layers, and for the Hub the training set's id and the tags."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -49,25 +49,26 @@ class TrainingFacts:
 
 
 def described_settings(plan: QuantPlan) -> dict[str, Any]:
-    """Settings of [`TrainingFacts`] that say which schemes a policy has, and of several which layers have which."""
+    """Return the settings of [`TrainingFacts`] about the schemes of a policy, with their layers if there are
+    several."""
     described = {**plan.described, "grids": ", ".join(plan.grids) or None}
     return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in described.items()}
 
 
 def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFacts, **about: Any) -> ModelCard:
     """
-    Return the card of `"weights"`, masters or an adapter, or of an `"export"`. `name_or_path` is what it was made of,
-    an adapter's base or an export's masters: hub id or folder. `about` has `hub_model_id`, the repository to which it
-    is pushed; of weights `policy`, the repository of the low-bit policy; of an export its `scheme`, `dtype` (of what
-    is not quantized), `masters` (their repository), `plot` (the file of a picture of the rewards), `lora_rank`,
-    `loads_in_transformers`, by default `True`, and `loaded_by`, the class of transformers that does.
+    Return the card of `"weights"`, masters or an adapter, or of an `"export"`. `name_or_path` is the hub id or folder
+    of its source: an adapter's base or an export's masters. `about` has `hub_model_id`, the repository of the push;
+    for weights also `policy`, the repository of the low-bit policy; for an export its `scheme`, `dtype` (of tensors
+    that are not quantized), `masters` (their repository), `plot` (file with a plot of the rewards), `lora_rank`,
+    `loads_in_transformers`, by default `True`, and `loaded_by`, the class of transformers that loads it.
     """
     settings, hub_model_id = facts.settings, about.get("hub_model_id")
     tags, library = {"generated_from_trainer"}, "transformers"
     if kind == "export":
         tags = {"trl", "qarl", "compressed-tensors", "vllm"}
         settings = {name: value for name, value in settings.items() if name not in ("scheme", "scale_dtype")}
-        # vLLM takes an adapter from a folder.
+        # vLLM takes adapters only from folders.
         rank = about.get("lora_rank")
         name = "DIR" if hub_model_id is None or rank is not None else hub_model_id
         download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
@@ -81,12 +82,12 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
         about["dtype_option"] = dtype_option(settings.get("scale_dtype"))
     known = _metadata(name_or_path)
     is_local = bool(name_or_path) and Path(name_or_path).is_dir()
-    # The base model of a folder is the one that its own card gives.
+    # For a folder, its own card names the base model.
     base = known.get("base_model") if is_local else name_or_path
     base = base if isinstance(base, str) and base else None
     described = f"[{base}](https://huggingface.co/{base})" if base else None
     if is_local and not base:
-        # The name only, as a card is made to be published.
+        # Without the path: cards are published.
         described = f"a local model, `{Path(name_or_path).name}`"
     license_name = known.get("license")
     data = ModelCardData(
@@ -105,8 +106,8 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
 
 
 def save_export_card(folder: Path, evaluated: Path | None = None, **about: Any) -> None:
-    """Write the card of an export, with [`make_card`]'s arguments, and the picture of its rewards if there is one.
-    `evaluated` is a folder with the same policy, whose scores are taken over."""
+    """Write the card of an export, with [`make_card`]'s arguments, and the plot of its rewards if there are any.
+    `evaluated` is a folder with the same policy, whose scores are copied."""
     has_plot = plot_rewards(about["facts"].history, folder / PLOT_FILE)
     if not has_plot:
         (folder / PLOT_FILE).unlink(missing_ok=True)
@@ -118,20 +119,20 @@ def save_export_card(folder: Path, evaluated: Path | None = None, **about: Any) 
 
 
 def evaluation_table(folder: Path) -> str | None:
-    """Return what [`put_evaluation`] has put into the card in a folder, if anything."""
+    """Return the table of [`put_evaluation`] in the card of a folder, if there is one."""
     path = folder / "README.md"
     found = _EVALUATION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
     return found and found[1]
 
 
 def put_evaluation(card: ModelCard, table: str) -> None:
-    """Put a table of scores, with its title `## Evaluation`, into a card, in place of the one that is there."""
+    """Insert a table of scores, with its title `## Evaluation`, into a card, or replace the existing one."""
     before, training, after = _EVALUATION.sub("", card.text.rstrip()).partition("\n## Training\n")
     card.text = "\n".join([before.rstrip(), "", table, training + after, ""])
 
 
 def summarize(history: list[dict[str, Any]]) -> dict[str, str]:
-    """Return rewards and mismatch of a training, `{what: value}`: means of the last ten rows that logged them."""
+    """Return rewards and mismatch of a training as `{label: value}`: means over the last ten rows that logged them."""
     found = {}
     for name, label in (
         ("reward", "reward"),
@@ -152,7 +153,7 @@ def summarize(history: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def plot_rewards(history: list[dict[str, Any]], path: str | Path) -> bool:
-    """Write a PNG of the rewards over the updates; return whether there are some, and matplotlib to plot them."""
+    """Plot the rewards over the updates to a PNG file; return `False` if there are too few or no matplotlib."""
     names = ("reward", "eval_reward")
     curves = {name: [(row["step"], row[name]) for row in history if row.get(name) is not None] for name in names}
     if max(map(len, curves.values())) < 2 or find_spec("matplotlib") is None:
@@ -172,7 +173,7 @@ def plot_rewards(history: list[dict[str, Any]], path: str | Path) -> bool:
 
 
 def _metadata(name_or_path: str | None) -> dict[str, Any]:
-    """Return what the card of a folder, or the cached card of a name on the Hub, says in its header."""
+    """Return the header of the card of a folder, or of the cached card of a name on the Hub."""
     if not name_or_path:
         return {}
     is_local = Path(name_or_path).is_dir()
@@ -188,5 +189,5 @@ def _metadata(name_or_path: str | None) -> dict[str, Any]:
 
 @cache
 def _versions() -> str:
-    # More than half of the time of a card, and each checkpoint has two.
+    # Cached: this takes more than half of the time of a card, and each checkpoint has two cards.
     return "Versions: " + ", ".join(map(" ".join, installed(*_PACKAGES).items())) + "."

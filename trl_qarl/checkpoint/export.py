@@ -1,8 +1,8 @@
 """
-Write the current low-bit policy as a compressed-tensors checkpoint, which transformers and vLLM load.
+Writes the current low-bit policy as a compressed-tensors checkpoint, which transformers and vLLM load.
 
-Format: https://github.com/vllm-project/compressed-tensors. The tensors are those the learner's forward uses, bit for
-bit; everything that is not quantized is written in the dtype in which the engine runs the model.
+Format: https://github.com/vllm-project/compressed-tensors. The tensors equal those of the learner's forward, bit for
+bit; tensors that are not quantized are written in the dtype in which the engine runs the model.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ __all__ = [
     "written_as_a_whole",
 ]
 
-# Tells an export, which may be written over, from masters, whatever the scheme.
+# Distinguishes exports, which may be overwritten, from masters, for every scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
 _PARTIAL = ".partial"
 
@@ -73,55 +73,53 @@ def export_checkpoint(
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is
-            written as an ordinary checkpoint. Of a `PeftModel` the base is written, and its adapter to the folder
-            `adapter` inside, as PEFT does, unless the low-bit weights hold it already (`lora_mode="merged"`).
+            Model prepared by [`prepare_model`] or converted by [`convert_model`]; a model without quantized layers is
+            written as an ordinary checkpoint. For a `PeftModel` the base is written, and the adapter to a subfolder
+            `adapter` in PEFT's format, unless the low-bit weights include it (`lora_mode="merged"`).
         output_dir (`str` or `Path`):
-            Folder to write; made if missing.
+            Folder to write; created if missing.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             Saved next to the weights.
         dtype (`torch.dtype`, *optional*):
-            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers
-            are rounded, else to the model's.
+            Dtype of tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers are
+            rounded, else to the model's.
         max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
             Largest size of one shard.
         card (`dict`, *optional*):
             Further content of README.md: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
         gguf (`gguf.GGUFReader`, *optional*):
             File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
-            copy of it, as `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
+            copy of this file, `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
         is_compact (`bool`, *optional*, defaults to `False`):
-            Whether codes of 3 and 2 bits take as many bits in place of 4, see
+            Whether to pack codes of 3 and 2 bits into 3 and 2 bits instead of 4, see
             [`~trl_qarl.checkpoint.layout.compact`].
 
-    Where FSDP2 has sharded the masters, every process has to call. They are gathered layer by layer, and the first
+    If FSDP2 has sharded the masters, every process has to call. Masters are gathered layer by layer, and the first
     process writes.
 
     Returns:
-        The folder. An earlier export in it is replaced once the new one is complete; its card's scores stay if they
-        are of the same policy.
+        The folder. An earlier export in it is replaced once the new one is complete; the scores in its card stay if
+        the policy is the same.
 
     Raises:
         TypeError: if `model` is not a model.
-        ValueError: if `output_dir` holds another model's weights, if the model has quantized layers and experts in
-            high precision, or if it has no codes to be packed closer.
+        ValueError: if `output_dir` holds another model's weights, if the model has both quantized layers and experts
+            in high precision, or if `is_compact` is set and no codes can be packed closer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"`model` must be a model prepared by `prepare_model`, such as `trainer.model`, got {type(model).__name__}. A trainer "
-            "writes its policy by `trainer.export_model()`, and masters on disk become an export by `trl-qarl export "
-            "--model_name_or_path DIR --output_dir OUT`."
+            f"`model` must be a model prepared by `prepare_model`, such as `trainer.model`, got {type(model).__name__}. Export a "
+            "trainer's policy with `trainer.export_model()`, and masters on disk with `trl-qarl export --model_name_or_path DIR "
+            "--output_dir OUT`."
         )
     output_dir = Path(output_dir)
     inventory = Inventory.of(model)
     adapted, model = (model if is_adapted(model) and not inventory.holds_adapter else None), inventory.model
     if adapted is model:
-        raise ValueError(
-            "The model has an adapter, which only PEFT can save. Pass the `PeftModel` that it is part of."
-        )
+        raise ValueError("The model has an adapter, which only PEFT can save. Pass the `PeftModel` that contains it.")
     if getattr(model, "is_loaded_in_4bit", False):
         raise ValueError(
-            "The base is bitsandbytes' in 4 bits, which has no export here: `save_model` writes the adapter, and PEFT loads it on "
+            "The base is a 4-bit model of bitsandbytes, which has no export: `save_model` writes the adapter, and PEFT loads it on "
             "the same base."
         )
     formats = inventory.formats
@@ -130,9 +128,9 @@ def export_checkpoint(
     scheme = "-".join(dict.fromkeys(scheme.name for scheme, _ in formats.values())) or "bf16"
     if formats and inventory.stacked_experts:
         raise ValueError(
-            f"{type(model).__name__} has experts in high precision and layers in {scheme!r}. Under one name "
-            "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
-            "with `save_model`, or train with scheme='bf16'."
+            f"{type(model).__name__} has experts in high precision and layers in {scheme!r}. vLLM and transformers expect such "
+            "experts under different names, so no checkpoint serves both. Save the masters with `save_model`, or train with "
+            "scheme='bf16'."
         )
     if is_compact and (problem := problem_of_compact(inventory)):
         raise ValueError(f"--compact (is_compact=True): {problem}")
@@ -169,7 +167,7 @@ def export_checkpoint(
         for path in folder.glob("*.safetensors"):
             _sort_metadata(path)
         if adapted is not None:
-            # TRL may have added a copy of where training started.
+            # TRL may have added a copy of the initial adapter.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
         about = {"facts": TrainingFacts(), "title": output_dir.name, "name_or_path": model.name_or_path}
         about |= {name: value for name, value in (card or {}).items() if value is not None}
@@ -179,19 +177,19 @@ def export_checkpoint(
         about["loads_in_transformers"] = loads_in_transformers(inventory) and not is_compact
         save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
-            # An earlier one's adapter belongs to another base.
+            # The adapter of the earlier export belongs to another base.
             shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
     return output_dir
 
 
 def read_header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
-    """Return size in bytes and content of the header of a safetensors file, whose data begin where `file` is then."""
+    """Read the header of a safetensors file; return its size in bytes and its content. The data follow in `file`."""
     size = int.from_bytes(file.read(8), "little")
     return size, json.loads(file.read(size))
 
 
 def _sort_metadata(path: Path) -> None:
-    """Have the same weights be the same bytes: safetensors writes metadata in any order."""
+    """Sort the metadata of a file, which safetensors writes in any order: equal weights become equal bytes."""
     with path.open("r+b") as file:
         size, header = read_header(file)
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -203,15 +201,15 @@ def _sort_metadata(path: Path) -> None:
 
 @contextmanager
 def written_as_a_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder inside `folder`, whose files move there at the end: a failure leaves an earlier export as it
-    is."""
+    """Yield a folder inside `folder` whose files are moved to `folder` at the end. A failure leaves an earlier export
+    unchanged."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
         allow_as_umask([path for path in partial.rglob("*") if path.is_file()])
-        # The number of shards may have changed, and there may be no rewards and no GGUF file.
+        # The new export may have fewer shards, no plot of rewards and no GGUF file.
         for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE, folder / GGUF_FILE):
             path.unlink(missing_ok=True)
         for path in partial.iterdir():
@@ -223,7 +221,7 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
 
 
 def _is_same_policy(folder: Path, other: Path) -> bool:
-    """Return whether two exports have the same weights and the same adapter, if any, and are configured alike."""
+    """Return whether two exports have the same weights, configuration and adapter, if any."""
     patterns = ("*.safetensors", "config.json", f"{ADAPTER_FOLDER}/adapter_*")
     ours, theirs = (
         {path.relative_to(f): _content(path) for pattern in patterns for path in f.glob(pattern)}
@@ -233,7 +231,7 @@ def _is_same_policy(folder: Path, other: Path) -> bool:
 
 
 def _content(path: Path) -> Any:
-    """JSON, or header and digest of a safetensors file, in no order of names, as libraries write them in any."""
+    """Return JSON, or header and digest of a safetensors file, independent of the order of names."""
     with path.open("rb") as file:
         if path.suffix == ".json":
             described = json.load(file)
@@ -242,11 +240,10 @@ def _content(path: Path) -> Any:
 
 
 def check_export_dir(folder: str | Path) -> None:
-    """Raises `ValueError` for a folder that holds weights other than an earlier export."""
+    """Raise `ValueError` for a folder that holds weights other than an earlier export."""
     if any(Path(folder).glob("*.safetensors")) and not is_export(Path(folder)):
         raise ValueError(
-            f"{str(folder)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
-            "what training resumes from."
+            f"{str(folder)!r} holds other weights, perhaps the masters, from which training resumes. Export to an empty folder."
         )
 
 
@@ -256,15 +253,15 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():
-        # Only transformers knows the names of other layouts in a checkpoint.
+        # Only transformers knows the checkpoint names of other layouts.
         tensors = revert_weight_conversion(model, tensors)
-    # Matrices of experts are views of all of a layer.
+    # Matrices of experts are views into one tensor for the whole layer.
     return {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in tensors.items()}
 
 
 def is_export(folder: Path) -> bool:
     """Return whether all weights in a folder were written by [`export_checkpoint`]."""
-    # A later `save_pretrained` may leave either file behind, so all that are there must say so.
+    # A later `save_pretrained` may leave either file behind, so every existing one must have our metadata.
     found = []
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if weights.is_file():

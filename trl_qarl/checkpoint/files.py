@@ -1,7 +1,7 @@
 """
-Folders that one trainer holds at a time, permissions of new files, and errors that are the disk's. Needs no torch.
+Locks that reserve a folder for one trainer, permissions of new files, and detection of disk errors. Needs no torch.
 
-A folder is held by an `flock` on a file in it, which ends with the process, however that ends.
+A folder is held by an `flock` on a file in it, which ends with the process in any case.
 """
 
 import errno
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 __all__ = ["OUTPUT_LOCK", "allow_as_umask", "check_free", "hold", "is_of_the_disk"]
 
 OUTPUT_LOCK = ".lock"
-"""Name of the lock in an `output_dir`; pushes leave out what begins with a dot."""
+"""Name of the lock in an `output_dir`; pushes skip files that begin with a dot."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ _held: WeakSet[TextIO] = WeakSet()
 
 
 def hold(lock: Path, option: str) -> TextIO:
-    """Hold the folder of a lock, which both are made if missing, until the file that is returned is closed. The lock
-    says who holds it; another trainer's raises `ValueError`, naming the option that names the folder. A file system
-    without locks gets a warning."""
+    """Hold the folder of a lock file until the returned file is closed. Folder and file are created if missing, and
+    the file names its holder. `ValueError`, with the `option` that names the folder, is raised if another trainer
+    holds it. A file system without locks only gets a warning."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     file = lock.open("a+", encoding="utf-8")
     try:
@@ -48,7 +48,7 @@ def hold(lock: Path, option: str) -> TextIO:
             file.close()
             raise
         logger.warning(
-            "%s=%r is on a file system without locks (%s): a second trainer that writes there will not be refused.",
+            "%s=%r is on a file system without locks (%s): a second trainer that writes there is not refused.",
             option,
             str(lock.parent),
             error.strerror,
@@ -61,7 +61,7 @@ def hold(lock: Path, option: str) -> TextIO:
 
 
 def check_free(lock: Path, option: str) -> None:
-    """Raises `ValueError` if another trainer holds the folder of a lock."""
+    """Raise `ValueError` if another trainer holds the folder of a lock."""
     if lock.exists():
         hold(lock, option).close()
 
@@ -71,13 +71,13 @@ def _leave_to_parent() -> None:
         file.close()
 
 
-# A lock is also a forked child's, which may outlive a trainer that is killed.
+# A forked child inherits the lock and may outlive a killed trainer.
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def allow_as_umask(paths: Iterable[Path]) -> None:
-    """Give files the permissions of any new file in their folder. Those that safetensors writes are for their owner
-    only, whatever the umask."""
+    """Give files the default permissions of new files in their folder. Safetensors ignores the umask and writes files
+    for their owner only."""
     for path in paths:
         new = path.with_name(f"{path.name}.new")
         new.touch()
@@ -86,6 +86,6 @@ def allow_as_umask(paths: Iterable[Path]) -> None:
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Return whether a file could not be written."""
+    """Return whether an error means that a file could not be written."""
     # Libraries in Rust raise a plain `Exception` with the text of an io::Error: "No space left ... (os error 28)".
     return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)

@@ -1,8 +1,8 @@
 """
-The low-bit policy in a copy of a GGUF file of its base model, for llama.cpp and what is built on it.
+Writes the low-bit policy into a copy of a GGUF file of its base model, for llama.cpp and programs built on it.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Low-bit codes are not quantized again, as blocks of
-GGUF hold them as they are, each of 32 weights along the input:
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Low-bit codes are not quantized again: blocks of
+GGUF, each of 32 weights along the input, store them unchanged:
 
 | container | GGUF type | a block |
 |---|---|---|
@@ -10,9 +10,9 @@ GGUF hold them as they are, each of 32 weights along the input:
 | `int8-packed` | `Q8_0` | the scale in fp16, then codes |
 | `mxfp4` | `MXFP4` | the scale's byte, then codes |
 
-Half bytes hold the codes `j` and `j + 16` of a block. A scale of more than 32 weights is repeated. What is not
-quantized is written in the policy's dtype, vectors in float32, as llama.cpp asks for. Metadata and tokenizer are those
-of the file.
+A byte of 4-bit codes holds the codes `j` and `j + 16` of a block. A scale of more than 32 weights is repeated. Other
+matrices are written in the policy's dtype, and vectors in float32, as llama.cpp expects. Metadata and tokenizer are
+copied from the file.
 """
 
 import math
@@ -44,28 +44,29 @@ GGUF_FILE = "model.gguf"
 
 _BLOCK = 32
 
-# Of others the conversion changes tensors in ways that are not repeated here.
+# For other architectures llama.cpp's conversion changes tensors in ways that are not implemented here.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _DENSE_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _WRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")
 _ROPE = "rope_"
-# Numbers of llama.cpp's `llama_ftype`, for what the file is called when it is listed.
+# Numbers of llama.cpp's `llama_ftype`, which is shown when a file is listed.
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
 
 
 def q4_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Blocks `(N, K / 32 * 18)`, uint8, of INT4 codes in words, int32 `(N, K / 8)`, with scales `(N, groups)` that
-    fp16 holds."""
+    """Return blocks `(N, K / 32 * 18)`, uint8, of INT4 codes in words, int32 `(N, K / 8)`, with scales `(N, groups)`
+    that fp16 can represent."""
     return _blocks(_fp16_bytes(scale), _interleaved(qdata))
 
 
 def q8_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Blocks `(N, K / 32 * 34)`, uint8, of INT8 codes `(N, K)` with scales `(N, groups)` that fp16 holds."""
+    """Return blocks `(N, K / 32 * 34)`, uint8, of INT8 codes `(N, K)` with scales `(N, groups)` that fp16 can
+    represent."""
     return _blocks(_fp16_bytes(scale), qdata.view(torch.uint8).unflatten(1, (-1, _BLOCK)))
 
 
 def mxfp4_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Blocks `(N, K / 32 * 17)`, uint8, of E2M1 codes, uint8 `(N, K / 2)`, with exponents as scales, uint8
+    """Return blocks `(N, K / 32 * 17)`, uint8, of E2M1 codes, uint8 `(N, K / 2)`, with exponents as scales, uint8
     `(N, K / 32)`."""
     return _blocks(scale.unsqueeze(-1), _interleaved(qdata))
 
@@ -74,13 +75,13 @@ _BLOCKS_OF = {"Q4_0": q4_0_blocks, "Q8_0": q8_0_blocks, "MXFP4": mxfp4_blocks}
 
 
 def _blocks(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Bytes of scales `(N, groups, 1 or 2)` before those of codes `(N, K / 32, bytes)`."""
+    """Concatenate bytes of scales `(N, groups, 1 or 2)` and of codes `(N, K / 32, bytes)`."""
     scales = scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
     return torch.cat([scales, codes], dim=-1).flatten(1)
 
 
 def _interleaved(qdata: torch.Tensor) -> torch.Tensor:
-    """Half bytes in the order of weights as `(N, K / 32, 16)`: the first half of a block in the lower ones."""
+    """Reorder 4-bit codes to `(N, K / 32, 16)` bytes: the first half of a block goes into the lower half bytes."""
     pairs = qdata.view(torch.uint8)
     nibbles = torch.stack([pairs & 0x0F, pairs >> 4], dim=-1).view(len(pairs), -1, 2, _BLOCK // 2)
     return nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
@@ -91,14 +92,13 @@ def _fp16_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 
 def gguf_type(scheme: QuantScheme) -> str | None:
-    """Return the type of GGUF that holds the codes of a scheme, `None` where there is none or activations are low-bit
-    too."""
+    """Return the GGUF type for the codes of a scheme; `None` if there is none, or if activations are low-bit too."""
     return format_of(scheme.container).gguf_type if scheme.is_quantized and scheme.activation is None else None
 
 
 def read_base(path: str | Path) -> "GGUFReader":
-    """Open the GGUF file of a base model. `ValueError` is raised without the package `gguf`, for a file that is not
-    GGUF, and for an unknown architecture."""
+    """Open the GGUF file of a base model. `ValueError` is raised if the package `gguf` is missing, the file is not
+    GGUF, or the architecture is unknown."""
     try:
         import gguf
     except ImportError as error:
@@ -109,13 +109,13 @@ def read_base(path: str | Path) -> "GGUFReader":
         reader = gguf.GGUFReader(path)
     except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} is not a readable GGUF file ({error}). Name one of the model that was trained."
+            f"{str(path)!r} is not a readable GGUF file ({error}). Name a GGUF file of the model that was trained."
         ) from error
     architecture = _metadata(reader, "general.architecture")
     if architecture not in _ARCHITECTURES.values():
         raise ValueError(
-            f"{str(path)!r} has architecture {architecture!r}. Those whose tensors are known are "
-            f"{sorted(set(_ARCHITECTURES.values()))}, of the model types {sorted(_ARCHITECTURES)}."
+            f"{str(path)!r} has architecture {architecture!r}. Supported are {sorted(set(_ARCHITECTURES.values()))}, of the "
+            f"model types {sorted(_ARCHITECTURES)}."
         )
     return reader
 
@@ -129,18 +129,18 @@ def export_gguf(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
 ) -> Path:
     """
-    Write the low-bit policy as a GGUF file, which is complete once it has its name; return `path`.
+    Write the low-bit policy as a GGUF file, which gets its name once it is complete; return `path`.
 
-    Metadata, tokenizer and factors of rotary embeddings are those of `base`, a file of the same base model from
-    [`read_base`], whose weights are not read. Matrices that are not quantized are in `dtype`. The tokenizer of the
-    file is compared with `processing_class`. `ValueError` is raised, and nothing written, if `base` is of another
-    model, if a scheme has no type of GGUF, or if fp16 does not hold a scale.
+    Metadata, tokenizer and factors of rotary embeddings come from `base`, a file of the same base model from
+    [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`. The tokenizer of
+    the file is compared with `processing_class`. `ValueError` is raised, and nothing written, if `base` is of another
+    model, a scheme has no GGUF type, or fp16 cannot represent a scale.
     """
     inventory = Inventory.of(model)
     if is_adapted(model) and not inventory.holds_adapter:
         raise ValueError(
             "A GGUF file has no place for an adapter next to the low-bit base. Train with lora_mode='merged', or export with "
-            "`--merge_adapter`, which says what is lost."
+            "`--merge_adapter`, which reports the loss."
         )
     model = inventory.model
     policy = _policy_tensors(inventory)
@@ -151,7 +151,7 @@ def export_gguf(
 
 
 def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
-    """Write the tensors of `base` in their order, replaced by those of `policy` where it has them."""
+    """Write the tensors of `base` in their order, with those of `policy` in place of tensors of the same name."""
     import gguf
 
     partial = path.with_name(f"{path.name}.partial")
@@ -177,14 +177,14 @@ def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtyp
 
 
 def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
-    """Weights of the policy by their names in GGUF, low-bit ones as they are, in the order of their rows there."""
+    """Return the policy's tensors by their GGUF names, with GGUF's order of rows; low-bit weights stay low-bit."""
     import gguf
 
     config = inventory.model.config
     architecture = _ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise ValueError(
-            f"Model type {config.model_type!r} is not among those whose tensors in GGUF are known: {sorted(_ARCHITECTURES)}."
+            f"Model type {config.model_type!r} is unsupported in GGUF. Supported are {sorted(_ARCHITECTURES)}."
         )
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
@@ -204,24 +204,23 @@ def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
 
 
 def _rotated_by_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return a tensor of q or k with its rows as llama.cpp has them for Llama: it rotates neighbours, transformers a
-    row of the first half of a head with one of the second."""
+    """Return a tensor of q or k with llama.cpp's order of rows for Llama: llama.cpp rotates neighbouring rows,
+    transformers rotates rows of the two halves of a head."""
     rows = torch.arange(len(tensor), device=tensor.device).view(num_heads, 2, -1).transpose(1, 2).flatten()
     return tensor.take(rows) if isinstance(tensor, LowBitTensor) else tensor.detach()[rows]
 
 
 def _kind(tensor: torch.Tensor, dtype: torch.dtype) -> str:
-    """GGUF's type of a tensor of the policy."""
     if isinstance(tensor, LowBitTensor):
         return tensor.format.gguf_type
     return "F32" if tensor.ndim == 1 else _DENSE_TYPES[dtype]
 
 
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a tensor of the policy as GGUF has them, rows by rows."""
+    """Return the bytes of a tensor of the policy in GGUF's format, row by row."""
     if isinstance(tensor, LowBitTensor):
         return _BLOCKS_OF[_kind(tensor, dtype)](tensor.qdata, tensor.scale)
-    # Rounded as in the engine, also where it is written in float32.
+    # Rounded as in the engine, even if it is then written in float32.
     rounded = tensor.to(dtype)
     return (rounded.float() if tensor.ndim == 1 else rounded).contiguous().view(torch.uint8)
 
@@ -231,8 +230,8 @@ def _copy_metadata(base: "GGUFReader", writer: Any, policy: dict[str, torch.Tens
 
     writer.data_alignment = base.alignment
     for field in base.fields.values():
-        # The reader's own, what the writer has written, what was said of other weights; the writer refuses arrays of
-        # nothing.
+        # Skip fields of the reader and the writer, and fields about the original weights. The writer refuses empty
+        # arrays.
         is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
         if not is_about_weights and (value := field.contents()) != []:
             kinds = field.types
@@ -245,7 +244,7 @@ def _copy_metadata(base: "GGUFReader", writer: Any, policy: dict[str, torch.Tens
 
 
 def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor], processing_class: Any) -> None:
-    """Raises `ValueError` if the file is not of the model that was trained, with all that tells them apart."""
+    """Raise `ValueError` with all differences if the file is not of the model that was trained."""
     problems = [*_different_settings(base, model.config), *_different_tensors(base, model.config, policy)]
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is not None:
@@ -257,7 +256,7 @@ def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor],
     if problems:
         raise ValueError(
             f"The GGUF file is of another model than {model.name_or_path or type(model).__name__!r}: {'; '.join(problems)}. Name a file "
-            "of the base model, whole and in one part."
+            "of the base model, complete and in one part."
         )
 
 
@@ -277,7 +276,7 @@ def _different_settings(base: "GGUFReader", config: Any) -> Iterator[str]:
         "rope.freq_base": rope["rope_theta"],
     }
     for key, ours in settings.items():
-        # A missing base of rotations has llama.cpp's default. The file has numbers in float32.
+        # Without a base of rotations llama.cpp uses its default. Numbers in the file are float32.
         theirs = _metadata(base, f"{architecture}.{key}", 10000.0 if key == "rope.freq_base" else None)
         if theirs is not None and np.float32(theirs) != np.float32(ours):
             yield f"{architecture}.{key} is {theirs:g}, the model's {ours:g}"
@@ -290,7 +289,7 @@ def _different_settings(base: "GGUFReader", config: Any) -> Iterator[str]:
 
 def _different_tensors(base: "GGUFReader", config: Any, policy: dict[str, torch.Tensor]) -> Iterator[str]:
     shapes = {tensor.name: _shape(tensor) for tensor in base.tensors}
-    # Without a head of its own llama.cpp takes the embedding.
+    # Without an output head llama.cpp uses the embedding.
     missing = policy.keys() - shapes.keys() - ({"output.weight"} if config.tie_word_embeddings else set())
     unknown = {name for name in shapes.keys() - policy.keys() if not name.startswith(_ROPE)}
     for names, words in ((missing, "it lacks"), (unknown, "the model lacks")):
@@ -303,14 +302,14 @@ def _different_tensors(base: "GGUFReader", config: Any, policy: dict[str, torch.
 
 
 def _check_policy(policy: dict[str, torch.Tensor]) -> None:
-    """Raises `ValueError` for low-bit weights that no type of GGUF holds."""
+    """Raise `ValueError` for low-bit weights that no GGUF type can store."""
     weights = {name: tensor for name, tensor in policy.items() if isinstance(tensor, LowBitTensor)}
     for name, weight in weights.items():
         scheme = weight.scheme
         if gguf_type(scheme) is None:
             fitting = [s.name for s in SCHEMES.values() if gguf_type(s) is not None]
             raise ValueError(
-                f"{name}: scheme {scheme.name!r} has no type of GGUF (Q4_0 has no zero points, for one). Those that have are {fitting}."
+                f"{name}: scheme {scheme.name!r} has no GGUF type (Q4_0, for example, has no zero points). Schemes with a type are {fitting}."
             )
         if weight.shape[1] % _BLOCK:
             raise ValueError(
@@ -324,9 +323,9 @@ def _check_policy(policy: dict[str, torch.Tensor]) -> None:
     if lost:
         dtype = weights[next(iter(lost))].scale.dtype
         raise ValueError(
-            f"GGUF has scales in fp16, which does not hold all of {len(lost)} tensors in {str(dtype).removeprefix('torch.')} "
-            f"({', '.join([*lost.values()][:3])}{', ...' if len(lost) > 3 else ''}). Train and export in bfloat16, of which fp16 "
-            "holds every scale from 7.6e-06 to 65504."
+            f"GGUF has scales in fp16, which cannot represent all scales of {len(lost)} tensors in {str(dtype).removeprefix('torch.')} "
+            f"({', '.join([*lost.values()][:3])}{', ...' if len(lost) > 3 else ''}). Train and export in bfloat16: fp16 can represent "
+            "its scales from 7.6e-06 to 65504."
         )
 
 
@@ -336,5 +335,5 @@ def _metadata(base: "GGUFReader", key: str, default: Any = None) -> Any:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """Shape of a tensor of a file, which has its sizes in reverse."""
+    # A file has the sizes in reverse.
     return tuple(int(size) for size in reversed(tensor.shape))

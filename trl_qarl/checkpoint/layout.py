@@ -1,5 +1,5 @@
 """
-The low-bit policy as compressed-tensors names and lays it out: what engine, disk and hub read.
+Names and layout of the low-bit policy in compressed-tensors' format, for engines, disk and Hub.
 
 Format: https://github.com/vllm-project/compressed-tensors.
 """
@@ -42,18 +42,18 @@ __all__ = [
 ]
 
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-"""Mixtures of experts whose names, layouts and log-probs in vLLM have been compared with the learner's."""
+"""Mixtures of experts whose names, layouts and log-probs in vLLM were compared with the learner's."""
 
 
 def iter_checkpoint_layers(
     model: nn.Module, dtype: torch.dtype, stacks_experts: bool = False
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """
-    Yield the tensors of the low-bit policy under their names in a checkpoint, a layer at a time, on the model's
-    device. What is not quantized is in `dtype`; of tied tensors, the first is there. Where masters are sharded, every
-    process has to go through all layers, as each is gathered when its turn comes. With `stacks_experts` the matrices
-    of a layer's experts are one tensor, under the name under which vLLM takes them all at once: of 128 experts six in
-    place of 1,152.
+    Yield the tensors of the low-bit policy under their names in a checkpoint, one layer at a time, on the model's
+    device. Tensors that are not quantized are in `dtype`; of tied tensors only the first is included. With sharded
+    masters every process has to go through all layers, because each layer is gathered when its turn comes. With
+    `stacks_experts` the matrices of a layer's experts form one tensor, under the name with which vLLM loads them all
+    at once: 6 tensors instead of 1,152 for 128 experts.
     """
     seen: set[Hashable] = set()
     inventory = Inventory.of(model)
@@ -97,7 +97,8 @@ _STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
 
 
 def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one parameter of experts, `(E, ...)`, under the names of vLLM's `RoutedExperts.load_weights`."""
+    """Yield the tensors of one parameter of experts, `(E, ...)`, with the names of vLLM's
+    `RoutedExperts.load_weights`."""
     prefix, _, leaf = matrices[0].rsplit(".", 2)
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
     stem = f"{prefix}.{_STACKED.get(leaf, leaf)}"
@@ -116,13 +117,13 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
 
 
 def iter_whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors under their names, each gathered when its turn comes: every process has to go through all."""
+    """Yield tensors with their names, each gathered when its turn comes: every process has to go through all."""
     return ((name, whole(tensor)) for name, tensor in tensors.items())
 
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
-    """Return the `quantization_config` of a model's `config.json`, as compressed-tensors defines it, with a group for
-    each scheme and group size; empty where nothing is quantized."""
+    """Return the `quantization_config` for a model's `config.json`, as defined by compressed-tensors, with a group for
+    each scheme and group size; empty if nothing is quantized."""
     formats, names = inventory.formats, inventory.names
     if not formats:
         return {}
@@ -130,7 +131,7 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
     by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
         by_format[scheme, group_size].append(name)
-    # compressed-tensors refuses an expression that fits a convolution, as `proj` does in towers of Qwen2.5-VL.
+    # compressed-tensors refuses an expression that matches a convolution, such as `proj` in towers of Qwen2.5-VL.
     others = {n for n, m in inventory.modules.items() if "weight" in m._parameters and not isinstance(m, nn.Linear)}
     layers = [*formats, *sorted(others - formats.keys())]
     groups = {}
@@ -142,9 +143,9 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
             "output_activations": None,
             "format": scheme.container.checkpoint_format,
         }
-    # transformers 5.23 with compressed-tensors 0.18 cannot hold packed zero points, but reads them into dense weights;
-    # of several groups it would take the first for all. Drop it once the upstream layout on the meta device packs
-    # them.
+    # transformers 5.23 with compressed-tensors 0.18 cannot keep zero points packed, but can read them into dense
+    # weights; with several groups it would use the first for all. Drop this once the upstream layout on the meta
+    # device packs them.
     unpacked = {"dequantize": True} if len(groups) == 1 and _has_zero_points(formats) else {}
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {
@@ -163,8 +164,8 @@ def _has_zero_points(formats: Mapping[str, tuple[QuantScheme, int | None]]) -> b
 
 
 def problem_of_zero_points(inventory: Inventory | None = None) -> str | None:
-    """Return why the installed transformers does not read zero points in an export of a model, without an inventory of
-    one whose layers differ in scheme or group size; `None` if it does."""
+    """Return the reason why the installed transformers cannot read an export of a model with zero points, or `None`.
+    Without an inventory, assume layers that differ in scheme or group size."""
     formats = {} if inventory is None else inventory.formats
     if inventory is not None and (len({*formats.values()}) == 1 or not _has_zero_points(formats)):
         return None
@@ -173,22 +174,22 @@ def problem_of_zero_points(inventory: Inventory | None = None) -> str | None:
     if any(Version(versions[name]) < Version(first) for name, first in newest):
         return None
     return (
-        f"transformers {versions['transformers']} with compressed-tensors {versions['compressed-tensors']} does not read exports with "
-        "zero points whose layers differ in scheme or group size; vLLM and trl_qarl do. "
+        f"transformers {versions['transformers']} with compressed-tensors {versions['compressed-tensors']} cannot read exports with "
+        "zero points whose layers differ in scheme or group size; vLLM and trl_qarl can. "
         "To read them: pip install 'transformers<5.23', or 'compressed-tensors<0.18'"
     )
 
 
 def _is_matrix(name: str, module: nn.Module) -> bool:
-    """True if an engine may treat a module as a linear layer. A router of transformers is not an `nn.Linear`."""
+    """Return whether engines may treat a module as a linear layer; routers of transformers are not `nn.Linear`."""
     if isinstance(module, nn.Linear):
         return True
     return name.rpartition(".")[2] in ROUTER_NAMES and len(shapes_of(module).get("weight", ())) == 2
 
 
 def loads_in_transformers(inventory: Inventory) -> bool:
-    """True if transformers reads the checkpoint. Among experts it supports FP8 codes, and packed codes without zero
-    points (5.17)."""
+    """Return whether transformers can read the checkpoint. For experts it supports only FP8 codes and packed codes
+    without zero points (5.17)."""
     return problem_of_zero_points(inventory) is None and not any(
         isinstance(layer, QuantizedExperts) and not format_of(layer.scheme.container).experts_in_transformers
         for layer in inventory.layers.values()
@@ -196,11 +197,11 @@ def loads_in_transformers(inventory: Inventory) -> bool:
 
 
 def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) -> list[str]:
-    # A last component that occurs only in this group stands for all layers of that name.
+    # A last component that occurs only in this group matches all of its layers with this name.
     chosen = set(members)
     leaves = {leaf for name in members for leaf in _leaves(name, names)}
     shared = {leaf for name in layers if name not in chosen for leaf in _leaves(name, names)}
-    # transformers takes the group for that of all experts which has an expression with the word in it.
+    # transformers uses the group with "experts" in an expression for all experts.
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
@@ -210,30 +211,32 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
 
 
 def _leaves(name: str, names: CheckpointNames) -> set[str]:
-    """Last components of the names that a layer has in a checkpoint: of experts, those of their matrices."""
+    """Return the last components of a layer's names in a checkpoint; for experts, those of their matrices."""
     matrices = [matrix for leaf in (GATE_UP, DOWN) for matrix in names.experts.get(f"{name}.{leaf}", ())]
     return {matrix.rpartition(".")[2] for matrix in matrices} or {name.rpartition(".")[2]}
 
 
 def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
-    """Prefix of the names of a layer's experts in a checkpoint; `None` for a linear layer."""
+    """Return the prefix of the names of a layer's experts in a checkpoint; `None` for a linear layer."""
     matrices = names.experts.get(f"{name}.{DOWN}")
     return matrices[0].rsplit(".", 2)[0] if matrices else None
 
 
 def problem_of_mixture(inventory: Inventory) -> str | None:
-    """Return why vLLM cannot run the experts of a model, or `None`, also for a model without experts."""
+    """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts."""
     name = architecture(inventory.model)
     for path, module in inventory.experts.items():
         if name not in MIXTURES:
             return (
-                f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM has not been compared; that of "
-                f"{', '.join(MIXTURES)} has. Use one of these, a dense model, or use_vllm=False."
+                f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM is untested. Tested are "
+                f"{', '.join(MIXTURES)}. Use one of these, a dense model, or use_vllm=False."
             )
         scheme = getattr(module, "scheme", None)
         if scheme is not None and not _has_compared_experts(scheme):
             known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]
-            return f"experts ({path!r}) with scheme {scheme.name!r} have not been compared in vLLM; those with {['bf16', *known]} have."
+            return (
+                f"experts ({path!r}) with scheme {scheme.name!r} are untested in vLLM. Tested are {['bf16', *known]}."
+            )
     return None
 
 
@@ -246,21 +249,21 @@ def _is_coarse(scheme: QuantScheme) -> bool:
 
 
 def problem_of_compact(inventory: Inventory) -> str | None:
-    """Return why the codes of a model cannot be packed closer, or `None`."""
+    """Return the reason why the codes of a model cannot be packed closer, or `None`."""
     for name, module in inventory.layers.items():
         if isinstance(module, QuantizedExperts) and _is_coarse(module.scheme):
-            return f"experts ({name!r}) with scheme {module.scheme.name!r} can be read only in INT4's container. Leave the option out."
+            return f"experts ({name!r}) with scheme {module.scheme.name!r} can be read only in INT4's container. Remove the option."
     schemes = [scheme for scheme, _ in inventory.formats.values()]
     if not any(map(_is_coarse, schemes)):
         names = list(dict.fromkeys(scheme.name for scheme in schemes))
-        return f"no layer has codes of 3 or 2 bits, only {names or ['bf16']}. Add --bits 3 or --bits 2, or leave the option out."
+        return f"no layer has codes of 3 or 2 bits, only {names or ['bf16']}. Add --bits 3 or --bits 2, or remove the option."
     return None
 
 
 def compact(inventory: Inventory, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Pack codes of 3 and 2 bits with [`~trl_qarl.quantization.formats.int4_packed.to_words`], in place, in tensors of
-    a model under their names in a checkpoint, and say so in its `quantization_config`. It must have no
-    [`problem_of_compact`]."""
+    """Pack codes of 3 and 2 bits with [`~trl_qarl.quantization.formats.int4_packed.to_words`], in place: in `tensors`,
+    a model's tensors under their names in a checkpoint, and in `config`, its `quantization_config`. The model must
+    have no [`problem_of_compact`]."""
     for name, (scheme, _) in inventory.formats.items():
         if _is_coarse(scheme):
             key = f"{inventory.names.of_tensor(name)}.weight_packed"
@@ -272,8 +275,8 @@ def compact(inventory: Inventory, tensors: dict[str, torch.Tensor], config: dict
 
 
 def is_compact(config: dict[str, Any]) -> bool:
-    """Return whether a `quantization_config` is one of [`compact`]; others of 3 and 2 bits are for transformers to
-    read."""
+    """Return whether a `quantization_config` was made by [`compact`]. Other checkpoints of 3 and 2 bits are left to
+    transformers."""
     return any(
         weights["num_bits"] < INT4_PACKED.num_bits and scheme_of_group(name, group) is not None
         for name, group in config.get("config_groups", {}).items()

@@ -1,8 +1,8 @@
 """
 Loads a low-bit checkpoint as a model whose quantized layers hold only codes and scales, without a high-precision copy.
 
-Format: https://github.com/vllm-project/compressed-tensors, as [`~trl_qarl.checkpoint.export.export_checkpoint`] writes
-it.
+Format: https://github.com/vllm-project/compressed-tensors, written by
+[`~trl_qarl.checkpoint.export.export_checkpoint`].
 """
 
 import json
@@ -67,7 +67,7 @@ def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> boo
 
 
 def auto_class(config: PreTrainedConfig) -> type:
-    """Return what loads a model of text, or one of pictures and text, to generate."""
+    """Return the auto class that loads a generating model, of text or of pictures and text."""
     is_text = type(config) in AutoModelForCausalLM._model_mapping
     has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if has_pictures and not is_text else AutoModelForCausalLM
@@ -87,11 +87,12 @@ def load_frozen_model(
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint, a folder or a name on the Hub, as [`~trl_qarl.quantization.swap.prepare_model`] and
-    [`~trl_qarl.quantization.swap.freeze_model`] leave the model that it was exported from. Everything that is not
-    quantized is in `dtype`, `"auto"` for that of the checkpoint; the other options are those of `from_pretrained`.
+    Load a low-bit checkpoint, a folder or a name on the Hub, as a model in the state after
+    [`~trl_qarl.quantization.swap.prepare_model`] and [`~trl_qarl.quantization.swap.freeze_model`]. Tensors that are
+    not quantized are in `dtype`, with `"auto"` in the checkpoint's; the other options are those of `from_pretrained`.
 
-    `ValueError` is raised if the checkpoint was quantized with other schemes than this package's, or lacks tensors.
+    `ValueError` is raised if the checkpoint was quantized with schemes that this package does not have, or lacks
+    tensors.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
@@ -102,7 +103,7 @@ def load_frozen_model(
     dtype = config.dtype if dtype in ("auto", None) else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     cls = getattr(transformers, (config.architectures or [""])[0], None)
-    # Buffers that no checkpoint holds are computed.
+    # Buffers are computed, as checkpoints do not contain them.
     with init_empty_weights(include_buffers=False):
         if cls is None:
             options["trust_remote_code"] = trust_remote_code
@@ -123,21 +124,21 @@ def load_frozen_model(
 @torch.no_grad()
 def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint, such as one that AWQ, GPTQ or AutoRound made, as a model in float32 to train: quantized
-    with the scheme and group size of the checkpoint, which the log says, it has its codes and scales
-    ([`trl_qarl.quantization.own_grid`]). A warning says of how many groups it has not. `options` are those of
-    [`load_frozen_model`], whose errors it has, and one for weights in floating-point codes.
+    Load a low-bit checkpoint, such as one of AWQ, GPTQ or AutoRound, as a model in float32 for training. Quantized
+    with the checkpoint's scheme and group size, which are logged, the model has the checkpoint's codes and scales
+    ([`trl_qarl.quantization.own_grid`]). A warning counts groups that differ. `options` and errors are those of
+    [`load_frozen_model`]; weights in floating-point codes raise `ValueError` too.
     """
     model = load_frozen_model(name_or_path, **options)
     num_groups = num_moved = num_lost = 0
-    reason = "they use too few codes to be given their scale by masters"
+    reason = "they use too few codes for masters to reproduce their scale"
     layers = Inventory.of(model).layers.values()
     settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in layers)
     for layer in layers:
         for name, weight in layer.quantized_weights.items():
             theirs = weight.low_bit_weight()
             if theirs.scale.dtype == torch.float32:
-                reason = "masters give a scale back to 0.00014 of its value, and these are in float32. Quantize a model in bfloat16"
+                reason = "masters reproduce a scale to 0.00014 of its value, and these scales are float32. Quantize a model in bfloat16"
             masters = masters_on_grid(theirs)
             scheme = replace(weight.scheme, group_size=weight.group_size)
             same, differing = compare_groups(LowBitTensor.from_hp(masters, scheme, weight.scale_dtype), theirs)
@@ -150,7 +151,7 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     logger.info("%s: masters for %s", name_or_path, " and ".join(f"scheme={n!r}, group_size={g}" for n, g in settings))
     if num_moved or num_lost:
         logger.warning(
-            "%s: of %d groups of weights %d start with one code moved by one, and %d with another scale and other codes: %s.",
+            "%s: of %d groups of weights %d start with one code changed by one, and %d with another scale and other codes: %s.",
             name_or_path,
             num_groups,
             num_moved,
@@ -161,8 +162,8 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
 
 
 def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Load a model in `dtype`, by default that of its checkpoint, as transformers does; what that may not read
-    (low-bit experts, zero points, compact codes) as [`load_frozen_model`] does."""
+    """Load a model in `dtype`, by default its checkpoint's, with transformers, or with [`load_frozen_model`] if
+    transformers may fail to read it (low-bit experts, zero points, compact codes)."""
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
@@ -176,20 +177,20 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
 
 
 def _has_unread_experts(path: Path) -> bool:
-    if any(re.search(r"\.experts\.\d+\.\w+\.weight_zero_point$", name) for name in _names_in(path)):
+    found = [match for name in _names_in(path) if (match := re.search(r"\.experts\.\d+\.\w+\.(weight\w*)$", name))]
+    if any(match[1] == "weight_zero_point" for match in found):
         return True
-    matrices = [name for name in _names_in(path) if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]
     with safe_open(path, "pt") as file:
-        return any(file.get_slice(name).get_dtype() == "I8" for name in matrices)
+        return any(match[1] == "weight" and file.get_slice(match.string).get_dtype() == "I8" for match in found)
 
 
 @torch.no_grad()
 def load_renamed(model: nn.Module, folder: str | Path) -> None:
     """
-    Load from masters on disk, in place, what has another name there: the experts of a mixture, what lies around them,
-    and models of pictures that transformers saves under names of an earlier release. transformers' Trainer looks for
-    the names in the model and leaves such tensors as they are, with a warning (5.17). `ValueError` is raised if
-    experts are stored such that they cannot be found.
+    Load, in place, tensors of masters on disk that have another name there than in the model: experts of a mixture,
+    tensors around them, and models of pictures, which transformers saves under names of an earlier release.
+    transformers' Trainer only looks for the model's names, and skips other tensors with a warning (5.17). `ValueError`
+    is raised if experts are stored under unknown names.
     """
     files = {name: path for path in Path(folder).glob("*.safetensors") for name in _names_in(path)}
     if is_adapted(model) or not files:
@@ -212,8 +213,8 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
                     place.copy_(file.get_tensor(part))
         elif name in stacked:
             raise ValueError(
-                f"{folder} does not hold {name!r} under a name that is known here, and transformers would leave these experts as they "
-                "are. Start a new run from its weights: pass it as `model` instead of `resume_from_checkpoint`."
+                f"{folder} holds {name!r} under no name that is known here, and transformers would not load these experts. Start a "
+                "new run from its weights: pass it as `model` instead of `resume_from_checkpoint`."
             )
 
 
@@ -223,20 +224,19 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], QuantScheme]]:
-    """Targets and scheme of each group of a `quantization_config`; the group size follows from a layer's scales."""
+    """Return targets and scheme of each group of a `quantization_config`; a layer's scales tell its group size."""
     groups = described["config_groups"]
     found = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
     if not found or any(scheme is None for _, scheme in found):
         raise ValueError(
-            f"{source} is a compressed-tensors checkpoint, but of none of the schemes {[*SCHEMES][:-1]}: its groups are "
+            f"{source} is a compressed-tensors checkpoint with other schemes than {[*SCHEMES][:-1]}: its groups are "
             f"{groups}. Start from the high-precision checkpoint."
         )
     return found
 
 
 def _scheme_of(name: str, schemes: list[tuple[list[str], QuantScheme]], folder: Path) -> QuantScheme:
-    """The scheme of a layer, whose name is matched as compressed-tensors does: names, then expressions, then
-    classes."""
+    """Return the scheme of a layer, matched as in compressed-tensors: first names, then expressions, then classes."""
     for fits in (
         lambda target: target == name,
         lambda target: target.startswith("re:") and re.match(target[3:], name),
@@ -256,7 +256,7 @@ def _fill(
         tensors |= load_file(path)
     if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
         raise ValueError(
-            f"{folder} was quantized with its columns in another order (actorder: group): {reordered[0]!r} says which. No kernel here takes "
+            f"{folder} was quantized with reordered columns (actorder: group), given by {reordered[0]!r}. No kernel here supports "
             "that. Quantize it again with `actorder='static'`."
         )
     scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
@@ -281,9 +281,9 @@ def _fill(
             continue
         scheme = _scheme_of(first, schemes, folder)
         if scheme.name == "w4a16-observer" and (scales[first] < 0).any():
-            # AutoRound's, whose groups do not say so.
+            # A checkpoint of AutoRound, whose groups do not say so.
             scheme = get_scheme("w4a16")
-        # Where scales have a dtype of their own they do not tell the engine's.
+        # The dtype of scales is the engine's, unless the container prescribes one.
         scale_dtype = scales[first].dtype if scheme.container.scale_dtype is None else model.config.dtype
         if isinstance(module, nn.Linear):
             layer, parts = QuantizedLinear.from_linear(module, scheme, scale_dtype), {"weight": [first]}

@@ -1,18 +1,19 @@
 """
-Marks checkpoints that are complete, and checks that all of their files are still there.
+Marks complete checkpoints, and checks that all of their files still exist.
 
-A folder says so by the name of one file, which is `checkpoint_begun` before anything else of it is written and becomes
-`checkpoint_complete` by one renaming after everything of all processes is on disk. Whatever ends a save in between
-leaves the first name, also in a folder that was complete before. The file has the name and size of every other file,
-in bytes, so that one that is cut, emptied or removed afterwards is told by its name.
+The mark is the name of one file. It is `checkpoint_begun` before anything else is written, and a single rename turns
+it into `checkpoint_complete` after the files of all processes are on disk. A save that is interrupted leaves the first
+name, even in a folder that was complete before. The file lists name and size in bytes of every other file, so files
+that are later truncated, emptied or removed are detected and named.
 
-Checkpoints of other trainers have neither: they count by their `trainer_state.json`, which transformers writes last,
-if it is whole.
+Checkpoints of other trainers have neither file. They count as complete if their `trainer_state.json`, which
+transformers writes last, can be read.
 """
 
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,12 +22,12 @@ __all__ = ["BEGUN_FILE", "COMPLETE_FILE", "begin", "complete", "is_complete", "p
 BEGUN_FILE = "checkpoint_begun"
 COMPLETE_FILE = "checkpoint_complete"
 _TRAINER_STATE_FILE = "trainer_state.json"
-# A page that users edit, and a file that is never uploaded; resuming needs neither.
+# Users edit the page, and `training_args.bin` is never uploaded; resuming needs neither.
 _NOT_COUNTED = (BEGUN_FILE, COMPLETE_FILE, "README.md", "training_args.bin")
 
 
 def begin(folder: Path) -> None:
-    """Mark `folder` as incomplete, before anything of it is written; one process does."""
+    """Mark `folder` as incomplete, before anything else is written; one process calls this."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(folder / COMPLETE_FILE, folder / BEGUN_FILE)
@@ -36,7 +37,7 @@ def begin(folder: Path) -> None:
 
 
 def complete(folder: Path) -> None:
-    """Mark `folder` as complete, after every process has written and [`sync`]ed its part; one process does."""
+    """Mark `folder` as complete, after every process has written and [`sync`]ed its files; one process calls this."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _NOT_COUNTED)
     begun = folder / BEGUN_FILE
     begun.write_text(json.dumps({path.relative_to(folder).as_posix(): _size(path) for path in files}, indent=1))
@@ -46,31 +47,27 @@ def complete(folder: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Wait until what is in `folder` is on disk. `OSError` says that the disk cannot keep it, which some file systems
-    find out only now."""
+    """Wait until all files in `folder` are on disk. `OSError` is raised if the disk cannot store them, which some file
+    systems report only now."""
     for path in [*folder.rglob("*"), folder]:
-        try:
+        # Another process may have removed a temporary file.
+        with suppress(FileNotFoundError):
             _fsync(path)
-        except FileNotFoundError:
-            # Another process' temporary file.
-            continue
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return whether `folder` holds a checkpoint that was written to its end and has all that was written."""
+    """Return whether `folder` holds a checkpoint that was written completely and still has all of its files."""
     return problem_of(folder) is None
 
 
 def problem_of(folder: str | Path) -> str | None:
-    """Return why no run can resume from the checkpoint in `folder`, to follow the words "it is", or `None` if it
-    can."""
+    """Return the reason why no run can resume from the checkpoint in `folder`, worded to follow "it is", or `None`."""
     folder = Path(folder)
-    incomplete = "incomplete: it was not written to its end"
     try:
         sizes = json.loads((folder / COMPLETE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         is_whole = not (folder / BEGUN_FILE).exists() and _has_whole_state(folder)
-        return None if is_whole else incomplete
+        return None if is_whole else "incomplete: it was not written to its end"
     except (OSError, ValueError) as error:
         return f"damaged: {COMPLETE_FILE} cannot be read ({error})"
     for name, size in sizes.items():
@@ -92,7 +89,7 @@ def _has_whole_state(folder: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Size in bytes, of a file that is opened for it: only then NFS asks for what another host has written."""
+    # NFS asks for changes of another host only when a file is opened.
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size
 
@@ -102,7 +99,7 @@ def _fsync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # A file system that has no such call, as for folders on some networks.
+        # Some network file systems do not support this for folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

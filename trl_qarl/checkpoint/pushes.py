@@ -1,4 +1,4 @@
-"""Model cards and pushes of a trainer: uploads the low-bit policy, which is the one that was trained."""
+"""Model cards and pushes of a trainer, which upload the low-bit policy that was trained."""
 
 import logging
 import shlex
@@ -23,23 +23,23 @@ logger = logging.getLogger(__name__)
 
 
 class PushesPolicy(_BaseTrainer):
-    """Pushes of a trainer that upload what `hub_export` names of its `policy`, exported to `export_dir` before that,
-    and cards that say so. To be inherited from before TRL's trainer."""
+    """Pushes and model cards of a trainer. `hub_export` selects what is uploaded of its `policy`, which is first
+    exported to `export_dir`. Inherit from this class before TRL's trainer."""
 
     args: Any
     policy: Any
     export_dir: Path
-    # Facts of the last card: later saves write cards without facts.
+    # Arguments of earlier cards: TRL gives later saves none.
     _card_arguments: dict[str, Any] = {}
-    # The last one that was written here.
+    # The last card that was written.
     _card: ModelCard | None = None
 
     @override
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Says that these are masters or an adapter, and how to get the policy. Later cards say what this one was
-        given."""
+        """Writes a card that describes masters or an adapter, and how to get the policy. Later cards reuse the
+        arguments."""
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
             self._card = self._weights_card()
@@ -72,8 +72,8 @@ class PushesPolicy(_BaseTrainer):
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
     ) -> Path:
-        """Write the low-bit policy to `output_dir`, by default `export_dir`, as [`export_checkpoint`] does, with a
-        card that has the results of the training, this title, training set and tags; return the folder."""
+        """Write the low-bit policy to `output_dir`, by default `export_dir`, with [`export_checkpoint`], and a card
+        with the results of the training, this title, training set and tags. Return the folder."""
         self._remember(dataset_name=dataset_name, tags=tags)
         folder = Path(output_dir or self.export_dir)
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
@@ -82,12 +82,12 @@ class PushesPolicy(_BaseTrainer):
             return self.policy.export(folder, self.processing_class, card)
 
     def _gathering(self):
-        """Return where processes gather sharded masters, a failure of one must reach the others."""
+        """Return the context for gathering sharded masters, in which an error of one process must reach the others."""
         return nullcontext()
 
     @override
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes the repositories of `hub_export`, and says what to do where that fails."""
+        """Creates the repositories of `hub_export`; an error names the remedy."""
         if self.is_world_process_zero():
             args = self.args
             private = args.hub_private_repo if private is None else private
@@ -106,9 +106,9 @@ class PushesPolicy(_BaseTrainer):
         **kwargs,
     ):
         """
-        Uploads what `hub_export` names. Masters and low-bit policy are on disk before the Hub is asked for anything,
-        and [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `private`, by default
-        `args.hub_private_repo`, is for repositories that have to be made; `kwargs` are those of `create_model_card`.
+        Uploads what `hub_export` names. Masters and low-bit policy are on disk before the Hub is contacted, and
+        [`~trl_qarl.checkpoint.uploads.PushFailed`] has the commands that repeat a failed push. `private`, by default
+        `args.hub_private_repo`, applies to new repositories; `kwargs` are those of `create_model_card`.
         """
         args, token = self.args, token or self.args.hub_token
         private = args.hub_private_repo if private is None else private
@@ -136,7 +136,7 @@ class PushesPolicy(_BaseTrainer):
     def _write_for_hub(
         self, masters: Path, revision: str | None, private: bool | None, checkpoint: str | None = None, **kwargs
     ) -> list[hub.Upload]:
-        """Export the policy if it is pushed, and return what is uploaded; `masters` is where masters are saved."""
+        """Export the policy if it is pushed, and return the uploads; `masters` is the folder of the masters."""
         policy, name = self.export_dir, self.hub_model_id
         try:
             if hub.exports_policy(self.args.hub_export):
@@ -147,19 +147,19 @@ class PushesPolicy(_BaseTrainer):
             command = shlex.join(map(str, argv + (["--hub_revision", revision] if revision else [])))
             raise hub.PushFailed(
                 f"Nothing was pushed to {name}: the low-bit policy could not be written to {policy}: {error}\nNothing is "
-                f"lost: the masters are saved in {masters}. Make room, or choose another folder, and repeat:\n  {command}"
+                f"lost: the masters are saved in {masters}. Free disk space, or choose another folder, and repeat:\n  {command}"
             ) from error
         return hub.plan(self.args.hub_export, name, policy, masters, checkpoint)
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads what `hub_export` names, in the background. What fails is logged, and training goes on."""
+        """Uploads what `hub_export` names in the background. Failures are logged, and training continues."""
         args, folder = self.args, Path(checkpoint_folder)
         if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
             return
         if not (self.push_in_progress is None or self.push_in_progress.is_done() or args.hub_always_push):
             return
-        # It reads the folder that is written next.
+        # The push in progress reads the folder that is written next.
         self._finish_current_push()
         self.callback_handler.on_push_begin(args, self.state, self.control)
         places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}

@@ -53,9 +53,9 @@ def write_scheme(folder: str | Path, record: dict[str, Any]) -> None:
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any]) -> str | None:
     """
-    Return the checkpoint folder to resume from, `True` standing for the last complete one of `output_dir`; `None` for
-    a new run. `ValueError` is raised if there is no such checkpoint, if it is incomplete or damaged, or if it was
-    trained with another [`scheme_record`] than this run's.
+    Return the checkpoint folder to resume from; `True` stands for the last complete one of `output_dir`. Return `None`
+    for a new run. `ValueError` is raised if there is no such checkpoint, if it is incomplete or damaged, or if it was
+    trained with a [`scheme_record`] that differs from this run's.
     """
     if not resume_from_checkpoint:
         return None
@@ -78,7 +78,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
         return resume_from_checkpoint
     theirs = json.loads((folder / SCHEME_FILE).read_text())
     names = (theirs.keys() | record.keys()) - {"grids"}
-    # As text: patterns of layers apply in the order in which they are written.
+    # Compared as text, because the order of patterns of layers matters.
     if any(json.dumps(theirs.get(name)) != json.dumps(record.get(name)) for name in names):
         raise ValueError(
             f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
@@ -102,12 +102,10 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def check_record(folder: str | Path, record: dict[str, Any]) -> None:
-    """Raise `ValueError` if the adapter in `folder` was trained over another base or scheme than `record` says."""
+    """Raise `ValueError` if the adapter in `folder` was trained over another base or scheme than that of `record`."""
     path = Path(folder) / SCHEME_FILE
     if not path.is_file():
-        logger.warning(
-            "%s has no %s, so whether its adapter fits this base and scheme is not known.", folder, SCHEME_FILE
-        )
+        logger.warning("%s has no %s: its adapter may not fit this base and scheme.", folder, SCHEME_FILE)
         return
     theirs = json.loads(path.read_text())
     names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
@@ -124,7 +122,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """Read the `qarl.json` that a trainer wrote next to its masters. `ValueError` says what is wrong with it."""
+    """Read the `qarl.json` that a trainer wrote next to its masters. `ValueError` names an invalid entry."""
     advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
     try:
         record = json.loads(Path(path).read_text())

@@ -1,12 +1,12 @@
 """
 Writes the policies of a training to files for object storage: the first one whole, then the changes of each version.
 
-docs/publish_and_serve.md has the table of files. Patches hold blocks of [`trl_qarl.wire.delta`], and tensors that are
-shorter whole; `lock` is held by the trainer that writes.
+docs/publish_and_serve.md has the table of files. Patches contain blocks of [`trl_qarl.wire.delta`], or whole tensors
+where those are shorter. The writing trainer holds `lock`.
 
-A file gets its name when it is complete, and the manifest names it after that: whatever ends a trainer, or fills the
-disk, all versions of the manifest can be read. The entries are a chain, so that a reader who has seen its end notices
-another beginning.
+A file gets its name when it is complete, and only then is added to the manifest: if a trainer is killed or the disk is
+full, all versions in the manifest can still be read. Each entry has the digest of the previous one, so a reader
+notices if earlier versions were replaced.
 """
 
 import hashlib
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 class Relay:
     """
-    The folder of a run, while it trains. It keeps a copy of the last version, which is as large as an export, in host
+    Writer of the folder of a run during training. It keeps a copy of the last version, as large as an export, in host
     memory.
 
-    A run is told from others by its `output_dir`. Versions after the update from which it is `resumed_at` are dropped;
-    a run that begins, and has left no complete checkpoint when it began before, drops all. `ValueError` is raised if
-    another trainer writes there, or if the folder holds another run or something else.
+    `output_dir` identifies the run. Versions after update `resumed_at`, at which the run is resumed, are dropped. A
+    run that starts again without a complete checkpoint drops all versions. `ValueError` is raised if another trainer
+    writes to the folder, or if the folder holds another run or other files.
     """
 
     def __init__(self, folder: str | Path, output_dir: str | Path, resumed_at: int | None = None):
@@ -58,7 +58,7 @@ class Relay:
         self._run = _name_of_run(self._output_dir)
         self._held = PatchBook()
         self._lock = hold(self._folder / LOCK_FILE, "publish_dir")
-        # Of a trainer that was killed while it wrote.
+        # Left by a trainer that was killed while writing.
         _remove(self._folder / _PARTIAL)
         try:
             self._versions = self._go_on(resumed_at)
@@ -67,13 +67,13 @@ class Relay:
             raise
 
     def close(self) -> None:
-        """Leave the folder to others."""
+        """Release the folder."""
         self._lock.close()
 
     def _go_on(self, resumed_at: int | None) -> list[dict[str, Any]]:
         if not (self._folder / MANIFEST_FILE).exists():
             names = sorted(path.name for path in self._folder.iterdir() if path.name != LOCK_FILE)
-            # A trainer that ended before its first version was complete.
+            # Ignore files of a trainer that ended before its first version was complete.
             others = [name for name in names if not name.startswith("base-") and not name.endswith(_PARTIAL)]
             if others:
                 raise ValueError(
@@ -93,12 +93,12 @@ class Relay:
             )
         kept = [entry for entry in manifest["versions"] if entry["version"] <= resumed_at]
         if dropped := manifest["versions"][len(kept) :]:
-            after = f"are after update {resumed_at}, from which the run goes on,"
+            after = f"are after update {resumed_at}, from which the run continues,"
             logger.warning(
                 "%s: versions %s %s and are dropped.",
                 self._folder,
                 [entry["version"] for entry in dropped],
-                "are of this run before it left a checkpoint" if is_begun_again else after,
+                "were written by this run before its first checkpoint" if is_begun_again else after,
             )
             self._write_manifest(kept)
             for name in {Path(file).parts[0] for entry in dropped for file in entry["files"]}:
@@ -107,28 +107,28 @@ class Relay:
 
     def write(self, version: int, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], Any]) -> None:
         """
-        Add a version, the number of updates done, unless it is the last one already. Where the disk cannot keep it,
-        that is logged, and the next version has its changes too.
+        Add `version`, the number of updates done, unless it is the last one already. A disk error is logged, and the
+        next version includes the changes.
 
         `tensors` is the low-bit policy under its names in a checkpoint, on the CPU; `export` writes an export with
-        these tensors to a folder. `ValueError` is raised if the version is there with other weights.
+        these tensors to a folder. `ValueError` is raised if the version exists with other weights.
         """
         fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
         weights = base_digest(fingerprints)
         if is_removed := not (self._folder / MANIFEST_FILE).exists() and not (self._folder / LOCK_FILE).exists():
-            # A base comes next.
+            # Start again with a base.
             self._versions, self._held = [], PatchBook()
         last = self._versions[-1] if self._versions else None
         if last is not None and last["version"] == version:
             if not self._held.tensors and last["weights"] != weights:
                 raise ValueError(
-                    f"publish_dir={str(self._folder)!r} has version {version} with other weights than those from which this run goes on: it "
-                    "is another run's. Choose an empty folder."
+                    f"publish_dir={str(self._folder)!r} has version {version} with other weights than those from which this run "
+                    "continues: it belongs to another run. Choose an empty folder."
                 )
         else:
             try:
                 if is_removed:
-                    logger.warning("%s was removed, and is made again.", self._folder)
+                    logger.warning("%s was removed; it is created again.", self._folder)
                     self.close()
                     self._lock = hold(self._folder / LOCK_FILE, "publish_dir")
                 is_known = tensors.keys() == self._held.tensors.keys() and all(
@@ -142,7 +142,7 @@ class Relay:
                 if not is_of_the_disk(error):
                     raise
                 logger.error(
-                    "Version %d could not be written to %s (%s). The last that can be read is %s; what changed is written with the next.",
+                    "Version %d could not be written to %s (%s). The last readable version is %s; its changes are written with the next one.",
                     version,
                     self._folder,
                     error,
@@ -199,12 +199,12 @@ class Relay:
 
 def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = None) -> int:
     """
-    Write the export of a version, by default the last, byte for byte but for the page about it, which is that of the
-    base, and return its number: the updates done. `folder` is what a [`Relay`] has written, or a copy of it;
-    `output_dir` is as for [`export_checkpoint`].
+    Write the export of a version, by default the last, and return its number, the updates done. All files except
+    README.md, which is the base's, equal the original export byte for byte. `folder` was written by a [`Relay`], or is
+    a copy of such a folder; `output_dir` is as for [`export_checkpoint`].
 
-    `ValueError` is raised if there is no such version, or a file of it is missing, damaged or belongs to another
-    version; the message names it.
+    `ValueError` is raised if there is no such version, and names a file that is missing, damaged or belongs to another
+    version.
     """
     folder = Path(folder)
     entries = _entries_until(folder, version)
@@ -214,7 +214,7 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
     for entry in (base, *patches):
         for name, digest in entry["files"].items():
             if not (folder / name).is_file() or _sha256(folder / name) != digest:
-                raise ValueError(f"{folder / name} is missing, or is not what {MANIFEST_FILE} says. Copy it again.")
+                raise ValueError(f"{folder / name} is missing, or does not match {MANIFEST_FILE}. Copy it again.")
     with written_as_a_whole(Path(output_dir)) as partial:
         shutil.copytree(folder / _base_folder(base), partial, dirs_exist_ok=True)
         held = PatchBook()
@@ -235,7 +235,7 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
                 except (RuntimeError, ValueError, SafetensorError) as error:
                     raise ValueError(f"{folder / name}: {error}") from error
         if base_digest(fingerprints) != entries[-1]["weights"]:
-            raise ValueError(f"{folder}: what is rebuilt of version {entries[-1]['version']} has other weights.")
+            raise ValueError(f"{folder}: rebuilding version {entries[-1]['version']} gave other weights.")
         for path in partial.glob("*.safetensors"):
             _write_into(path, held.tensors)
     return entries[-1]["version"]
@@ -246,7 +246,7 @@ def _entries_until(folder: Path, version: int | None) -> list[dict[str, Any]]:
     for before, entry in pairwise([None, *entries]):
         if entry["parent"] != ("" if before is None else _sha256_of_entry(before)):
             raise ValueError(
-                f"{folder / MANIFEST_FILE}: version {entry['version']} does not follow what is before it. Copy it again."
+                f"{folder / MANIFEST_FILE}: version {entry['version']} does not follow the one before it. Copy it again."
             )
     numbers = [entry["version"] for entry in entries]
     if not entries or (version is not None and version not in numbers):
@@ -255,7 +255,7 @@ def _entries_until(folder: Path, version: int | None) -> list[dict[str, Any]]:
 
 
 def _write_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors into a safetensors file that has others of their sizes; what is said about them stays."""
+    """Overwrite the data of a safetensors file with `tensors` of the same sizes; the header stays."""
     with path.open("r+b") as file:
         size, header = read_header(file)
         for name in header.keys() - {"__metadata__"}:
@@ -269,7 +269,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         for entry in manifest["versions"]:
             int(entry["version"]), str(entry["weights"]), str(entry["parent"])
-            # Nothing outside of the folder.
+            # Files must not be outside of the folder.
             if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entry["files"]):
                 raise ValueError(f"{sorted(entry['files'])} are not all in the folder.")
         str(manifest["run"])
@@ -281,7 +281,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _base_folder(entry: Mapping[str, Any]) -> str:
-    """The folder of a version that is whole; the empty string for a patch."""
+    """Return the folder of a complete version; the empty string for a patch."""
     name = f"base-{entry['version']}"
     return name if all(Path(file).parts[0] == name for file in entry["files"]) else ""
 

@@ -41,22 +41,20 @@ _CHECKPOINT_STATE = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt", "objective_state.pt"),
     *("trainer_state.json", COMPLETE_FILE),
 )
-# `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the
-# training.
+# `training_args.bin` contains a token that was given as an option; completions and logs stay on the training machine.
 _PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")
-# A model that was in the repository before may have had more shards, or an adapter, which `from_pretrained` would
-# load.
+# An earlier model in the repository may have more shards, or an adapter, which `from_pretrained` would load.
 _STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*", "model.gguf")
 
 
 class PushFailed(OSError):
-    """An upload did not complete. The message says what is on disk and how to repeat it."""
+    """An upload failed. The message names the files on disk and the commands that repeat the upload."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One folder that goes into one repository, to its top or to `path_in_repo`, but for files of the patterns
-    `exclude`. Files of the repository of the patterns `delete` are deleted unless they are uploaded."""
+    """Upload of one folder to one repository, to its top or to `path_in_repo`, without files that match `exclude`.
+    Files of the repository that match `delete` are deleted unless they are uploaded."""
 
     repo_id: str
     folder: Path
@@ -65,7 +63,7 @@ class Upload:
     delete: tuple[str, ...] = ()
 
     def command(self, private: bool | None = None, revision: str | None = None) -> str:
-        """Shell command that does the same."""
+        """Return the equivalent shell command."""
         argv = ["hf", "upload", self.repo_id, os.fspath(self.folder), self.path_in_repo or "."]
         argv += ["--private"] * bool(private) + (["--revision", revision] if revision else [])
         for option, patterns in (("--exclude", self.exclude), ("--delete", self.delete)):
@@ -75,18 +73,18 @@ class Upload:
 
 
 def exports_policy(hub_export: str) -> bool:
-    """Return `True` if the low-bit policy is pushed."""
+    """Return whether the low-bit policy is pushed."""
     return hub_export in ("low-bit", "both")
 
 
 def repositories(hub_export: str, name: str) -> tuple[str, str]:
-    """Return the repository of what is loaded by name, and of masters and checkpoints."""
+    """Return the repository for loading by name, and the repository of masters and checkpoints."""
     return name, f"{name}-masters" if exports_policy(hub_export) else name
 
 
 def repository_name(config) -> str:
-    """Return the repository that a configuration names, by default after its output directory. `ValueError` is raised
-    if it is not a name of a repository."""
+    """Return the repository of a configuration, by default named after the output directory. `ValueError` is raised if
+    this is not a valid name."""
     name = config.hub_model_id or Path(config.output_dir).absolute().name
     if problem := problem_of_name(name, config.hub_export):
         raise ValueError(problem)
@@ -94,7 +92,7 @@ def repository_name(config) -> str:
 
 
 def names(hub_export: str, name: str | None) -> tuple[str | None, str | None]:
-    """Return the repositories of the low-bit policy and of the masters; `None` for what is not pushed."""
+    """Return the repositories of the low-bit policy and of the masters, `None` if not pushed."""
     if name is None:
         return None, None
     repo_id, masters_id = repositories(hub_export, name)
@@ -103,9 +101,9 @@ def names(hub_export: str, name: str | None) -> tuple[str | None, str | None]:
 
 def plan(hub_export: str, name: str, policy: Path, masters: Path, checkpoint: str | None = None) -> list[Upload]:
     """
-    Return what is uploaded to the repository `name`, with its namespace, for one of [`HUB_EXPORTS`]: `policy` is the
-    folder of the low-bit policy, `masters` that of masters or adapter, output directory or checkpoint. `checkpoint` is
-    a folder of the repository for all of `masters`, a checkpoint from which training can go on.
+    Return the uploads to the repository `name`, with its namespace, for a value of `hub_export`. `policy` is the
+    folder of the low-bit policy; `masters` is the folder of masters or adapter: output directory or checkpoint.
+    `checkpoint` is a folder of the repository for all of `masters`, a checkpoint from which training can continue.
     """
     repo_id, masters_id = repositories(hub_export, name)
     uploads = []
@@ -129,8 +127,8 @@ def push(
     private: bool | None = None,
     revision: str | None = None,
 ) -> CommitInfo:
-    """Upload folders, each into its repository, which is made if it is missing, and return the first folder's commit.
-    [`PushFailed`] names what is left to upload and the commands that do it."""
+    """Upload each folder to its repository, which is created if missing, and return the first folder's commit.
+    [`PushFailed`] names the commands for uploads that are left."""
     api, commits = _api(), []
     for index, upload in enumerate(uploads):
         try:
@@ -153,14 +151,14 @@ def push(
             commands = "\n".join(f"  {left.command(private, revision)}" for left in uploads[index:])
             raise PushFailed(
                 f"The push to {upload.repo_id} failed: {_describe(error)}\n"
-                f"Nothing is lost: everything is saved in {upload.folder}. To repeat the push, which sends what is missing:"
+                f"Nothing is lost: everything is saved in {upload.folder}. To repeat the push, which sends only missing files:"
                 f"\n{commands}"
             ) from error
     return commits[0]
 
 
 def push_in_background(*args, **kwargs) -> Future:
-    """Run [`push`] in another thread; training goes on, and a failure is logged."""
+    """Run [`push`] in another thread; training continues, and a failure is logged."""
 
     def run() -> CommitInfo:
         try:
@@ -173,22 +171,22 @@ def push_in_background(*args, **kwargs) -> Future:
 
 
 def create_repositories(hub_export: str, name: str, token: str | None, private: bool | None) -> str:
-    """Make the repositories of a push if they are missing, and return the first one's name with its namespace.
-    [`PushFailed`] is raised if one cannot be made."""
+    """Create missing repositories of a push, and return the first one's name with its namespace. [`PushFailed`] is
+    raised if one cannot be created."""
     found = []
     for repo_id in filter(None, names(hub_export, name)):
         try:
             found.append(_api().create_repo(repo_id, token=token, private=private, exist_ok=True).repo_id)
         except Exception as error:
             raise PushFailed(
-                f"push_to_hub was given, but the repository {repo_id} could not be made: {_describe(error)}\nNothing else has "
-                "been done yet. Leave out `push_to_hub` to go on without the Hub, and push the result later."
+                f"push_to_hub was given, but the repository {repo_id} could not be created: {_describe(error)}\nNothing else has "
+                "been done yet. Remove `push_to_hub` to continue without the Hub, and push the result later."
             ) from error
     return found[0]
 
 
 def full_name(name: str, token: str | None) -> str:
-    """Return `name` with the user's namespace, or as it is where the Hub does not say whose the token is."""
+    """Return `name` with the user's namespace, or unchanged if the Hub does not identify the token's user."""
     if "/" in name:
         return name
     try:
@@ -198,7 +196,7 @@ def full_name(name: str, token: str | None) -> str:
 
 
 def cache_card(name_or_path: str | None, token: str | None = None) -> None:
-    """Download a base model's card, whose licence goes into ours. It may have none, and may not be on the Hub."""
+    """Download a base model's card, whose licence goes into our card. A missing card is ignored."""
     if name_or_path and not Path(name_or_path).exists():
         try:
             hf_hub_download(name_or_path, constants.REPOCARD_NAME, token=token)
@@ -207,22 +205,22 @@ def cache_card(name_or_path: str | None, token: str | None = None) -> None:
 
 
 def problem_of_name(name: str, hub_export: str) -> str | None:
-    """Return what is wrong with the name of a repository."""
+    """Return the problem of a repository's name, or `None`."""
     try:
         for repo_id in repositories(hub_export, name):
             validate_repo_id(repo_id)
     except HFValidationError as error:
         return (
-            f"hub_model_id={name!r} is not a name of a repository: {str(error).rstrip('.')}. Give `hub_model_id` as 'USER/NAME', "
-            "or as 'NAME' for your own."
+            f"hub_model_id={name!r} is not a valid name of a repository: {str(error).rstrip('.')}. Give `hub_model_id` as "
+            "'USER/NAME', or as 'NAME' in your own namespace."
         )
     return None
 
 
 def problem_of_access(token: str | None) -> str | None:
-    """Return why nothing can be pushed, as far as this machine knows."""
+    """Return the reason why nothing can be pushed, as far as this machine knows, or `None`."""
     if constants.is_offline_mode():
-        return "push_to_hub was given, but HF_HUB_OFFLINE is set. Unset it, or leave out `push_to_hub` and push later."
+        return "push_to_hub was given, but HF_HUB_OFFLINE is set. Unset it, or remove `push_to_hub` and push later."
     if token is None and get_token() is None:
         return "push_to_hub was given, but there is no token for the Hub. Run `hf auth login`, set HF_TOKEN, or give `hub_token`."
     return None
@@ -233,7 +231,7 @@ def _api() -> HfApi:
 
 
 def _describe(error: Exception) -> str:
-    # An error of an upload in a thread names the file; its cause says what happened.
+    # The error of an upload in a thread names the file, and its cause the reason.
     causes = [error, error.__cause__] if type(error) is RuntimeError and error.__cause__ else [error]
     text = " ".join(" ".join(str(cause).split()) or type(cause).__name__ for cause in causes)
     status = getattr(getattr(causes[-1], "response", None), "status_code", None)

@@ -1,5 +1,5 @@
 """
-Rollouts that a server draws while the learner trains on the ones before.
+Rollouts that a server draws while the learner trains on the previous ones.
 
     batch      t-1              t                t+1
     learner    train ------>|   train ------>|   train ------>
@@ -7,12 +7,13 @@ Rollouts that a server draws while the learner trains on the ones before.
                             ^
                             wait for t, publish the weights, ask for t+1
 
-Between two generation batches nothing is in flight: the learner waits for what the engine draws, publishes, and has a
-thread ask for more. The lag is fixed, so the weights that draw a batch depend on its number and never on who is
-faster: runs repeat and resume.
+Between two generation batches nothing is in flight: the learner waits for the engine, publishes, and has a thread
+request more completions. The lag is fixed, so the weights that draw a batch depend only on its number and not on
+which side is faster. Runs are repeatable and can be resumed.
 
-With `in_flight_updates` the learner waits for its next batch only, and what else is in flight goes on with the
-weights that it publishes: tokens are of the weights of several updates, and which these are depends on who is faster.
+With `in_flight_updates` the learner waits only for its next batch. Other requests in flight continue with the newly
+published weights, so the tokens of a completion come from the weights of several updates, and which updates these are
+depends on timing.
 """
 
 import logging
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class InFlight(BackgroundCall):
-    """Completions that a thread of the main process waits for, `num_generations` of each prompt. In other processes
-    none is started. `prompts` are the token ids of this process', each as often as it is completed."""
+    """Request for completions that a thread of the main process waits for; other processes start no thread. `prompts`
+    are the token ids of this process' prompts, each repeated for its `num_generations` completions."""
 
     def __init__(self, prompts: list[list[int]], num_generations: int):
         super().__init__()
@@ -52,14 +53,15 @@ class Pending:
 
     Args:
         prompt_ids (`list[list[int]]`):
-            Token ids of the prompts, each as often as it is completed.
+            Token ids of the prompts, each repeated for its completions.
         versions (`list[tuple[int, KeptVersion]]`):
-            The update whose weights draw it, and these weights; further ones that were published meanwhile, in order.
+            The update whose weights draw the batch, and these weights, followed by versions that were published
+            meanwhile.
         completion_ids, logps, seconds:
-            Completions and the log-probs of their tokens, once they are there, and how long the engine took, which
+            Completions and the log-probs of their tokens, once they have arrived, and the engine's time, which only
             the main process knows.
         in_flight ([`InFlight`], *optional*):
-            What is waited for.
+            The pending request.
     """
 
     prompt_ids: list[list[int]]
@@ -71,16 +73,16 @@ class Pending:
 
     @property
     def version(self) -> int:
-        """The update whose weights began to draw it."""
+        """The update whose weights began to draw the batch."""
         return self.versions[0][0]
 
     @property
     def is_lost(self) -> bool:
-        """True if it was not drawn, and is not in flight."""
+        """True if the batch was not drawn and is not in flight."""
         return self.completion_ids is None and self.in_flight is None
 
     def keep(self, output: tuple) -> None:
-        """Keep what [`~trl_qarl.rollout.generation.QaRLVLLMGeneration.generate`] has returned."""
+        """Store the result of [`~trl_qarl.rollout.generation.QaRLVLLMGeneration.generate`]."""
         _, self.completion_ids, logps, _ = output
         self.logps = [[values[0] for values in row] for row in logps]
         self.in_flight = None
@@ -88,9 +90,9 @@ class Pending:
 
 class NextPrompts:
     """
-    The prompts of generation batches that have not begun, from a `sampler` of its own, seeded as the one of the
-    training. The loader itself must not be asked ahead of time: it marks the end of its data, after which accelerate
-    cuts what it gathers. It repeats a batch for `num_repeats` micro-batches; an update has `accumulation` of them.
+    Prompts of generation batches that have not begun, from a separate `sampler` with the seed of the training's. The
+    loader itself must not be read ahead: it marks the end of its data, after which accelerate cuts gathered tensors.
+    It repeats a batch for `num_repeats` micro-batches; an update has `accumulation` of them.
     """
 
     def __init__(
@@ -104,11 +106,11 @@ class NextPrompts:
         self._per_epoch = sampler.num_samples // sampler.batch_size
 
     def number_at(self, epoch: int, micro_batch: int) -> int:
-        """Return the number, from the first epoch on, of the generation batch that a micro-batch belongs to."""
+        """Return the number, counted from the first epoch, of the generation batch of a micro-batch."""
         return epoch * self._per_epoch + micro_batch // self._num_repeats
 
     def prompts(self, number: int) -> list[Any]:
-        """Return the prompts of this process in a generation batch, of no earlier epoch than the last asked for."""
+        """Return this process' prompts of a generation batch; its epoch must not be before the last one asked for."""
         epoch, place = divmod(number, self._per_epoch)
         while self._num_drawn <= epoch:
             self._order = list(self._sampler)
@@ -119,7 +121,8 @@ class NextPrompts:
         return [self._dataset[index]["prompt"] for index in self._order[start : start + share]]
 
     def updates_before(self, number: int) -> int:
-        """Return the updates before a generation batch. The last of an epoch may be of fewer micro-batches."""
+        """Return the number of updates before a generation batch. The last one of an epoch may have fewer
+        micro-batches."""
         epoch, place = divmod(number, self._per_epoch)
         per_epoch = -(-self._per_epoch * self._num_repeats // self._accumulation)
         return epoch * per_epoch + place * self._num_repeats // self._accumulation
@@ -127,18 +130,18 @@ class NextPrompts:
 
 class Ahead:
     """
-    The generation batches that are drawn before their turn, and the weights that draw them. Every process has one, and
-    all have to call alike.
+    Generation batches that are drawn before their turn, and the weights that draw them. Every process has such an
+    object, and all processes have to make the same calls.
 
     Args:
         generation ([`~trl_qarl.rollout.generation.QaRLVLLMGeneration`]):
-            Rollouts of a server.
+            Generation backend of a server.
         args ([`QaRLConfig`]):
-            Of the run.
+            Configuration of the run.
 
     Attributes:
         pending (`deque[Pending]`):
-            In the order of their turns.
+            Batches in the order of their turns.
         drawn (`Pending` or `None`):
             The batch in progress until it is scored, if it was drawn ahead.
     """
@@ -151,15 +154,15 @@ class Ahead:
         self._wait_seconds = 0.0
 
     def begin(self, sampler: Any, dataset: Any) -> None:
-        """Begin, or go on with, a training on `dataset`, whose prompts come in the order of a `sampler` that is this
-        object's own."""
+        """Begin or continue a training on `dataset`; its prompts come in the order of `sampler`, which nothing else
+        may use."""
         args, accelerator = self.args, self.generation.accelerator
         num_repeats = args.steps_per_generation * args.num_iterations
         processes = accelerator.num_processes, accelerator.process_index
         self._coming = NextPrompts(sampler, dataset, num_repeats, args.gradient_accumulation_steps, *processes)
 
     def wait(self, number: int | None = None) -> None:
-        """Wait for what is in flight, of the next `number` batches if it is given. What has failed stays pending."""
+        """Wait for requests in flight, or for those of the next `number` batches. A failed batch stays pending."""
         start = time.perf_counter()
         for batch in islice(self.pending, number):
             if batch.in_flight is None:
@@ -175,13 +178,14 @@ class Ahead:
 
     def collect(self, is_training: bool) -> bool:
         """
-        Wait for what is in flight, for training with `in_flight_updates` only for the next batch, and draw what was
-        lost with the weights that were to draw it, which are published again. Returns whether they were: then the
-        engine no longer has the learner's. [`EngineLost`] is raised on every process if it cannot be brought back.
+        Wait for requests in flight; in training with `in_flight_updates`, only for the next batch. Lost batches are
+        drawn again with the weights that were to draw them, which are published again. Return `True` if that happened:
+        the engine then no longer has the learner's weights. [`EngineLost`] is raised on every process if the engine
+        cannot be brought back.
         """
         self.wait(1 if is_training and self.args.in_flight_updates else None)
         if any(batch.is_lost for batch in self.pending):
-            # What is in flight must not go on with earlier weights.
+            # Requests in flight must not continue with earlier weights.
             self.wait()
         lost = [batch for batch in self.pending if batch.is_lost]
         for batch in lost:
@@ -195,15 +199,15 @@ class Ahead:
         return bool(lost)
 
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
-        """Return the batch whose turn it is, if it was drawn ahead and of these prompts; others than those expected
-        drop all."""
+        """Return the batch whose turn it is, if it was drawn ahead from these prompts; other prompts drop all
+        batches."""
         if not self.pending:
             return None
         batch = self.pending.popleft()
         if not all(gather_object([batch.prompt_ids == prompt_ids])):
             logger.warning(
-                "The prompts are not those that were drawn ahead: something else than `seed` orders them. They are drawn now, and what "
-                "was drawn ahead is dropped."
+                "The prompts are not those that were drawn ahead: something other than `seed` orders them. They are drawn now, and "
+                "batches that were drawn ahead are dropped."
             )
             self.forget()
             return None
@@ -211,7 +215,8 @@ class Ahead:
         return batch
 
     def measure(self, now: int, seconds: float) -> dict[str, float]:
-        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`."""
+        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`
+        seconds."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
             "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),
@@ -221,9 +226,9 @@ class Ahead:
 
     def draw(self, place: tuple[int, int], state: Any, tokenize: Callable[[list], tuple]) -> None:
         """
-        Have the engine, which has the learner's weights, draw the batches that come next, as far as the training goes,
-        and keep these weights. `place` is the epoch, and the micro-batch of it that comes next; `state` has the update
-        whose weights the learner has, and the last one; `tokenize` makes token ids and pictures of prompts.
+        Have the engine, which holds the learner's weights, draw the next batches, up to the end of the training, and
+        keep these weights. `place` is the epoch and its next micro-batch; `state` has the update whose weights the
+        learner has, and the last update; `tokenize` turns prompts into token ids and pictures.
         """
         number, prompts = self._coming.number_at(*place), []
         # An error in one process' prompts must not leave the others waiting.
@@ -233,7 +238,7 @@ class Ahead:
                     prompt_ids, images, _ = tokenize(self._coming.prompts(later))
                     if images is not None:
                         raise ValueError(
-                            f"rollout_ahead={self.args.rollout_ahead} is unsupported with pictures. Leave it out."
+                            f"rollout_ahead={self.args.rollout_ahead} is unsupported with pictures. Remove it."
                         )
                     prompts.append(prompt_ids)
         in_flight = [batch for batch in self.pending if batch.in_flight is not None]
@@ -246,13 +251,13 @@ class Ahead:
             self.pending.append(Pending(prompt_ids, [version], in_flight=launched))
 
     def at_drawn(self) -> AbstractContextManager:
-        """Return a context in which the learner has the weights that have drawn, or begun to draw, the batch in
+        """Return a context in which the learner has the weights that drew, or began to draw, the batch in
         progress."""
         return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.versions[0][1])
 
     def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
-        """Return, for files, what is pending in this process, and the weights that draw it: this process' part of a
-        sharded model, else the same on all processes."""
+        """Return this process' pending batches in a form for files, and the weights that draw them: a shard if the
+        model is sharded, else the same on all processes."""
         self.wait()
         kept = {id(version): version for batch in self.pending for _, version in batch.versions}
         places = list(kept)
@@ -263,12 +268,12 @@ class Ahead:
         return batches, [version.state() for version in kept.values()]
 
     def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
-        """Go on from [`~Ahead.state`]. `ValueError` is raised if a batch is of the weights of several updates, and
-        this run looks for those of one."""
+        """Continue from [`~Ahead.state`]. `ValueError` is raised if a batch was drawn by the weights of several
+        updates, and this run expects those of one."""
         if not self.args.in_flight_updates and any(len(drawn_by) > 1 for _, drawn_by, *_ in batches):
             raise ValueError(
-                "The checkpoint has completions that were drawn with in_flight_updates=True, by the weights of several updates. Resume "
-                "with it."
+                "The checkpoint has completions that were drawn with in_flight_updates=True, by the weights of several updates. "
+                "Resume with the same option."
             )
         self.forget()
         kept = [KeptVersion.of_state(state, self.generation.model) for state in versions]
@@ -276,6 +281,6 @@ class Ahead:
             self.pending.append(Pending(prompt_ids, [(update, kept[index]) for update, index in drawn_by], *drawn))
 
     def forget(self) -> None:
-        """Drop what is pending: it is of another training, or of prompts that do not come."""
+        """Drop pending batches, which belong to another training or to prompts that will not come."""
         self.pending.clear()
         self.drawn = None

@@ -2,7 +2,7 @@
 Validates completions returned by the engine or by `rollout_func`. A valid HTTP response can still be malformed: it may
 lack a completion, or hold tokens that the learner has no embedding for, or log-probs that no token can have.
 
-Only what is impossible is refused. A completion that is merely unlikely, or from other weights, is not seen here.
+Only impossible values are refused. A completion that is merely unlikely, or from other weights, is not detected.
 """
 
 import math
@@ -15,12 +15,12 @@ __all__ = ["BadAnswer", "check_answer", "check_rollout", "checked_rollout_func",
 
 LARGEST_LOGP = 0.02
 """
-A log-prob is at most 0, up to rounding: a float32 sum over a vocabulary of 2**18, in the worst order, is off by a
-factor of 2**18 * 2**-24 = 0.016, and so is the log-prob that is normalized by it.
+A log-prob is at most 0, up to rounding: a float32 sum over a vocabulary of 2**18, in the worst order, has a relative
+error of 2**18 * 2**-24 = 0.016, which a log-prob normalized by this sum inherits.
 """
 
 SMALLEST_LOGP = -9999.0
-"""Value that vLLM's HTTP API writes in place of minus infinity, which no token that was sampled can have."""
+"""Value that vLLM's HTTP API writes for minus infinity, which no sampled token can have."""
 
 
 class BadAnswer(ValueError):
@@ -28,8 +28,8 @@ class BadAnswer(ValueError):
 
 
 def vocabulary_size(model) -> int:
-    """Return how many token ids a model has rows for, which an engine samples from: padded, they may be more than the
-    tokenizer knows, or fewer."""
+    """Return the number of token ids that a model has rows for, from which an engine samples. It may be larger or
+    smaller than the tokenizer's."""
     return model.config.get_text_config().vocab_size
 
 
@@ -41,14 +41,15 @@ def check_answer(
 
     Args:
         answer (`dict`):
-            As TRL's client of a server returns it: `prompt_ids`, one list for each prompt; `completion_ids`,
+            In the form of TRL's client of a server: `prompt_ids`, one list for each prompt; `completion_ids`,
             `logprobs` and `logprob_token_ids`, one list for each completion, those of one prompt side by side. In the
-            last two each token has a list of its own, in which the sampled token is the first. NaN is `None`.
+            last two each token has a list that begins with the sampled token. NaN is `None`.
         prompts, num_generations, max_tokens, vocab_size:
-            Token ids that were to be completed, how often, how long at most, and how many ids the learner has.
+            Token ids that were to be completed, completions of each, their largest length, and the learner's number
+            of token ids.
 
     Raises:
-        BadAnswer: if that cannot be what was sampled.
+        BadAnswer: if the completions cannot have been sampled.
     """
     completion_ids, logprobs, logprob_ids = (
         answer[name] for name in ("completion_ids", "logprobs", "logprob_token_ids")
@@ -78,9 +79,9 @@ def check_answer(
 
 def check_rollout(output: dict[str, Any], num_prompts: int, vocab_size: int) -> None:
     """
-    Check what a `rollout_func` returns for `num_prompts` prompts: `prompt_ids`, `completion_ids` and `logprobs`, one
-    list, tensor or array for each. Completions may be of any length, as several turns of an environment are, and NaN,
-    or `None`, stands for a log-prob that is unknown. [`BadAnswer`] is raised if the learner cannot be trained on it.
+    Check the output of a `rollout_func` for `num_prompts` prompts: `prompt_ids`, `completion_ids` and `logprobs`, one
+    list, tensor or array for each prompt. Completions may have any length, as an environment may take several turns.
+    NaN or `None` stands for an unknown log-prob. [`BadAnswer`] is raised if the learner cannot be trained on it.
     """
     wanted = f"one for each of {num_prompts} prompts"
     prompt_ids, completion_ids, logprobs = (output[name] for name in ("prompt_ids", "completion_ids", "logprobs"))
@@ -99,7 +100,7 @@ def check_rollout(output: dict[str, Any], num_prompts: int, vocab_size: int) -> 
 def checked_rollout_func(
     rollout_func: Callable[..., dict[str, Any]], vocab_size: int
 ) -> Callable[..., dict[str, Any]]:
-    """`rollout_func` with [`check_rollout`] after it."""
+    """Return `rollout_func` followed by [`check_rollout`]."""
 
     @wraps(rollout_func)
     def rollout(prompts, *args, **kwargs):
@@ -109,7 +110,7 @@ def checked_rollout_func(
             try:
                 check_rollout(output, len(prompts), vocab_size)
             except BadAnswer as error:
-                raise BadAnswer(f"`rollout_func` returned what cannot be trained on: {error}") from None
+                raise BadAnswer(f"`rollout_func` returned a result that cannot be trained on: {error}") from None
         return output
 
     return rollout
@@ -124,7 +125,7 @@ def _check_count(rows: Any, expected: int, what: str, wanted: str) -> None:
 
 def _check_ids(where: str, ids: Any, vocab_size: int) -> None:
     if not ids:
-        raise BadAnswer(f"{where} has no tokens; an end-of-sequence token is the least.")
+        raise BadAnswer(f"{where} has no tokens; it needs at least an end-of-sequence token.")
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadAnswer(
@@ -155,7 +156,7 @@ def _first_of_each(positions: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _numbers(row: Any) -> Any:
-    """Return a row of tensors, arrays or Python's numbers as Python's numbers."""
+    """Return a tensor, an array, or a list of their elements or of numbers, as numbers of Python."""
     if hasattr(row, "tolist"):
         return row.tolist()
     return [value.tolist() if hasattr(value, "tolist") else value for value in row]

@@ -1,4 +1,4 @@
-"""Calls in a thread of their own, while the caller goes on."""
+"""Calls in a background thread."""
 
 import threading
 import time
@@ -13,16 +13,16 @@ __all__ = ["BackgroundCall"]
 
 class BackgroundCall:
     """
-    A call in a daemon thread, or several, one after the other. A thread of `concurrent.futures` would be joined when
-    the interpreter ends, so a trainer that dies would wait for its server.
+    One call at a time in a daemon thread. The interpreter joins threads of `concurrent.futures` when it ends, so a
+    trainer that dies would wait for its server.
 
     Args:
         in_thread (`bool`, *optional*, defaults to `True`):
-            With `False` a call has ended when `start` returns.
+            With `False`, `start` returns after the end of the call.
 
     Attributes:
         seconds (`float`):
-            How long it took.
+            Duration of the call.
     """
 
     def __init__(self, in_thread: bool = True):
@@ -36,11 +36,11 @@ class BackgroundCall:
 
     @property
     def is_running(self) -> bool:
-        """True until there is an answer or an error."""
+        """True until the call has returned or failed."""
         return self._outcome is not None and not self._outcome.done()
 
     def start(self, function: Callable[[], Any]) -> None:
-        """Call the `function`. What it raises is raised by `answer`."""
+        """Call `function`. An error of the call is raised by `answer`."""
         self._outcome = Future()
         if self.in_thread:
             threading.Thread(target=self._run, args=(function,), name="trl-qarl-call", daemon=True).start()
@@ -48,17 +48,18 @@ class BackgroundCall:
             self._run(function)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end of the call, whatever comes of it, for at most `timeout` seconds."""
+        """Wait at most `timeout` seconds for the end of the call, without raising its error."""
         if self._outcome is not None:
             wait([self._outcome], timeout)
 
     def answer(self, timeout: float | None = None) -> Any:
-        """Wait for the answer; what the function raised is raised here, and `TimeoutError` after `timeout` seconds."""
+        """Wait for the result and return it, or raise the error of the call, or `TimeoutError` after `timeout`
+        seconds."""
         self.wait(timeout)
         return None if self._outcome is None else self._outcome.result(0)
 
     def fail(self, error: BaseException) -> None:
-        """Have `answer` raise `error`, unless the call has ended. Its thread is left behind."""
+        """Make `answer` raise `error`, unless the call has ended. Its thread keeps running."""
         with suppress(InvalidStateError):
             self._outcome.set_exception(error)
 

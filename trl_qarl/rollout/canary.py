@@ -1,19 +1,19 @@
 """
-Log-probs of a fixed text, which engine and learner compare after each publication: fingerprints do not reach what
-kernels keep for themselves, nor what a CUDA graph reads.
+Compares the log-probs of a fixed text in engine and learner after each publication. Fingerprints reach neither copies
+inside kernels nor the memory that a CUDA graph reads.
 
-How much the two may differ depends on the weights: one model turns a rounding error of its first layer into a tenth of
-a nat, another does not notice it. So the learner scores the text twice. The second time its embeddings are moved by
-the last bit of the engine's dtype, each element up or down, and what leaves a decoder layer is rounded to that dtype,
-as in the engine. From there on every sum is rounded otherwise, with all that follows: other codes of low-bit
-activations, other experts of a token. What is left between the two, the *rounding*, is about what the engine is away
-by: 0.5 to 1.6 times as much in the publications on which [`LIMIT`] was settled.
+The allowed difference depends on the weights: one model amplifies a rounding error of its first layer to a tenth of a
+nat, another does not change at all. Hence the learner scores the text twice. In the second pass each element of the
+embeddings moves up or down by the last bit of the engine's dtype, and the output of each decoder layer is rounded to
+that dtype, as in the engine. All later sums are then rounded differently, which also changes codes of low-bit
+activations and experts of tokens. The difference between the two passes, the *rounding*, is close to the engine's
+distance from the learner: that was 0.5 to 1.6 times as large in the publications from which [`LIMIT`] was derived.
 
-It sees what is wrong by more than a few roundings in the tokens of this text. It does not see one expert of many, a
-bias of one update ago, one query or key bias among many layers in bfloat16, nor anything in a model whose outputs
-hardly depend on its inputs, as those with random weights of a small scale.
+The canary detects errors that change tokens of this text by more than a few roundings. It misses one expert of many,
+a bias that is one update old, one query or key bias among many layers in bfloat16, and any error in a model whose
+outputs hardly depend on its inputs, such as one with small random weights.
 
-A text shows nothing of a vision tower. So a model that takes pictures has a second text, after a fixed picture.
+A text does not reach a vision tower, so a model that takes pictures has a second text, after a fixed picture.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,21 +35,21 @@ from .pictures import canary_prompt, takes_pictures
 __all__ = ["Canary"]
 
 LIMIT = 3.0
-"""Mean difference from which on the engine is taken to be broken, in units of the learner's rounding."""
+"""Largest mean difference of a working engine, in units of the learner's rounding."""
 
 PICTURE_TOKENS = 16
 """Tokens after the picture that are compared."""
 
 SMALLEST, LARGEST = 0.01, 2.5
 """
-Bounds of that, in nats: the first as a single code of an activation can be rounded otherwise, which in float32 is
-rare.
+Bounds of the allowed difference, in nats. The lower one covers a single activation code that is rounded differently,
+which is rare in float32.
 """
 
 
 class _Text(NamedTuple):
-    """A text, of which the last `num_scored` tokens are compared; `inputs` are the rest of the learner's, `pictures`
-    what the engine is shown."""
+    """A text whose last `num_scored` tokens are compared; `inputs` are further inputs of the learner, `pictures` those
+    of the engine."""
 
     metric: str
     token_ids: list[int]
@@ -59,8 +59,8 @@ class _Text(NamedTuple):
 
 
 class Canary:
-    """The fixed text of one learner, and the fixed picture of one that takes pictures. `dtype` is that in which the
-    engine runs the model; without a `processing_class` nothing is compared."""
+    """The fixed text of a learner, and the fixed picture of one that takes pictures. `dtype` is the engine's; without
+    a `processing_class` nothing is compared."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, processing_class: Any):
         self.model, self.dtype = model, dtype
@@ -76,8 +76,8 @@ class Canary:
             self.texts.append(_Text("publish/canary_picture", prompt, PICTURE_TOKENS, inputs, pictures))
 
     def score(self) -> list[tuple[torch.Tensor, float]]:
-        """Return for each text the learner's log-probs of the tokens that are compared, `(T,)` in nats on the CPU, and
-        their mean change when everything is rounded otherwise. Where masters are sharded, every process calls it."""
+        """Return for each text the learner's log-probs of the compared tokens, `(T,)` in nats on the CPU, and their
+        mean change under other rounding. With sharded masters every process has to call."""
         scores = []
         for text in self.texts:
             log_probs = self._log_probs(text)
@@ -87,16 +87,15 @@ class Canary:
 
     def compare(self, learner: list[tuple[torch.Tensor, float]], engine: Engine) -> dict[str, float]:
         """
-        Compare what the engine, or each replica of a server, says of the texts with the `learner`'s
-        [`~Canary.score`].
+        Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s [`~Canary.score`].
 
         Returns:
-            `publish/canary_abs_logp`, the mean difference in nats, of the replica that is furthest away, and
-            `publish/canary_rounding`, the learner's own; with a picture `publish/canary_picture_abs_logp` and
+            `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
+            `publish/canary_rounding`, the learner's own; with a picture also `publish/canary_picture_abs_logp` and
             `publish/canary_picture_rounding`.
 
         Raises:
-            PublishError: if the difference is larger than rounding explains, or the engine makes another prompt of the
+            PublishError: if rounding does not explain the difference, or the engine builds another prompt from the
                 picture.
         """
         found: dict[str, float] = {}
@@ -109,7 +108,7 @@ class Canary:
         scored = torch.tensor(engine.score(text.token_ids, text.pictures))
         replicas = scored.view(-1, len(text.token_ids) - 1)[:, -text.num_scored :]
         differences = (replicas - log_probs).abs().mean(1)
-        # `nan` if one difference is not a number.
+        # `argmax` finds NaN too.
         worst = int(differences.argmax())
         theirs, difference = replicas[worst], differences[worst].item()
         limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
@@ -120,7 +119,7 @@ class Canary:
             raise PublishError(
                 f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
                 f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
-                f"changes in the learner, so one of the two computes nonsense, or a kernel works with a copy of other weights. "
+                f"changes in the learner, so one of the two is broken, or a kernel works with a copy of other weights. "
                 f"Engine: {_rounded(theirs)}; learner: {_rounded(log_probs)}."
             )
         return difference
@@ -128,7 +127,7 @@ class Canary:
     def _log_probs(self, text: _Text) -> torch.Tensor:
         ids = torch.tensor(list(text.token_ids), device=next(self.model.parameters()).device)
         inputs = {name: value.to(ids.device) for name, value in text.inputs.items()}
-        # The engine runs low-bit weights also where the learner does not.
+        # The engine runs low-bit weights even if the learner does not.
         autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
         with quantized_forward(self.model), autocast:
             log_probs = learner_log_probs(self.model, ids, text.num_scored, **inputs)
@@ -149,7 +148,7 @@ class Canary:
 
         def round_output(module, arguments, output):
             if isinstance(output, tuple):
-                return (output[0].to(self.dtype).to(output[0]), *output[1:])
+                return (round_output(module, arguments, output[0]), *output[1:])
             return output.to(self.dtype).to(output)
 
         handles = [embedding.register_forward_hook(move)]

@@ -38,7 +38,7 @@ _SMALLEST_PIECE = 2**16
 _MAX_FAILURES = 5
 
 GRACE_SECONDS = 30.0
-"""Waited for NCCL after the time in which the server has to answer: it answers when it has received everything."""
+"""Additional wait for NCCL after the server's request time-out: the server answers only once it has all tensors."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class FileChannel(Channel):
         directory = self.client.transfer_dir
         if directory and directory == self._known_dir and not os.path.lexists(directory):
             # Cleaners of temporary directories remove folders that look unused.
-            logger.warning("Something has removed the transfer directory %s; it is made again.", directory)
+            logger.warning("The transfer directory %s was removed; it is created again.", directory)
             try:
                 make_transfer_dir(directory)
             except (OSError, ValueError) as error:
@@ -63,7 +63,7 @@ class FileChannel(Channel):
         if not directory or not os.access(directory, os.W_OK | os.X_OK):
             raise PublishError(
                 f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
-                "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory both hosts share."
+                "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory that both hosts share."
             )
         check_transfer_dir(directory)
         self._known_dir = directory
@@ -90,7 +90,7 @@ class FileChannel(Channel):
             path.unlink(missing_ok=True)
 
     def _write(self, tensors: Tensors, directory: str) -> Path:
-        # In a folder of its own, as safetensors writes to a temporary file first and chooses the mode of the file.
+        # In a separate folder: safetensors writes to a temporary file first and chooses the mode of the file.
         folder = Path(tempfile.mkdtemp(prefix=f"{owned_prefix()}{self.client.instance}-", dir=directory))
         try:
             written = folder / "chunk.safetensors"
@@ -103,9 +103,9 @@ class FileChannel(Channel):
 
 class HTTPChannel(Channel):
     """
-    Sends each chunk to the server's gate in pieces, each a request with a time-out of its own. A piece whose
-    connection is dropped is sent again from where the server has it; one that a proxy takes for too large (status 413)
-    in smaller pieces.
+    Sends each chunk to the server's gate in pieces, each a request with its own time-out. If the connection drops, the
+    piece is sent again from the byte at which the server stopped; if a proxy finds it too large (status 413), pieces
+    become smaller.
     """
 
     _piece_bytes = _PIECE_BYTES
@@ -157,9 +157,9 @@ class NCCLChannel(Channel):
     """
     Broadcasts each chunk from this process' accelerator, `device`, over a group with the server's workers.
 
-    NCCL waits for all of a group without a time-out, and a worker joins while it answers a request. TRL's client posts
-    that request in a thread and joins in the caller, which would wait for ever for a server that has died or refused.
-    Here both are in threads, and the caller waits for the first of them that fails.
+    NCCL waits for all members of a group without a time-out, and a worker joins while it answers a request. TRL's
+    client posts that request in a thread and joins in the caller, which would wait forever for a server that has died
+    or refused. Here both run in threads, and the caller stops at the first error.
     """
 
     def __init__(self, client, device: torch.device | None = None):
@@ -167,7 +167,7 @@ class NCCLChannel(Channel):
         self.device = device
 
     def connect(self) -> None:
-        """Form the group, again after a broadcast that failed, which leaves the two sides out of step."""
+        """Form the group, and form it again after a failed broadcast, which leaves the two sides out of step."""
         self.client.close_communicator()
         self._join(partial(self.client.init_communicator, device=self.device))
 
@@ -176,7 +176,7 @@ class NCCLChannel(Channel):
         metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors]
         # NCCL reads them in other streams, which do not wait for the kernels that produce them.
         torch.accelerator.synchronize()
-        # TRL's client then sends tensors and nothing else.
+        # With this flag TRL's client sends only tensors.
         self.client._updating_weights = True
         try:
             self._join(partial(self.client.update_named_params, metadata, iter(tensors)))
@@ -184,8 +184,8 @@ class NCCLChannel(Channel):
             self.client._updating_weights = False
 
     def _join(self, function: Callable[[], None]) -> None:
-        """Call `function`, which posts a request and joins the group; [`ServerLost`] if that does not end in time. A
-        thread that never ends is left behind; it does not keep the process from ending."""
+        """Call `function`, which posts a request and joins the group; raise [`ServerLost`] if it does not end in time.
+        A daemon thread that never ends stays behind."""
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         seconds = self.client.session.request_timeout + GRACE_SECONDS
 
@@ -208,7 +208,7 @@ class NCCLChannel(Channel):
                 except (OSError, RuntimeError) as error:
                     raise ServerLost(f"NCCL failed: {error}") from error
         except (ServerLost, PublishError):
-            # vLLM's gives up what it waits for.
+            # vLLM's communicator then stops waiting.
             getattr(self.client.communicator, "destroy", lambda: None)()
             raise
         finally:
@@ -219,11 +219,11 @@ def choose_channel(
     client, wanted: str = "auto", allow_plain_http: bool = False, device: torch.device | None = None
 ) -> tuple[Channel, str]:
     """
-    Return the channel to a server, and why it is that one in words.
+    Return the channel to a server, and the reason for the choice in words.
 
-    `wanted` is `"file"`, `"nccl"`, `"http"` or `"auto"`: NCCL, from `device`, for a server that was started for it,
-    else files if the server's transfer directory is on this host too, else HTTP. `ValueError` is raised for a channel
-    that the server was not started for, and for clear text to another host unless `allow_plain_http`.
+    `wanted` is `"file"`, `"nccl"`, `"http"` or `"auto"`: NCCL from `device` if the server was started for it, else
+    files if the server's transfer directory is on this host too, else HTTP. `ValueError` is raised for a channel that
+    the server was not started for, and for plain HTTP to another host unless `allow_plain_http`.
     """
     backend = client.call_workers("qarl_describe")[0]["backend"]
     if (wanted == "nccl") != (backend == NCCL_BACKEND) and wanted != "auto":
@@ -250,11 +250,11 @@ def choose_channel(
 
 
 def sends_changes(channel: Channel, wanted: bool | None) -> bool:
-    """Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes
-    longer than sending everything. Over NCCL it raises `ValueError`."""
+    """Return `wanted`, or by default `True` only over HTTP: elsewhere, finding the changes takes longer than sending
+    everything. Over NCCL `True` raises `ValueError`."""
     if wanted and isinstance(channel, NCCLChannel):
         raise ValueError(
-            "vllm_delta_sync=True, but the server takes weights over NCCL, which is faster than finding out what changed. Leave it "
-            "out, or start the server with `--transport file`."
+            "vllm_delta_sync=True, but the server takes weights over NCCL, which is faster than finding out what changed. Remove "
+            "it, or start the server with `--transport file`."
         )
     return isinstance(channel, HTTPChannel) if wanted is None else wanted

@@ -1,4 +1,4 @@
-"""The trainer's connection to a vLLM server: TRL's client, holding the server's session while it lives."""
+"""The trainer's connection to a vLLM server: TRL's client, which holds the server's session."""
 
 import json
 import os
@@ -29,7 +29,7 @@ __all__ = ["QaRLClient"]
 
 
 _HEALTH_SECONDS = 10
-# A server notices within milliseconds that a session's connection has gone.
+# A server detects a closed session within milliseconds.
 _REFUSAL_SECONDS = 10.0
 
 # The only requests before the process at the port has proved that it is the server.
@@ -40,9 +40,9 @@ class QaRLClient(VLLMClient):
     """
     Client of a server started by `trl-qarl vllm-serve`.
 
-    It opens the server's session, so that no second trainer can change the weights, after both have proved that they
-    know one secret. Without a session only the requests of that handshake are sent, whoever listens there. Retries are
-    left to the caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
+    It opens the server's session, so that no second trainer can change the weights, after both sides have proved that
+    they know the same secret. Without a session only the requests of this handshake are sent. The caller decides about
+    retries: TRL's client repeats failed requests, but an update must not be repeated in part.
 
     Args:
         base_url, group_port:
@@ -50,18 +50,19 @@ class QaRLClient(VLLMClient):
         connection_timeout, request_timeout, generation_timeout (`float`, *optional*):
             Seconds to wait for the server, for the answer to a request, and for completions.
         token (`str`, *optional*), token_file (`str` or `Path`, *optional*):
-            The secret of a server that was started here, or a file with it. Defaults to the file that the server
-            names, which only a process of the same user can read.
+            The secret of a server that was started here, or a file that contains it. Defaults to the file that the
+            server names, which only the same user can read.
         ca_certs (`str` or `Path`, *optional*):
-            File with the certificates that vouch for an https server's. Defaults to those that `requests` comes with.
+            File with the certificates that sign an https server's. Defaults to those of `requests`.
         start_command (`str`, *optional*):
-            What starts a server, for the error where none answers.
+            Command that starts a server, for the error if none answers.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
         RuntimeError: if the server was started in another way, works for another trainer, has another secret or does
-            not prove that it knows it.
-        ValueError: if the token file cannot be read or others can, or the server's certificate is not to be trusted.
+            not prove that it knows the secret.
+        ValueError: if the token file cannot be read or other users can read it, or the server's certificate is not
+            trusted.
     """
 
     session: CheckedSession
@@ -69,7 +70,7 @@ class QaRLClient(VLLMClient):
     """Token ids that stand for pictures."""
     communicator: Any = None
     joining: BackgroundCall | None = None
-    """Joins NCCL's group; a request that fails meanwhile decides it."""
+    """Call that joins NCCL's group; a request that fails meanwhile ends it."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class QaRLClient(VLLMClient):
 
     @override
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """Waits for the server and opens its session. The constructor calls it before its first request."""
+        """Waits for the server and opens its session. The constructor calls this before its first request."""
         self.session = CheckedSession(*self._settings)
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
@@ -113,10 +114,10 @@ class QaRLClient(VLLMClient):
             time.sleep(retry_interval)
 
     def open_session(self) -> None:
-        """Become the trainer of this server. A session this client held before is given up."""
+        """Become the trainer of this server. An earlier session of this client is closed."""
         self.close_session()
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
-        # Redirections are not followed: they lead to another server.
+        # Redirections would lead to another server.
         opening = {"expected": range(200, 500), "allow_redirects": False}
         challenge = self.session.request("GET", f"{self.base_url}{STATE_PATH}", **opening)
         if challenge.status_code == 404:
@@ -139,15 +140,15 @@ class QaRLClient(VLLMClient):
             )
         if held.status_code != 200:
             raise RuntimeError(f"The server at {self.base_url} opened no session: {error_text(held)}")
-        # The iterator is kept with the response: one that is collected half way closes the connection.
+        # Keep the iterator with the response: it closes the connection when it is garbage-collected early.
         lines = held.iter_lines()
         state = _json_object(next(lines, b""))
         if not is_proof(state.pop("proof", None), token, "server", nonces, state):
             held.close()
             raise RuntimeError(
-                f"What listens at {self.base_url} did not prove that it knows the secret of the trainer's server, which the "
-                f"trainer has from {source}. It may have taken the port while the server was down, so it gets no weights. "
-                "Find out what it is (`ss -ltnp`), end it and start the server again."
+                f"The process that listens at {self.base_url} did not prove that it knows the secret of the trainer's server, which "
+                f"the trainer has from {source}. It may have taken the port while the server was down, so it gets no weights. "
+                "Identify it (`ss -ltnp`), end it and start the server again."
             )
         self._held, self._lines = held, lines
         self.session.headers[SESSION_HEADER] = state["session"]
@@ -155,8 +156,8 @@ class QaRLClient(VLLMClient):
         self.transfer_mark = state.get("transfer_mark")
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
-        """Return the secret, and where it comes from in words. Read each time: a server that is started again may have
-        another."""
+        """Return the secret and its source in words. A file is read each time, as a restarted server may have another
+        secret."""
         if self._token is not None:
             return self._token, "the server's start"
         path = self._token_file or named_by_server
@@ -174,7 +175,7 @@ class QaRLClient(VLLMClient):
             ) from error
 
     def has_lost_session(self) -> bool:
-        """Return whether the server has closed the session's connection, which it does not while it lives."""
+        """Return whether the server has closed the session's connection, which happens only when the server ends."""
         held = self._held
         sock = None if held is None else getattr(held.raw.connection, "sock", None)
         if sock is None:
@@ -191,7 +192,7 @@ class QaRLClient(VLLMClient):
         return True
 
     def close_session(self) -> None:
-        """Let another trainer use the server. Nothing but a new handshake is sent from here on."""
+        """Let another trainer use the server. From now on only a new handshake is sent."""
         self.session.headers.pop(SESSION_HEADER, None)
         if self._held is not None:
             self._held.close()
@@ -199,14 +200,14 @@ class QaRLClient(VLLMClient):
 
     def reconnect(self, timeout: float) -> bool:
         """
-        Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server
-        process. [`ServerLost`] is raised if none answers in time, and sooner for one that opens no session, as it
-        works for another trainer or has taken the port.
+        Wait up to `timeout` seconds for the server and open a session again. Return whether the server is a new
+        process. [`ServerLost`] is raised if no server answers in time, and earlier for one that opens no session: it
+        works for another trainer, or something else has taken the port.
         """
         self.close_session()
         instance, start, refused_since = self.instance, time.monotonic(), None
         while True:
-            # Pooled connections still lead to the process that answered before.
+            # Pooled connections still lead to the previous process.
             self.session.close()
             reason: Any = "it is not healthy."
             try:
@@ -217,7 +218,7 @@ class QaRLClient(VLLMClient):
             except OSError as error:
                 reason, refused_since = error, None
             except (RuntimeError, StopIteration, ValueError, KeyError) as error:
-                # The server notices only after a moment that the old session's connection has gone.
+                # The server needs a moment to detect that the old session has been closed.
                 reason, refused_since = error, refused_since or time.monotonic()
             now = time.monotonic()
             if now - start >= timeout or (refused_since is not None and now - refused_since >= _REFUSAL_SECONDS):
@@ -235,7 +236,7 @@ class QaRLClient(VLLMClient):
     def control(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> requests.Response:
-        """POST to one of the server's control endpoints; errors are those of [`refusals`]."""
+        """POST to one of the server's control endpoints; errors are raised as by [`refusals`]."""
         with refusals():
             return self.session.post(f"{self.base_url}{path}", json=body or {}, headers=headers)
 
@@ -258,7 +259,7 @@ class QaRLClient(VLLMClient):
 
     @override
     def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
-        """Sends pictures with their prompts; returns the prompts that the server makes of them."""
+        """Sends pictures with their prompts and returns the server's expanded prompts."""
         post = partial(self._post, f"{self.base_url}{PICTURE_PATH}")
         return complete_prompts(post, self.model, prompts, features, sampling_params, self.placeholders)
 
@@ -278,12 +279,12 @@ class QaRLClient(VLLMClient):
 
 
 class _SessionAdapter(HTTPAdapter):
-    """Sends requests as long as the server holds the session's connection open, and without a session only those of
-    the handshake."""
+    """Sends requests only while the server keeps the session's connection open; without a session, only those of the
+    handshake."""
 
     def __init__(self, client: QaRLClient, **kwargs):
         super().__init__(**kwargs)
-        # The session ends with the last reference to its client, which must not wait for the garbage collector.
+        # A strong reference would form a cycle, and the session would end only at the next garbage collection.
         self._client = weakref.ref(client)
 
     def send(self, request, *args, **kwargs):

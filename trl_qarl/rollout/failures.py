@@ -16,16 +16,16 @@ __all__ = ["EngineLost", "all_or_none", "as_lost", "persistently"]
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Publications, or generations, tried before giving up."""
+"""Attempts at a publication or a generation before giving up."""
 
 
 class EngineLost(RuntimeError):
     """
-    The engine could not be filled, or did not generate; a server, not in [`MAX_ATTEMPTS`] attempts. `can_be_filled`
-    tells whether another publication may bring it back.
+    The engine could not take the weights or did not generate; a server failed in all of [`MAX_ATTEMPTS`] attempts.
+    `can_be_filled` is true if another publication may bring the engine back.
 
-    Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them
-    stop at the same line instead of waiting for each other.
+    Iterating over this error raises it: the main process sends it to the others in place of completions, so that all
+    of them stop at the same line instead of waiting for each other.
     """
 
     def __init__(self, *args, can_be_filled: bool = False):
@@ -38,8 +38,8 @@ class EngineLost(RuntimeError):
 
 @contextmanager
 def all_or_none(accelerator):
-    """While open, an error of one process is raised by all, which would otherwise wait for it at their next meeting.
-    Every process has to open it, and a meeting inside must fail for all alike."""
+    """While open, an error of one process is raised by all, which would otherwise wait for it at their next
+    collective. Every process has to open it, and a collective inside must fail for all processes alike."""
     failure = None
     try:
         yield
@@ -48,31 +48,31 @@ def all_or_none(accelerator):
     failures = gather_object([None if failure is None else _for_others(failure)])
     culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
     if culprit is not None:
-        # All ranks raise the same class, because their handlers may run collectives.
+        # All ranks must raise the same class, because their handlers may run collectives.
         raise failure if culprit == accelerator.process_index else failures[culprit]
 
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
-    """Return the error that ended `doing` as [`EngineLost`]; an unexpected one is logged with its traceback."""
+    """Return the error that ended `doing` as [`EngineLost`]; an unexpected error is logged with its traceback."""
     if isinstance(error, EngineLost):
         return error
     if not isinstance(error, (ServerLost, PublishError, ValueError)):
-        logger.error("%s in an unforeseen way", doing, exc_info=error)
+        logger.error("%s unexpectedly", doing, exc_info=error)
         return EngineLost(f"{doing}: {type(error).__name__}: {error}")
     return EngineLost(f"{doing}: {error}", can_be_filled=isinstance(error, (ServerLost, PublishError)))
 
 
 def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
     """
-    Return the result of the first `attempt` that does not lose the engine. Each is told how many have failed before,
-    and gets the engine back if any has. [`EngineLost`] is raised after [`MAX_ATTEMPTS`], or at once where another
-    publication does not help.
+    Return the result of the first `attempt` that does not lose the engine. Each attempt gets the number of earlier
+    failures, and has to get the engine back if there are any. [`EngineLost`] is raised after [`MAX_ATTEMPTS`], or at
+    once if another publication would not help.
     """
     for failed in range(MAX_ATTEMPTS):
         try:
             return attempt(failed)
         except Exception as error:
-            # Not always of an engine that was lost: a server started in its place may be for something else.
+            # Not only of a lost engine: a server started in its place may not fit the learner.
             lost = as_lost(error, f"{doing} failed")
             if not lost.can_be_filled:
                 raise lost from error
@@ -82,7 +82,7 @@ def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
 
 
 def _for_others(error: Exception) -> Exception:
-    """Return what the other processes raise; not every error can be pickled."""
+    # Not every error can be pickled.
     if isinstance(error, EngineLost):
         return EngineLost(str(error))
     return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

@@ -1,5 +1,5 @@
-"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with our publication in place of its
-own."""
+"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with the weight sync of this
+package."""
 
 import logging
 import secrets
@@ -34,10 +34,10 @@ __all__ = ["QaRLVLLMGeneration"]
 logger = logging.getLogger(__name__)
 
 BACKOFF_SECONDS = 2.0
-"""Waited before the second attempt, twice as long before each further one."""
+"""Wait before the second attempt; it doubles before each further one."""
 
 _GATHERS = "the main process gathers what it publishes"
-"""Message to the other processes before the outcome of a publication, in which they then take part."""
+"""Message to the other processes before the outcome of a publication: they take part in it."""
 
 _GENERATING, _PUBLISHING = "Generating with vLLM", "Publishing to vLLM"
 
@@ -50,25 +50,25 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     Args:
         options ([`QaRLConfig`]):
-            How the server is started, reached and waited for.
+            Options of the server and of the connection to it.
         dtype (`torch.dtype`):
             Dtype in which the engine runs the model.
         weight_version (`Callable[[], str]`):
-            Gives the name of the learner's current weights.
+            Returns the name of the learner's current weights.
         args, kwargs:
-            Those of the parent class.
+            Arguments of the parent class.
 
     Attributes:
         publication (`dict[str, float]`):
             Measurements of the last publication.
         published_version (`str` or `None`):
-            What the last publication has stamped on the engine's weights.
+            Version that the last publication has stamped on the engine's weights.
         engine ([`~trl_qarl.rollout.engine.Engine`]):
-            What generates; of a server only in the main process.
+            The engine; with a server only in the main process.
         description (`dict[str, Any]`):
             The engine's description of itself.
         server ([`ServerProcess`] or `None`):
-            The server that the main process has started, and starts again when it ends.
+            The server that the main process has started, and restarts when it ends.
     """
 
     def __init__(self, *args, options: Any, dtype: torch.dtype, weight_version: Callable[[], str], **kwargs):
@@ -81,13 +81,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._published_parameters: list[tuple[int, ...]] | None = None
         self._in_flight: InFlight | None = None
         self._launched: list[InFlight] = []
-        # A `rollout_func` may ask TRL's client for text, or for other log-probs; what it returns is checked.
+        # False while a `rollout_func` asks, possibly for text or other log-probs; its result is checked later.
         self._is_generating = False
         super().__init__(*args, **kwargs)
 
     @override
     def _init_vllm(self):
-        """Connects to a server, or builds an engine, and checks that it was made for the learner."""
+        """Connects to a server, or builds an engine, and checks that it fits the learner."""
         with all_or_none(self.accelerator):
             if self.mode != "server":
                 self._build_engine()
@@ -125,10 +125,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
             engine.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
             self._use(engine, delta)
         except BaseException:
-            # A trainer that the engine does not fit must not keep the server until it is garbage-collected.
+            # A trainer that does not fit must not keep the server until it is garbage-collected.
             client.close_session()
             raise
-        # TRL asks the client, as a `rollout_func` may.
+        # TRL calls the client, and so may a `rollout_func`.
         client.generate = self._completions
 
     def _build_engine(self) -> None:
@@ -144,7 +144,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             max_num_seqs=self.max_num_seqs,
             enable_sleep_mode=self.enable_sleep_mode,
             model_impl=self.model_impl,
-            # vLLM's memory profiler takes its default, 32,768, for memory that is really needed.
+            # vLLM's profiler reserves memory for its default of 32,768, which is never needed.
             max_num_batched_tokens=4096,
             trust_remote_code=self.trust_remote_code,
         )
@@ -157,22 +157,21 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._use(engine)
 
     def _use(self, engine: Engine, delta: bool = False) -> None:
-        """Have an engine generate that was made for the learner."""
         self.engine = engine
         self.publisher = Publisher(self.model, self.dtype, engine, self.processing_class, delta)
         self.description = self.publisher.check_engine()
         if self.description["device"] == "cpu" and "seed" in self.generation_kwargs:
             raise ValueError(
-                f"generation_kwargs={self.generation_kwargs} has a seed, and the engine runs on a CPU: there vLLM dies of a request "
-                "with one whose prompt is prefilled in pieces. Remove it; `seed` of the configuration stays."
+                f"generation_kwargs={self.generation_kwargs} has a seed, and the engine runs on a CPU: there vLLM crashes on a request "
+                "with a seed if its prompt is prefilled in pieces. Remove it; `seed` of the configuration stays."
             )
         logger.info("vLLM engine on %s, kernels %s", self.description["device"], self.description["kernels"])
 
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors. Without `in_flight_updates` nothing is in flight then, as vLLM would
-        cut it short and call that a success. What fails is [`EngineLost`], with a server on every process.
+        Publishes the learner's low-bit tensors. Without `in_flight_updates` no request may be in flight: vLLM would
+        cut it short and report success. A failure raises [`EngineLost`], with a server on every process.
         """
         if self.mode == "colocate":
             self._publish_directly()
@@ -181,8 +180,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._published_parameters = self._parameter_versions()
 
     def is_published(self) -> bool:
-        """Return whether no parameter of any process was written to since the last publication, but through
-        `.data`."""
+        """Return whether no parameter of any process was written to since the last publication, except through
+        `.data`, which is not seen."""
         return all(gather_object([self._parameter_versions() == self._published_parameters]))
 
     def _parameter_versions(self) -> list[tuple[int, ...]]:
@@ -191,8 +190,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
         """
-        As the parent's, but with completions that were sampled from what was published, or [`EngineLost`]. A server
-        that was lost is filled again, in which every process has a part.
+        Returns only completions that were sampled with the published weights, or raises [`EngineLost`]. A lost server
+        is filled again, in which every process takes part.
         """
 
         def attempt(failed: int) -> tuple:
@@ -203,15 +202,15 @@ class QaRLVLLMGeneration(VLLMGeneration):
         return attempt(0) if self.mode == "colocate" else persistently(_GENERATING, attempt)
 
     def launch(self, prompts: list[list[int]], num_generations: int) -> InFlight:
-        """Have a thread of the main process ask the server for completions of every process' prompts; all have to
-        call."""
+        """Have a thread of the main process ask the server for completions of the prompts of all processes, which all
+        have to call."""
         in_flight = InFlight(prompts, num_generations)
         self.collect(in_flight)
         return in_flight
 
     def collect(self, in_flight: InFlight) -> tuple:
-        """Wait for what was launched, and return what [`~QaRLVLLMGeneration.generate`] does. What failed is
-        [`EngineLost`] on every process; the learner may have other weights by now, so it is not tried again."""
+        """Wait for a launched request and return what [`~QaRLVLLMGeneration.generate`] returns. A failure raises
+        [`EngineLost`] on every process; there is no retry, as the learner may have other weights by now."""
         self._in_flight = in_flight
         try:
             return self._generate_once(in_flight.prompts, None, in_flight.num_generations)
@@ -220,12 +219,12 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _generate_once(self, prompts, images, num_generations, profiler=None):
         self._is_generating = True
-        # TRL takes a list for pictures, also an empty one.
+        # TRL takes even an empty list for pictures.
         images = images and [pictures or None for pictures in images]
         try:
             output = super().generate(prompts, images, num_generations, profiler)
             if self.mode == "colocate":
-                # On each process for its own prompts. A server's are checked when they arrive.
+                # Each process checks its own completions. Those of a server were checked when they arrived.
                 answer = dict(zip(_ANSWER, output, strict=True))
                 self._check_answer(answer, prompts, num_generations=1)
                 self._check_weight_version()
@@ -241,13 +240,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
             check_answer(answer, prompts, num_generations, self.max_completion_length, vocab_size)
         except BadAnswer as error:
             raise BadAnswer(
-                f"The completions make no sense: {error} The engine runs {self.description.get('kernels')} on "
+                f"The completions are malformed: {error} The engine runs {self.description.get('kernels')} on "
                 f"{self.description.get('device')}."
             ) from None
 
     @override
     def _place_features(self, features, prompt_ids):
-        """Return the pictures as they are: the server finds their places itself."""
+        """Returns the pictures as they are: the server finds their places itself."""
         return features
 
     def _check_weight_version(self) -> None:
@@ -255,23 +254,23 @@ class QaRLVLLMGeneration(VLLMGeneration):
         if stamped != self.published_version:
             raise EngineLost(
                 f"The completions were sampled with weights of version {stamped!r}, but version {self.published_version!r} was "
-                "published: something else changes the engine's weights."
+                "published: something else has changed the engine's weights."
             )
 
     def pop_publication(self) -> dict[str, float]:
-        """Measurements of the last publication, once."""
+        """Return the measurements of the last publication, only once."""
         publication, self.publication = self.publication, {}
         return publication
 
     def stop_server(self) -> None:
-        """End a server that was started here; the next use starts it again."""
+        """Stop a server that was started here; the next use starts it again."""
         if self.server is not None:
             if self.accelerator.is_main_process:
                 self.vllm_client.close_session()
             self.server.stop()
 
     def _publish(self) -> None:
-        # The step is not enough: training can begin again at 0, and another trainer has steps of the same number.
+        # The step is not unique: training can begin again at 0, and another trainer has the same steps.
         version = f"{self.weight_version()}-{secrets.token_hex(4)}"
         self.publication = self.publisher.publish(version)
         self.published_version = version
@@ -281,7 +280,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             if self._llm_weights_sleeping:
-                # Sleeping has discarded them.
+                # Sleeping has discarded the weights.
                 self.publisher.forget()
             self._llm_weights_sleeping = False
         try:
@@ -291,7 +290,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _publish_to_server(self, failed: int) -> None:
         """Publish from the main process, after getting the server back if attempts have failed. All processes call
-        it, take part where masters are sharded, and raise what the main one raises."""
+        this, gather sharded masters together, and raise the main process' error."""
         while self._launched and not self.options.in_flight_updates:
             self._launched.pop().wait()
         outcome: list[Any] = [None]
@@ -314,10 +313,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.publication = outcome[0]
 
     def _completions(self, *args, **kwargs) -> dict[str, Any]:
-        """Returns an error in place of the completions, so that every process raises it. A launched request has none
-        yet."""
+        """Return completions, or an error in their place so that every process raises it. A launched request has no
+        completions yet."""
         is_own, in_flight = self._is_generating, self._in_flight
-        # Not by a thread that does not know what is published meanwhile.
+        # A thread does not know which versions are published meanwhile.
         checks_version = in_flight is None or not self.options.in_flight_updates
         request = partial(self._ask, is_own, checks_version, *args, **kwargs)
         try:
@@ -337,10 +336,12 @@ class QaRLVLLMGeneration(VLLMGeneration):
             return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
 
     def _ask_alone(self, request: Callable[[], dict[str, Any]], failed: int) -> dict[str, Any]:
-        """Have a `rollout_func` ask, only in this process."""
+        """Send the request of a `rollout_func`, in which other processes take no part."""
         if failed:
             if self.publisher.takes_all_processes:
-                raise EngineLost("A `rollout_func` has lost the server, which takes all processes to fill.")
+                raise EngineLost(
+                    "A `rollout_func` has lost the server, and all processes are needed to fill it again."
+                )
             self._recover(failed)
             self._publish()
         return request()
@@ -353,22 +354,21 @@ class QaRLVLLMGeneration(VLLMGeneration):
         except BadAnswer as error:
             raise ServerLost(str(error)) from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            # TRL's client takes the answer apart without a look at it.
+            # TRL's client does not check the answer before it takes it apart.
             raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
-        # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
+        # Check now: nothing else is asked of the server before the completions have been rewarded.
         if checks_version:
             self._check_weight_version()
         return completions
 
     def _recover(self, failed: int) -> None:
-        """Get back to a server that can take a publication, the same one or one that was started in its place, or
-        raise [`ServerLost`]."""
+        """Reconnect to the server, or to one that was started in its place, or raise [`ServerLost`]."""
         self.vllm_client.close_session()
         time.sleep(min(BACKOFF_SECONDS * 2.0 ** (failed - 1), 30.0))
         try:
             if self.server is not None and not (self.server.is_running and self.vllm_client.is_healthy()):
-                # Also where the server still runs: one whose engine has died does not end by itself. Where it does
-                # not, whoever answers in its place is somebody else.
+                # Restart even if the process runs: vLLM's server keeps running after its engine dies. If the process
+                # is gone, whatever answers on the port is not ours.
                 self.server.stop()
                 self.server.start()
                 self.server.wait(self.vllm_client.base_url, self.server_timeout)

@@ -1,12 +1,12 @@
 """
-Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option to ask for it, the kernel to expect, or the reason
-against the scheme and the scheme to use instead. [`choose_kernels`] asks the format of the scheme's container
-([`trl_qarl.quantization.formats`]).
+Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option that selects the kernel and the kernel to expect, or
+the reason against the scheme and the scheme to use instead. [`choose_kernels`] asks the format of the scheme's
+container ([`trl_qarl.quantization.formats`]).
 
 vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave
-activations in 16 bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an
-engine is asked for the kernel whose reload was rehearsed, and any other that it reports is an error.
-`benchmarks/rehearsal/` records what each release chooses; docs/schemes.md says what such a rehearsal cannot show.
+activations in 16 bits although the scheme quantizes them, some quantize them although the scheme does not, and one
+raises an error. So the engine is asked for the kernel whose reload was rehearsed, and any other kernel is an error.
+`benchmarks/rehearsal/` records the choices of each release; docs/schemes.md explains the limits of such a rehearsal.
 """
 
 import json
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 RELEASES = ("0.31", "0.32", "0.33")
-"""Releases of vLLM, `major.minor`, that were rehearsed; those that the extra `vllm` takes."""
+"""Releases of vLLM, `major.minor`, that were rehearsed and that the extra `vllm` takes."""
 
 # Prefixes of the kernels that this package registers in vLLM.
 _OURS = ("QaRL", "Repeatable")
@@ -40,8 +40,8 @@ _OURS = ("QaRL", "Repeatable")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU by its compute capability, major and minor, and the version of vLLM on it, by default the one that
-    is installed here, or the newest of [`RELEASES`]."""
+    """A kind of GPU: its compute capability, major and minor, and the version of vLLM on it, by default the installed
+    one or else the newest of [`RELEASES`]."""
 
     capability: Sequence[int]
     name: str = "a GPU"
@@ -71,9 +71,9 @@ class Gpu:
 
 
 def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> "KernelChoice":
-    """Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason
-    against it. `NotImplementedError` is raised for a format of which no kernel is known."""
-    # A command that only builds another's command line needs no torch before it gets here.
+    """Return the kernels that run `scheme` on `gpu` and the options that select them, or the reason against the
+    scheme. `NotImplementedError` is raised for a format without a known kernel."""
+    # Imported here so that commands without a GPU engine load no torch.
     from ..quantization.formats.base import KernelChoice
     from ..quantization.formats.registry import format_of
 
@@ -81,14 +81,14 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> "KernelChoice":
         return KernelChoice()
     if gpu.capability < (8, 0):
         return KernelChoice(
-            refusal="kernels were rehearsed from compute capability 8.0 on",
+            refusal="kernels were rehearsed for compute capability 8.0 and newer",
             instead="use_vllm=False, or a GPU of compute capability 8.0 or newer",
         )
     return format_of(scheme.container).kernels(scheme, gpu)
 
 
 def reason_against(scheme: QuantScheme, gpu: Gpu) -> str | None:
-    """Return why vLLM must not run `scheme` on `gpu`, and what to choose instead, or `None`."""
+    """Return the reason why vLLM must not run `scheme` on `gpu`, with the alternative, or `None`."""
     choice = choose_kernels(scheme, gpu)
     if not choice.refusal:
         return None
@@ -99,24 +99,25 @@ def kernel_arguments(
     quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool, gpu: Gpu | None = None
 ) -> dict[str, Any]:
     """
-    Return the arguments of `vllm.LLM` with which an engine takes the kernels of [`choose_kernels`]; none on a CPU.
+    Return the arguments of `vllm.LLM` that select the kernels of [`choose_kernels`]; none on a CPU.
 
     Args:
         quantization_config, dtype:
-            Those of an [`~trl_qarl.rollout.spec.EngineSpec`].
+            Attributes of an [`~trl_qarl.rollout.spec.EngineSpec`].
         on_cpu (`bool`), gpu ([`Gpu`], *optional*):
-            What the engine runs on. The GPU defaults to the one that is here; without one, as for a command that
+            Device of the engine. The GPU defaults to the one of this machine; without one, as for a command that
             another machine will run, to Hopper, which runs most schemes.
 
     Raises:
-        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for what [`choose_kernels`] refuses.
+        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for schemes that [`choose_kernels`]
+            refuses.
     """
     groups = (quantization_config or {}).get("config_groups", {})
     schemes = {name: scheme for name, group in groups.items() if (scheme := scheme_of_group(name, group)) is not None}
     has_w4a8 = any(scheme.has_fp8_scales for scheme in schemes.values())
     if has_w4a8 and on_cpu:
         raise ValueError(
-            "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
+            "scheme='w4a8' cannot roll out in vLLM on a CPU: vLLM's kernel there uses other arithmetic (INT8 activations) and is wrong "
             "after its weights are reloaded. Use 'w4a8-int8', which has INT8 activations, `use_vllm=False`, or a GPU of compute capability 9.0."
         )
     if has_w4a8 and dtype != "bfloat16":
@@ -129,7 +130,7 @@ def kernel_arguments(
     if reasons := [reason for scheme in schemes.values() if (reason := reason_against(scheme, gpu))]:
         raise ValueError("\n".join(reasons))
     linear = {name: choose_kernels(scheme, gpu) for name, scheme in schemes.items()}
-    # "Linear" stands for experts too where there are some; a dense model does not look at what is asked for them.
+    # "Linear" includes experts; a dense model ignores the option for them.
     experts = [
         choice
         for name, choice in linear.items()
@@ -150,9 +151,9 @@ def unexpected_kernels(
     kernels: Iterable[str], linear: Iterable[QuantScheme], experts: Iterable[QuantScheme], gpu: Gpu
 ) -> Iterator[str]:
     """
-    Yield, in words, each kernel of an engine that is not the one to expect: of `kernels`, class names of those that
-    run quantized linear layers and experts, for the schemes of the learner's `linear` layers and `experts`. Experts
-    that are not quantized have none, as their kernels are vLLM's own affair.
+    Yield, in words, each unexpected kernel of an engine: `kernels` are the class names of kernels that run quantized
+    linear layers and experts, `linear` and `experts` the schemes of the learner's layers and experts. Kernels of
+    unquantized experts are left to vLLM and not listed.
     """
     for kernel in kernels:
         of_experts = "Experts" in kernel or "MoE" in kernel
@@ -165,7 +166,7 @@ def unexpected_kernels(
         asked = _kernel_config(experts=choices) if of_experts else _kernel_config(linear=choices)
         remedy = f"Start the engine with --kernel-config '{json.dumps(asked)}'" if asked else "Use another scheme"
         yield (
-            f"kernels: scheme {names} on {gpu} is run by {kernel}, not by {' or '.join(expected) or 'one that is known'}. It may "
-            "quantize other activations than the learner or go on with old weights: nobody has rehearsed it with "
+            f"kernels: scheme {names} on {gpu} is run by {kernel}, not by {' or '.join(expected) or 'a known one'}. It may "
+            "quantize other activations than the learner or continue with old weights: it was not rehearsed with "
             f"vLLM {RELEASES[0]} to {RELEASES[-1]}. {remedy}, or use_vllm=False."
         )

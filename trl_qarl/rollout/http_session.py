@@ -1,4 +1,4 @@
-"""HTTP requests that fail unless the right server answers in time with an expected status."""
+"""HTTP requests that raise an error unless the server answers in time with an expected status."""
 
 import ipaddress
 import re
@@ -30,7 +30,7 @@ _GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/g
 
 class ServerLost(ConnectionError):
     """A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
-    `status` is that of the answer, if there was one."""
+    `status` is the status of the response, if there was one."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -39,7 +39,8 @@ class ServerLost(ConnectionError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Have a request that the server refuses raise [`PublishError`]; one that it does not let in stays lost."""
+    """Turn the error of a request that the server refuses into [`PublishError`], unless the session is not valid
+    (409)."""
     try:
         yield
     except ServerLost as error:
@@ -50,12 +51,12 @@ def refusals() -> Iterator[None]:
 
 class CheckedSession(requests.Session):
     """
-    Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in
-    time. Its arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. It leaves the environment's proxies out
-    for addresses of this machine, which no proxy can reach.
+    Session whose requests, including TRL's, either get one of the `expected` statuses in time or raise [`ServerLost`].
+    The arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. Proxies of the environment are not used for
+    addresses of this machine, which no proxy can reach.
 
     Raises:
-        ValueError: for a server whose certificate is not to be trusted.
+        ValueError: for a server whose certificate is not trusted.
     """
 
     def __init__(self, request_timeout: float, generation_timeout: float, ca_certs: str | Path | None = None):
@@ -80,15 +81,15 @@ class CheckedSession(requests.Session):
             option = "vllm_generation_timeout" if generates else "vllm_request_timeout"
             waited = kwargs["timeout"][1] if isinstance(kwargs["timeout"], tuple) else kwargs["timeout"]
             raise ServerLost(
-                f"The vLLM server did not answer {url} within {waited:g} s. If it only needs longer, raise `{option}`."
+                f"The vLLM server did not answer {url} within {waited:g} s. If it only needs more time, raise `{option}`."
             ) from error
         except requests.exceptions.SSLError as error:
             if "CERTIFICATE_VERIFY_FAILED" not in str(error):
                 raise ServerLost(f"The vLLM server did not answer {url}: {error}") from error
             reason = re.search(r"certificate verify failed: ([^(]*)", str(error))
             raise ValueError(
-                f"The certificate of the server at {url} is not to be trusted: {reason[1].strip() if reason else error}. If it is your own, set "
-                "`vllm_ssl_ca_certs` to a file with it, or with that of who signed it."
+                f"The certificate of the server at {url} is not trusted: {reason[1].strip() if reason else error}. If it is your own, set "
+                "`vllm_ssl_ca_certs` to a file with this certificate, or with its issuer's."
             ) from error
         except requests.RequestException as error:
             # The innermost reason, without the wrappers of requests and urllib3.
@@ -102,7 +103,7 @@ class CheckedSession(requests.Session):
 
 
 def is_local(host: str | None) -> bool:
-    """Return whether what is sent to `host`, a name or an address, stays on this machine."""
+    """Return whether `host`, a name or an address, is this machine."""
     try:
         address = ipaddress.ip_address(host or "")
     except ValueError:
@@ -111,15 +112,15 @@ def is_local(host: str | None) -> bool:
 
 
 def json_of(response: requests.Response, failure: type[Exception] = ServerLost) -> dict[str, Any]:
-    """Return the JSON object in an answer, or raise `failure`."""
+    """Return the JSON object in a response, or raise `failure`."""
     try:
         return response.json()
     except ValueError as error:
-        raise failure(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
+        raise failure(f"{response.url} did not answer with JSON: {response.text[:200]!r}") from error
 
 
 def check_finished(url: str, answer: Any) -> Any:
-    """Return the `answer` of a server, or raise [`ServerLost`] if completions in it were cut short: vLLM's
+    """Return the `answer` of a server, or raise [`ServerLost`] if its completions were cut short: vLLM's
     `/pause?mode=abort` ends them with status 200, and TRL's client drops the reason."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     reasons = [choice.get("finish_reason") for choice in choices or () if isinstance(choice, dict)]
@@ -129,7 +130,7 @@ def check_finished(url: str, answer: Any) -> Any:
 
 
 def error_text(response: requests.Response) -> str:
-    """Return what an answer says that went wrong."""
+    """Return the error message of a response."""
     try:
         error = response.json().get("error", response.text)
     except ValueError:

@@ -25,8 +25,8 @@ __all__ = ["InProcessEngine", "load_engine", "make_engine", "share_engine"]
 
 
 class InProcessEngine:
-    """The [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors as they are. The worker of `llm`, a
-    `vllm.LLM`, is here too (`distributed_executor_backend` `"uni"` or `"external_launcher"`)."""
+    """An [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors directly. The worker of `llm`, a
+    `vllm.LLM`, must be in this process too (`distributed_executor_backend` `"uni"` or `"external_launcher"`)."""
 
     works_meanwhile = False
 
@@ -51,7 +51,7 @@ class InProcessEngine:
         return self._worker.qarl_keep_copy()
 
     def _abort_requests(self) -> None:
-        """Abort requests of an interrupted rollout, whose completions would be returned with the next ones."""
+        """Abort requests of an interrupted rollout: vLLM would return their completions with the next ones."""
         engine = self.llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         if not self.llm.reset_prefix_cache():
@@ -59,7 +59,7 @@ class InProcessEngine:
                 "vLLM could not empty its prefix cache, which holds keys and values of the old weights: a rollout was interrupted "
                 "in the middle of a step. Build the engine again."
             )
-        # Embeddings of images, computed with the old weights.
+        # Image embeddings of the old weights.
         self.llm.reset_mm_cache()
         engine.reset_encoder_cache()
 
@@ -71,7 +71,7 @@ class InProcessEngine:
             try:
                 engine.load((name, tensor.to(engine.device)) for name, tensor in tensors)
             except Exception as error:
-                # vLLM's loaders raise whatever comes of a name or shape they do not expect.
+                # vLLM's loaders raise any kind of error for unexpected names and shapes.
                 raise PublishError(
                     f"The engine could not load {tensors[0][0]} to {tensors[-1][0]}: {type(error).__name__}: {error}"
                 ) from error
@@ -94,7 +94,7 @@ class InProcessEngine:
         seeds: Sequence[int] | None = None,
         **sampling: Any,
     ) -> dict[str, Any]:
-        """Return completions; `seeds`, one for each prompt, makes equal prompts differ and a run repeat itself."""
+        """Return completions; with `seeds`, one for each prompt, equal prompts differ and runs are repeatable."""
         from trl.generation.vllm_generation import extract_logprobs
         from vllm import SamplingParams
 
@@ -111,9 +111,9 @@ class InProcessEngine:
 
     def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
         if self.llm.llm_engine.is_sleeping():
-            # The weights are awake; what follows a publication is a rollout, which needs the cache too.
+            # The weights are awake; the rollout that follows a publication needs the cache too.
             self.llm.wake_up(tags=["kv_cache"])
-        # Greedy: a sample would move the random state of the rollout.
+        # Greedy: sampling would advance the random state of the rollout.
         (output,) = self._read([_prompt(token_ids, pictures)], temperature=0.0)
         check_prompt(output.prompt_token_ids, token_ids)
         return [
@@ -142,7 +142,7 @@ class InProcessEngine:
             self._worker.qarl_clear_cache()
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut down the engine."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -153,11 +153,11 @@ def _prompt(token_ids: list[int], pictures: Sequence[Any] | None = None) -> dict
 
 def load_engine(export_dir: str | Path, **vllm_arguments):
     """
-    Load an export as it is deployed: a vLLM engine in this process, with the dtype, kernels and log-probs (those after
-    temperature) of the engine that made the rollouts.
+    Load an export as it is deployed: a vLLM engine in this process, with the dtype, the kernels and the log-probs
+    (after temperature) of the engine that made the rollouts.
 
-    vLLM's engines of one process share its process groups, which the first one to end takes with it: `del` one before
-    the next is loaded.
+    All vLLM engines of a process share its process groups, which the first engine to end destroys: `del` an engine
+    before the next is loaded.
 
     Args:
         export_dir (`str` or `Path`):
@@ -169,7 +169,7 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
         The `vllm.LLM`.
 
     Raises:
-        ValueError: for a folder that holds no export, or a scheme that vLLM cannot run here.
+        ValueError: for a folder without an export, or a scheme that vLLM cannot run here.
 
     Example:
 
@@ -181,8 +181,8 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
     folder = Path(export_dir)
     if not is_export(folder):
         raise ValueError(
-            f"{str(export_dir)!r} holds no export of trl_qarl. Masters, and checkpoints of a training, become one with "
-            "`trl-qarl export` or `export_checkpoint`."
+            f"{str(export_dir)!r} holds no export of trl_qarl. Export masters, or checkpoints of a training, with `trl-qarl export` "
+            "or `export_checkpoint`."
         )
     config = json.loads((folder / "config.json").read_text())
     spec = EngineSpec(str(folder), config.get("quantization_config"), config["dtype"], is_export=True)
@@ -190,14 +190,13 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
 
 
 def make_engine(spec: EngineSpec, *, on_cpu: bool, **arguments) -> InProcessEngine:
-    """Start an engine that waits for a learner's weights; `arguments` are further ones of `vllm.LLM`."""
+    """Start an engine that waits for a learner's weights; `arguments` are further arguments of `vllm.LLM`."""
     return InProcessEngine(_start(spec, on_cpu, **arguments))
 
 
 def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
-    """Let processes that share an engine, `size` of them each, find each other; every process must call it. Returns
-    arguments of [`make_engine`], and the processes with which this one shares its engine, `None` for one of its
-    own."""
+    """Form groups of `size` processes that share an engine; every process must call this. Return arguments of
+    [`make_engine`], and the group of this process, `None` if the process has an engine to itself."""
     from trl.trainer.utils import ensure_master_addr_port
 
     count = accelerator.num_processes
@@ -208,8 +207,7 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
         ranks = [list(range(start, start + size)) for start in range(0, count, size)]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
     if count > 1:
-        # vLLM's launcher reads these. With one process they are left out, as other libraries would take them for a
-        # launcher's.
+        # vLLM's launcher reads these. They are not set for one process: other libraries would assume a launcher.
         os.environ["RANK"] = str(accelerator.process_index)
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(count)
@@ -217,7 +215,7 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
     arguments = {
         "tensor_parallel_size": size,
         "distributed_executor_backend": "uni" if count == 1 else "external_launcher",
-        # The processes of one engine must draw the same samples.
+        # Processes of one engine must draw the same samples.
         "seed": accelerator.process_index // size,
     }
     return arguments, group
@@ -226,7 +224,7 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
 def _start(spec: EngineSpec, on_cpu: bool, **arguments):
     """Return a `vllm.LLM` whose worker lives in this process."""
     arguments = spec.arguments(on_cpu) | arguments
-    # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
+    # vLLM reads this when it starts an engine. Tensors can only be given to a worker in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu:
         os.environ.update(cpu_environment())
@@ -235,12 +233,12 @@ def _start(spec: EngineSpec, on_cpu: bool, **arguments):
     from vllm import LLM
     from vllm.distributed import parallel_state
 
-    # A garbage-collected engine destroys the process group that the next engine shares, and vLLM exempts all objects
-    # that are there when an engine starts from collection.
+    # A garbage-collected engine destroys the process group that the next engine shares, so collect it now. vLLM has
+    # exempted all objects that existed when an engine started from collection.
     gc.unfreeze()
     gc.collect()
     # vLLM keeps the groups of an earlier dense engine and adds no group of experts for a mixture.
     if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
         parallel_state.destroy_model_parallel()
-    # The transfer backend also selects our kernels, without a weight sync too.
+    # The transfer backend also selects our kernels, even without a weight sync.
     return LLM(**({"weight_transfer_config": {"backend": FILE_BACKEND}} | arguments))

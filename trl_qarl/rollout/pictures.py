@@ -1,23 +1,20 @@
 """
-Prompts with pictures: their token ids for learner and engine, the model classes that have them, and the picture of the
-canary.
+Prompts with pictures: token ids for learner and engine, supported model classes, and the picture of the canary.
 
-The learner's processor replaces the placeholder of a picture by one for each of its patches, or by rows of tiles. A
-vLLM engine does the same with the token ids that it is sent, so it is sent one placeholder for each picture
-(https://github.com/huggingface/trl/issues/6294). The prompt that comes back with the completions is the engine's,
-which must be the learner's, token by token.
+The learner's processor replaces the placeholder of a picture by one placeholder for each of its patches, or by rows of
+tiles. A vLLM engine expands the received token ids in the same way, so one placeholder for each picture is sent
+(https://github.com/huggingface/trl/issues/6294). The engine returns its own prompt with the completions, which must
+equal the learner's, token by token.
 """
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
-from trl.generation.vllm_client import parse_logprobs
+from trl.generation.vllm_client import parse_logprobs, pil_to_base64
 
 from ..quantization.names import architecture
 from ..wire.describe import sample_token_ids
@@ -52,7 +49,7 @@ PICTURE_CLASSES = (
     "Qwen3VLForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 )
-"""Classes whose prompts, tensors and log-probs in vLLM have been compared with the learner's."""
+"""Classes whose prompts, tensors and log-probs in vLLM were compared with the learner's."""
 
 _OTHER_NAMES = "transformers 5.17 and vLLM 0.31 have different names for the tensors of its vision tower"
 
@@ -62,7 +59,7 @@ NOT_COMPARED = {
 }
 
 PICTURE_PATH = "/inference/v1/generate"
-"""Where vLLM's server takes token ids together with pictures, if it is started with `--enable-scale-out`."""
+"""Path of vLLM's server for token ids with pictures, available with `--enable-scale-out`."""
 
 MAX_DRAWS = 50
 
@@ -71,44 +68,44 @@ MAX_REQUESTS = 64
 
 
 def takes_pictures(model: nn.Module) -> bool:
-    """Return whether a model is of a class whose pictures have been compared."""
+    """Return whether the pictures of a model's class were compared with vLLM's."""
     return architecture(model) in PICTURE_CLASSES
 
 
 def problem_of_class(model: nn.Module) -> str | None:
-    """Return why a model cannot be trained on pictures with vLLM, or `None`."""
-    name = architecture(model)
-    if name in PICTURE_CLASSES:
+    """Return the reason why a model cannot be trained on pictures with vLLM, or `None`."""
+    if takes_pictures(model):
         return None
-    reason = NOT_COMPARED.get(name, "its pictures in vLLM have not been compared with the learner's")
+    name = architecture(model)
+    reason = NOT_COMPARED.get(name, "its pictures in vLLM were not compared with the learner's")
     return f"{name} with pictures and use_vllm=True: {reason}. Use one of {', '.join(PICTURE_CLASSES)}, or use_vllm=False."
 
 
 class ExpandedPrompt(list):
-    """Token `ids` of a prompt as the learner has them, with every placeholder that the processor has written; `sent`
-    are the same with one placeholder for each picture, for an engine."""
+    """Token `ids` of a prompt for the learner, with all placeholders of the processor; `sent` are the token ids for an
+    engine, with one placeholder for each picture."""
 
     def __init__(self, ids: Sequence[int], sent: Sequence[int]):
         super().__init__(ids)
         self.sent = list(sent)
 
     def __add__(self, more):
-        # TRL appends completions and answers of tools.
+        # TRL appends completions and results of tools.
         return ExpandedPrompt([*self, *more], [*self.sent, *more])
 
 
 def sent_ids(prompt: list[int]) -> list[int]:
-    """Return the token ids that an engine is sent of a prompt, with pictures or without."""
+    """Return the token ids of a prompt, with pictures or without, to send to an engine."""
     return getattr(prompt, "sent", prompt)
 
 
 def check_prompt(theirs: list[int] | None, ours: list[int]) -> None:
-    """Raise [`PublishError`] unless the prompt that an engine has computed is the learner's."""
+    """Raise [`PublishError`] unless the prompt computed by an engine equals the learner's."""
     if theirs != ours:
         made = "nothing" if theirs is None else f"{len(theirs)} tokens {theirs}"
         raise PublishError(
             f"The engine makes another prompt of the same picture and text: {made}, the learner {len(ours)} tokens {ours}. Its image "
-            "processor, or what it was sent, is not the learner's."
+            "processor or its input differs from the learner's."
         )
 
 
@@ -120,8 +117,8 @@ def count_pictures(prompts: Sequence[Any]) -> list[int]:
 
 
 def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:
-    """Raise `ValueError` if some prompts of a generation batch have pictures and others none, but on one process with
-    a processor that writes grids of patches, as Qwen's, by which rows are told apart afterwards. `counts` has the
+    """Raise `ValueError` if only some prompts of a generation batch have pictures. Allowed is a single process with a
+    processor that returns grids of patches, such as Qwen's, by which TRL splits rows. `counts` has the number of
     pictures of each prompt, of all processes."""
     if 0 not in counts or not any(counts):
         return
@@ -129,23 +126,23 @@ def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int)
     if "image_grid_thw" not in getattr(image_processor, "model_input_names", ()):
         reason = f"{type(processing_class).__name__} pads rows, and TRL 1.16 splits them by their numbers of pictures"
     elif num_processes > 1:
-        reason = f"a process without pictures would not compute the vision tower, and the other {num_processes - 1} wait for it"
+        reason = f"a process without pictures would not compute the vision tower, and the other {num_processes - 1} would wait for it"
     else:
         return
     raise ValueError(
-        f"prompt {counts.index(0)} of {len(counts)} has no picture, and others in its generation batch have: {reason}. Give every row a "
-        "picture, or train on one kind of rows after the other."
+        f"prompt {counts.index(0)} of {len(counts)} has no picture, but others in its generation batch do: {reason}. Give every row a "
+        "picture, or train on rows with and without pictures one after the other."
     )
 
 
 def expanded_prompts(
     prompt_ids: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Any
 ) -> list[ExpandedPrompt]:
-    """Return prompts from the processor's token ids and the chat template's texts, which have one placeholder for each
+    """Build prompts from the processor's token ids and the chat template's texts, which have one placeholder for each
     picture."""
     prompts = []
     for ids, text in zip(prompt_ids, texts, strict=True):
-        # As processors do: the template has written the first special token, or the tokenizer does.
+        # As in processors: either the template or the tokenizer adds the first special token.
         has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         prompts.append(ExpandedPrompt(ids, tokenizer(text, add_special_tokens=not has_bos)["input_ids"]))
     return prompts
@@ -158,9 +155,9 @@ def placeholders_of(processing_class: Any) -> frozenset[int]:
 
 
 def engine_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` with which an engine sees the pictures that the learner sees; none for a
-    model of text."""
-    # Some processors would leave normalization to buffers of vLLM's model, which no publication fills.
+    """Return the arguments of `vllm.LLM` with which an engine sees the same pictures as the learner; none for a model
+    of text."""
+    # Some processors would leave normalization to buffers of vLLM's model, which no weight sync fills.
     if model.config.get_text_config() is model.config:
         return {}
     return {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}}
@@ -173,9 +170,9 @@ def draw_again(
     draw: Callable[[list[int]], Sequence],
 ) -> list:
     """
-    Replace completions in which the placeholder of a picture was sampled, which the learner would take for a picture:
-    `draw` gives others for those at the places in a list, at most [`MAX_DRAWS`] times. A trained model gives a
-    placeholder no weight; one with random weights and a small vocabulary does.
+    Replace completions with a sampled placeholder, which the learner would take for a picture: `draw` returns new
+    completions for a list of places, and is called at most [`MAX_DRAWS`] times. A trained model gives placeholders no
+    probability; a model with random weights and a small vocabulary does.
     """
     for _ in range(MAX_DRAWS):
         places = [place for place, output in enumerate(outputs) if not placeholders.isdisjoint(tokens_of(output))]
@@ -192,7 +189,7 @@ def draw_again(
 
 
 def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -> Callable[..., list]:
-    """`LLM.generate` that sends an [`ExpandedPrompt`] with one placeholder for each picture, and uses
+    """Return an `LLM.generate` that sends an [`ExpandedPrompt`] with one placeholder for each picture, and uses
     [`draw_again`]."""
 
     def generate_with_pictures(prompts, sampling_params, **kwargs):
@@ -212,18 +209,19 @@ def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -
 
 
 def picture_request(model: str, prompt: list[int], pictures: Sequence[Any] | None, **sampling: Any) -> dict[str, Any]:
-    """Return the body of a request to [`PICTURE_PATH`], whose answer has the expanded prompt. `model` is the server's
-    name for its model, `sampling` are parameters of `vllm.SamplingParams`."""
+    """Return the body of a request to [`PICTURE_PATH`]; the response has the expanded prompt. `model` is the server's
+    name of its model, `sampling` are parameters of `vllm.SamplingParams`."""
     body = {
         "model": model,
         "token_ids": list(sent_ids(prompt)),
         "return_token_ids": True,
-        # By default a choice is lost of which another one ends later
-        # (https://github.com/vllm-project/vllm/pull/52399).
+        # By default a choice is lost if another one ends later (https://github.com/vllm-project/vllm/pull/52399).
         "sampling_params": {**sampling, "output_kind": 2},
     }
     if pictures:
-        body["content_parts"] = [{"type": "image_url", "url": _data_url(picture)} for picture in pictures]
+        # Processors drop transparency; the server would put a white background behind it.
+        encoded = [pil_to_base64(picture.convert("RGB")) for picture in pictures]
+        body["content_parts"] = [{"type": "image_url", "url": f"data:image/png;base64,{data}"} for data in encoded]
     return body
 
 
@@ -235,8 +233,8 @@ def complete_prompts(
     sampling: Mapping[str, Any],
     placeholders: frozenset[int],
 ) -> dict[str, Any]:
-    """Have a server complete prompts with [`picture_request`], which `post` sends to [`PICTURE_PATH`], and return what
-    TRL's client returns, with the server's prompts."""
+    """Have a server complete prompts by [`picture_request`], which `post` sends to [`PICTURE_PATH`]. Return a result
+    like that of TRL's client, with the server's prompts."""
     num_each = sampling["n"]
 
     def draw(place: int, count: int) -> dict[str, Any]:
@@ -259,16 +257,9 @@ def complete_prompts(
     }
 
 
-def _data_url(picture: Any) -> str:
-    # The server would put a white background behind what is transparent; processors leave it out.
-    buffer = BytesIO()
-    picture.convert("RGB").save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 def canary_prompt(processor: Any, num_tokens: int) -> tuple[ExpandedPrompt, Mapping[str, torch.Tensor], list]:
-    """Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for
-    the learner's forward, and the picture: a gradient in three colours, whose sides differ."""
+    """Return a prompt of a picture followed by a text of about `num_tokens` tokens, the tensors of the picture for the
+    learner's forward, and the picture: a gradient in three colours, with sides of different length."""
     from PIL import Image
 
     ramp = Image.linear_gradient("L")

@@ -1,9 +1,9 @@
 """
-Publication: after an optimizer step, give the engine exactly the low-bit tensors the learner computes with.
+Publication: after an optimizer step, gives the engine exactly the low-bit tensors with which the learner computes.
 
-[`Publisher`] walks the model layer by layer, takes the fingerprint of every tensor, skips decoder layers in which
-nothing changed, and sends the rest in chunks of bounded size. The engine then compares what it holds with the
-fingerprints of *all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and refuses to generate if anything differs.
+[`Publisher`] walks through the model layer by layer, takes the fingerprint of every tensor, skips unchanged decoder
+layers, and sends the rest in chunks of bounded size. The engine then compares its tensors with *all* fingerprints
+([`trl_qarl.vllm_plugin.weight_transfer`]) and refuses to generate if any tensor differs.
 """
 
 import logging
@@ -46,8 +46,8 @@ from .gpu_kernels import Gpu, reason_against, unexpected_kernels
 __all__ = ["Publisher", "largest_chunk"]
 
 CHUNK_BYTES = 128 * 2**20
-"""A chunk is sent when it holds this much; it is larger only when one decoder layer is. Two can exist at once, one on
-its way to the engine and the next one."""
+"""Size at which a chunk is sent; larger only if a single decoder layer is. Two chunks can exist at once, one being
+sent and the next one."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,10 @@ class Publisher:
         engine ([`Engine`], *optional*):
             `None` in a process that only takes part in gathering ([`~Publisher.join`]).
         tokenizer (*optional*):
-            The learner's, or its processor. With it the engine's is compared, and log-probs after each publication.
+            The learner's tokenizer or processor. If given, it is compared with the engine's, and log-probs are
+            compared after each publication.
         delta (`bool`, *optional*, defaults to `False`):
-            Whether to send only what changed within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
+            Whether to send only changes within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
 
     Raises:
         NotImplementedError: from [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
@@ -88,16 +89,16 @@ class Publisher:
 
     @property
     def takes_all_processes(self) -> bool:
-        """True if the other processes have to [`~Publisher.join`] a publication."""
+        """True if all other processes have to [`~Publisher.join`] a publication."""
         return is_sharded(self.model)
 
     def forget(self) -> None:
-        """Send everything with the next publication, because the engine is new or its state is unknown."""
+        """Make the next publication send everything, because the engine is new or its state is unknown."""
         self._published = {}
 
     def check_engine(self) -> dict[str, Any]:
-        """Return the engine's description, or raise `ValueError` that names both values of everything in which the
-        engine was not made for this learner."""
+        """Return the engine's description. `ValueError` is raised if the engine does not fit this learner, with both
+        values of every setting that differs."""
         theirs = self.engine.describe()
         inventory = Inventory.of(self.model)
         problems = config_differences(quantization_config(inventory), theirs["quantization_config"])
@@ -122,7 +123,7 @@ class Publisher:
         if has_fp8_scales and theirs["tensor_parallel_size"] != 1:
             problems.append(
                 f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {theirs['tensor_parallel_size']}: vLLM would round the "
-                "scales of each shard on its own"
+                "scales of each shard separately"
             )
         if problems:
             listed = "\n  ".join(problems)
@@ -134,31 +135,31 @@ class Publisher:
 
     def publish(self, weight_version: str) -> dict[str, float]:
         """
-        Send what changed since the last publication, check all of it, and return measurements. Where masters are
-        sharded, the other processes [`~Publisher.join`].
+        Send the changes since the last publication, check all tensors, and return measurements. With sharded masters
+        the other processes [`~Publisher.join`].
 
         Returns:
-            `publish/seconds`; `publish/audit_seconds`, the learner's share of it spent on fingerprints;
+            `publish/seconds`; `publish/audit_seconds`, the part that the learner spent on fingerprints;
             `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with `delta`
-            `publish/delta_seconds`, those spent on finding and compressing changes; with a tokenizer
-            what [`Canary`] compares.
+            `publish/delta_seconds`, the part spent on finding and compressing changes; with a tokenizer the results of
+            [`Canary`].
 
         Raises:
-            PublishError: if it did not land. The next call sends everything.
+            PublishError: if the engine does not hold the weights. The next call sends everything.
         """
         start, self._audit_seconds, self._delta_seconds = time.perf_counter(), 0.0, 0.0
         fingerprints: dict[str, str] = {}
-        # Gather first: other ranks take part and must not wait for one that has failed.
+        # First: it gathers, and the other ranks must not wait for this one if anything else fails.
         learner = self.canary.score()
         layers = chain(
             iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True),
-            # Lazily, at the same point as in `join`.
+            # Gathered lazily, at the same point as in `join`.
             map(list, [iter_adapter_tensors(self.model, self.dtype)]),
         )
         try:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
         finally:
-            # Finish the collectives: the other ranks do not know of the failure.
+            # Finish the collectives even after a failure: the other ranks do not know about it.
             for _ in layers if self.takes_all_processes else ():
                 pass
         canary = self.canary.compare(learner, self.engine)
@@ -174,19 +175,19 @@ class Publisher:
         }
 
     def join(self) -> None:
-        """Take part in what a publication of another process gathers."""
+        """Join the collectives of another process' publication."""
         self.canary.score()
         for _ in chain(iter_checkpoint_layers(self.model, self.dtype), iter_adapter_tensors(self.model, self.dtype)):
             pass
 
     def _send(self, layers: Iterator[Tensors], fingerprints: dict[str, str], weight_version: str) -> tuple[int, int]:
-        """Send what changed of `layers`, put the `fingerprints` of all of it there, and return the bytes and tensors
-        sent."""
+        """Send the layers that have changed, add the fingerprints of all `layers` to `fingerprints`, and return the
+        numbers of bytes and tensors sent."""
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
         layers = self._with_fingerprints(layers)
         with _calls_of(self.engine) as call:
-            # The engine compares what it holds, and then loads a chunk, while the next one is quantized.
+            # The engine checks its tensors, and later loads a chunk, while the next chunk is quantized here.
             call.start(self.engine.begin)
             first = _take_while_running(call, layers)
             lost = call.answer() or []
@@ -196,7 +197,7 @@ class Publisher:
             chunk: Tensors = []
             for layer, current in chain((first.popleft() for _ in range(len(first))), layers):
                 fingerprints.update(current)
-                # An engine fuses matrices of a layer, so a layer is sent whole or not at all.
+                # Engines fuse matrices of a layer, so a layer is sent as a whole or not at all.
                 if all(published.get(name) == value for name, value in current.items()):
                     continue
                 num_tensors += len(layer)
@@ -214,25 +215,25 @@ class Publisher:
         return num_bytes, num_tensors
 
     def _send_again(self, lost: list[str], published: dict[str, str]) -> None:
-        """Remove from `published` what the engine has lost of it."""
+        """Remove the tensors that the engine has `lost` from `published`."""
         changed = [name for name in lost if published.pop(name, None) is not None]
         if changed:
             logger.warning(
                 "The engine no longer held the published weights: something else writes into its memory. Sent again: %s",
-                ", ".join(sorted({_layer_of(name) for name in changed})),
+                ", ".join(sorted({_unit_of(name) for name in changed})),
             )
-            # Keys and values of corrupt weights stay in blocks that attention reads whole, and 0 times NaN is NaN.
+            # The cache may hold NaN from corrupt weights. Attention reads whole blocks of it, and 0 times NaN is NaN.
             self.engine.clear_cache()
 
     def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
-        """Return `published`, or nothing where the engine does not hold exactly that: all is sent."""
+        """Return `published`, or nothing, so that everything is sent, unless the engine holds exactly that."""
         if self.engine.keep_copy() != base_digest(published):
             published = {}
         self._patches.confirm(published)
         return published
 
     def _pack(self, layer: Tensors) -> Tensors:
-        """Return what is sent of a layer."""
+        """Return the tensors to send for a layer."""
         if self._patches is None:
             return layer
         start = time.perf_counter()
@@ -242,8 +243,7 @@ class Publisher:
             self._patches.keep(name, tensor)
         packed = [(name, tensor) for name, tensor in layer if name in whole]
         if block is not None:
-            first = layer[0][0]
-            packed.append((DELTA_PREFIX + ("adapter" if is_adapter_tensor(first) else layer_of(first)), block))
+            packed.append((DELTA_PREFIX + _unit_of(layer[0][0]), block))
         self._delta_seconds += time.perf_counter() - start
         return packed
 
@@ -258,11 +258,11 @@ class Publisher:
 
 @contextmanager
 def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
-    """Calls of an engine, one after the other. After an exception none is running that the next attempt could meet."""
+    """Make one call of an engine at a time. After an exception no call is left running, for the next attempt."""
     call, num_threads = BackgroundCall(in_thread=engine.works_meanwhile), torch.get_num_threads()
     if engine.works_meanwhile:
-        # The engine needs the other cores: threads poll for one that has none, and quantizing takes several times as
-        # long.
+        # Leave cores to the engine: with more threads than cores, threads busy-wait, and quantizing takes several
+        # times as long.
         torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield call
@@ -277,7 +277,7 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
 def _take_while_running(
     call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]
 ) -> deque[tuple[Tensors, dict[str, str]]]:
-    """Return the first layers: those that are made before the `call` has ended, up to a chunk."""
+    """Return the first layers, as many as are ready before the `call` ends, up to the size of a chunk."""
     taken, num_bytes = deque(), 0
     while call.is_running and num_bytes < CHUNK_BYTES and (layer := next(layers, None)) is not None:
         taken.append(layer)
@@ -286,8 +286,7 @@ def _take_while_running(
 
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the largest chunk that publishing `model`, which may be on the meta device, can take; an upper
-    bound."""
+    """Return an upper bound of the bytes of a chunk when `model`, which may be on the meta device, is published."""
     sizes = [
         sum(
             tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for _, tensor in layer
@@ -298,8 +297,7 @@ def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _unsupported_settings(engine: Mapping[str, Any]) -> Iterator[str]:
-    """Yield settings of an engine, wherever they came from, with which it would not sample from the published
-    weights."""
+    """Yield settings of an engine with which it would not sample from the published weights."""
     for name, models in (("pipeline_parallel_size", ""), ("data_parallel_size", " for a mixture of experts")):
         if engine.get(name, 1) != 1:
             yield f"{name}: 1 is supported{models}, the engine has {engine[name]}: the audit sees whole models only"
@@ -307,24 +305,23 @@ def _unsupported_settings(engine: Mapping[str, Any]) -> Iterator[str]:
         yield "enable_expert_parallel: not supported, as a rank holds some experts, and the audit sees whole models only"
     if engine.get("kv_cache_dtype", "auto") not in ("auto", engine["dtype"]):
         yield (
-            f"kv_cache_dtype: the learner keeps keys and values in {engine['dtype']!r}, engine {engine['kv_cache_dtype']!r}"
+            f"kv_cache_dtype: the learner keeps keys and values in {engine['dtype']!r}, the engine in {engine['kv_cache_dtype']!r}"
         )
     if engine.get("is_speculative"):
         yield "speculative_config: not supported, as no weights are published to a draft model"
     if engine.get("use_w4a8"):
         yield (
-            "activations: the learner does not quantize them, but the engine's INT4 kernel rounds them to 8 bits, as vLLM does on CPUs "
+            "activations: the learner does not quantize them, but the engine's INT4 kernel rounds them to 8 bits, vLLM's default on CPUs "
             "with AMX. Set VLLM_CPU_INT4_W4A8=0 in its environment"
         )
 
 
 def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the kernels that an engine runs the learner's schemes with."""
     kernels = engine.get("kernels") or ()
     if engine.get("gpu") is None:
         # vLLM's other CPU kernels compute the scheme, except those that round activations to 4 bits.
         yield from (
-            f"kernels: {kernel} is not known to leave activations alone. Start the engine with this package (`trl-qarl vllm-serve`)"
+            f"kernels: {kernel} may quantize activations. Start the engine with this package (`trl-qarl vllm-serve`)"
             for kernel in kernels
             if "fp4" in kernel.lower() and not kernel.startswith("QaRL")
         )
@@ -337,6 +334,6 @@ def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterato
     yield from refused or unexpected_kernels(kernels, linear, experts, gpu)
 
 
-def _layer_of(name: str) -> str:
-    """Return what must be sent together: an adapter, or a layer."""
-    return "the adapter" if is_adapter_tensor(name) else layer_of(name)
+def _unit_of(name: str) -> str:
+    """Return the name of the layer, or the adapter, whose tensors are sent together."""
+    return "adapter" if is_adapter_tensor(name) else layer_of(name)

@@ -1,4 +1,4 @@
-"""vLLM in a server: the engine on the trainer's side, and the command and process of a server for a learner."""
+"""vLLM in a server: the trainer's side of the engine, and the command and process of a server for a learner."""
 
 import json
 import math
@@ -25,11 +25,11 @@ __all__ = ["ServerEngine", "server_process", "start_command"]
 
 class ServerEngine:
     """
-    The [`~trl_qarl.rollout.engine.Engine`] of a server, whose replicas are alike.
+    The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas.
 
     Attributes:
         is_drawing (`Callable[[], bool]`):
-            Tells whether completions of this trainer are in flight that are to go on with what is published.
+            Returns whether this trainer has requests in flight that will continue with newly published weights.
     """
 
     def __init__(self, client, channel: Channel):
@@ -40,24 +40,22 @@ class ServerEngine:
 
     def describe(self) -> dict[str, Any]:
         first, *others = self.client.call_workers("qarl_describe")
-        # Replicas are on devices of their own, and one may have been started again.
+        # Each replica has its own device, and one may have been restarted.
         alike = sorted(first.keys() - {"device", "published", "replica"})
         for other in others:
             names = [name for name in alike if other.get(name) != first[name]]
-            # The ranks of one replica are compared by their fingerprints instead.
+            # The fingerprints compare the ranks of one replica.
             if names and (replica := other.get("replica")) != first.get("replica"):
-                raise ValueError(
-                    f"Replica {replica} of the server is not like the first one. They differ in: {', '.join(names)}."
-                )
+                raise ValueError(f"Replica {replica} of the server differs from the first one in: {', '.join(names)}.")
         self._replicas = len({worker.get("replica") for worker in (first, *others)})
         return {**first, "replicas": self._replicas}
 
     def begin(self) -> list[str]:
         self.channel.begin()
-        # Abort other clients' requests: they must not finish with other weights than they began with. Of kept ones
-        # vLLM drops keys and values, and computes them again with the new weights.
+        # Abort other clients' requests, which must finish with the weights they began with. For kept requests vLLM
+        # recomputes keys and values with the new weights.
         self.client.control(f"/pause?mode={'keep' if self.is_drawing() else 'abort'}")
-        # Union of the names that each rank has lost.
+        # Union over ranks.
         changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
         self.client.control("/start_weight_update")
         return sorted(changed)
@@ -87,7 +85,7 @@ class ServerEngine:
         return self.client.weight_version()
 
     def generate(self, prompts: list[list[int]], pictures: Sequence[Any] | None = None, *args, **sampling):
-        # The class' own: a trainer has its client's call this.
+        # The method of the class: the trainer has replaced the client's by one that calls this.
         return type(self.client).generate(self.client, prompts, pictures, *args, **sampling)
 
     def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
@@ -119,7 +117,7 @@ class ServerEngine:
         self.client.call_workers("qarl_clear_cache")
 
     def reconnect(self, timeout: float) -> bool:
-        """Do as [`~trl_qarl.rollout.client.QaRLClient.reconnect`], for session and channel."""
+        """Call [`~trl_qarl.rollout.client.QaRLClient.reconnect`], then connect the channel."""
         is_other = self.client.reconnect(timeout)
         self.channel.connect()
         return is_other
@@ -147,7 +145,7 @@ def start_command(args, spec: EngineSpec) -> str:
 
 
 def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
-    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner of a [`QaRLConfig`], which
+    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner of a [`QaRLConfig`] that
     sends chunks of at most `chunk_bytes`."""
     vllm_args = []
     if args.vllm_max_model_length is not None:
@@ -159,13 +157,13 @@ def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
         vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]
     if args.trust_remote_code:
         vllm_args.append("--trust-remote-code")
-    # The next trainer tells from the name whether this one was killed.
+    # The name lets the next trainer see whether this one was killed.
     name = f"{owned_prefix()}{secrets.token_hex(8)}"
     argv, environment = build_server_command(
         spec,
         port=args.vllm_server_port,
         on_cpu=on_cpu,
-        # NCCL refuses two processes on one GPU, which is what a child without settings of its own gets.
+        # NCCL refuses two processes on one GPU, and by default the server uses the trainer's.
         transport="file",
         transfer_dir=default_transfer_dir(args.vllm_server_port, chunk_bytes).with_name(name),
         vllm_args=vllm_args,

@@ -16,9 +16,9 @@ from .spec import EngineSpec
 __all__ = ["LOCAL_HOSTS", "build_server_command", "cpu_environment"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-"""Addresses at which only the server's own host reaches it."""
+"""Addresses that only the server's own host can reach."""
 
-# Options of vLLM that are set here or left at their defaults, by the reason why a user may not set them.
+# Options of vLLM that are set here or stay at their defaults, by the reason why a user may not set them.
 _REASONS = {
     "weights come from the trainer": "--load-format",
     "it carries the scheme": "--hf-overrides",
@@ -26,19 +26,19 @@ _REASONS = {
     "the learner compares with log-probs after temperature": "--logprobs-mode",
     "it names the engine that receives the weights": "--weight-transfer-config",
     "it carries the audit": "--worker-extension-cls",
-    "a server that sleeps forgets its weights without the trainer knowing": "--enable-sleep-mode",
-    "the gate looks at paths": "--root-path",
-    "the gate that refuses to generate with unpublished weights lives in one API process": "--api-server-count",
-    "the file could hold any of the options that are set here; give its options one by one": "--config",
+    "a sleeping server loses its weights without the trainer knowing": "--enable-sleep-mode",
+    "the gate compares paths": "--root-path",
+    "the gate that refuses to generate with unpublished weights works in one API process": "--api-server-count",
+    "the file could contain any of the options that are set here; give its options one by one": "--config",
     "the learner does not round keys and values, which in FP8 moves log-probs by 0.1 nats per token (docs/vllm.md)": "--kv-cache-dtype",
     "the trainer decides how tokens are sampled": "--generation-config --override-generation-config",
     "no weights are published to a draft model": "--speculative-config -sc --spec-method --spec-model --spec-tokens",
     "a stage holds a part of the model, and the audit sees whole models only": "--pipeline-parallel-size -pp",
     "a rank holds some experts, and the audit sees whole models only": "--enable-expert-parallel -ep --enable-eplb",
-    "a picture must become what it is in the learner": (
+    "pictures must be processed as in the learner": (
         "--mm-device-do-normalize --no-mm-device-do-normalize --mm-processor-kwargs --mm-encoder-attn-dtype"
     ),
-    "the audit compares the weights of each rank, so ranks do not share pictures out": "--mm-encoder-tp-mode",
+    "the audit compares the weights of each rank, so ranks may not divide pictures": "--mm-encoder-tp-mode",
     "it follows from --max_lora_rank": "--enable-lora --max-loras --max-cpu-loras --max-lora-rank --lora-target-modules",
     "an adapter has the dtype of the model, as in the learner": "--lora-dtype",
     "the adapter comes from the trainer": "--lora-modules --default-mm-loras",
@@ -52,7 +52,7 @@ _IMPOSED = {option: reason for reason, options in _REASONS.items() for option in
 
 
 def _reason_against(argument: str) -> str | None:
-    """Return why an argument of `vllm serve` is not allowed, in any spelling that vLLM's parser understands."""
+    """Return the reason why an argument of `vllm serve` is not allowed, in any spelling that vLLM's parser takes."""
     # `--name=value`, and `--name.key value` for one entry of a dictionary.
     name = argument.partition("=")[0].partition(".")[0]
     if not name.startswith("--"):
@@ -60,20 +60,19 @@ def _reason_against(argument: str) -> str | None:
     name = name.replace("_", "-")
     if name in _IMPOSED or len(name) < 4:
         return _IMPOSED.get(name)
-    # argparse takes the beginning of a name for the whole.
+    # argparse accepts abbreviations.
     return next((reason for option, reason in _IMPOSED.items() if option.startswith(name)), None)
 
 
 def cpu_environment() -> dict[str, str]:
     """
-    Settings without which vLLM on a CPU is slow, fails or computes something else.
+    Return environment variables without which vLLM on a CPU is slow, fails or computes other values.
 
-    Two are defaults, what is in the environment already wins. `nobind`: binding a thread to each core stalls where
-    cores are shared. The key-value cache is otherwise sized by the machine's memory, which the learner needs too.
+    Two are defaults, which the environment overrides. `nobind`: binding a thread to each core stalls on shared cores.
+    The size of the key-value cache otherwise depends on the machine's memory, which the learner needs too.
 
-    Two are imposed: with AMX vLLM would round the activations of INT4 layers to 8 bits, which `w4a16` says they are
-    not; and in decoding it would split the sums of attention over threads, so that log-probs depend on how many there
-    are.
+    Two are imposed. With AMX vLLM would round the activations of INT4 layers to 8 bits, contrary to `w4a16`. In
+    decoding it would split the sums of attention over threads, and log-probs would depend on the number of threads.
     """
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | {
@@ -99,12 +98,12 @@ def build_server_command(
 
     Args:
         host, port:
-            What to listen on.
+            Address to listen on.
         on_cpu, gpu:
-            What the engine runs on. The GPU defaults to the one that is here.
+            Device of the engine. The GPU defaults to the one of this machine.
         transport (`str`, *optional*):
-            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and where only this host can reach the server; to
-            `"nccl"` else.
+            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and if only this host can reach the server; otherwise
+            to `"nccl"`.
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
         vllm_args (`Sequence[str]`, *optional*):
@@ -123,13 +122,13 @@ def build_server_command(
     arguments |= {
         "host": host,
         "port": port,
-        # For the log-probs of a whole prompt.
+        # Needed for log-probs over the whole vocabulary.
         "max_logprobs": -1,
         "weight_transfer_config": {"backend": FILE_BACKEND if transport == "file" else NCCL_BACKEND},
         "middleware": GATE,
     }
     if spec.pictures:
-        # They come with token ids.
+        # Adds the path for token ids with pictures.
         arguments["enable_scale_out"] = True
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if transport == "file":

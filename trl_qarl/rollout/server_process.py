@@ -18,6 +18,7 @@ from ..processes import end_with_parent, exit_on_signals
 from ..wire.handshake import TOKEN_VARIABLE, make_token
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
+from .http_session import CheckedSession, ServerLost
 
 
 __all__ = ["ServerProcess", "free_port"]
@@ -28,8 +29,8 @@ _TRACKER_SECONDS = 5.0
 
 
 def free_port() -> int:
-    """Return a port on the loopback address that nothing listens on, below those that Linux gives to outgoing
-    connections, one of which could take it before a server does."""
+    """Return a free port on the loopback address, below the range that Linux uses for outgoing connections, which
+    could take the port before a server does."""
     for port in random.SystemRandom().sample(range(15000, 32768), 100):
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
@@ -39,9 +40,9 @@ def free_port() -> int:
 
 class ServerProcess:
     """
-    A server as a child of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on Linux also
-    when the trainer is killed. `argv` and `environment` are from [`build_server_command`], `token` is the secret that
-    the server asks its trainer for.
+    A server as a child process of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on
+    Linux also when the trainer is killed. `argv` and `environment` come from [`build_server_command`]; `token` is the
+    secret that the server expects from its trainer.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log_file: Path):
@@ -58,7 +59,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the server unless it runs; remains of a killed one are removed first."""
+        """Start the server unless it runs; files of a killed server are removed first."""
         if self.is_running:
             return
         self.stop()
@@ -80,10 +81,8 @@ class ServerProcess:
             )
 
     def wait(self, url: str, timeout: float) -> None:
-        """Wait until the server answers, saying so on the terminal. `RuntimeError`, with the end of its log, is raised
-        if it ends or does not answer in time."""
-        from .http_session import CheckedSession, ServerLost
-
+        """Wait until the server answers, with progress on the terminal. `RuntimeError`, with the end of the log, is
+        raised if the server ends or does not answer in time."""
         session = CheckedSession(request_timeout=5.0, generation_timeout=5.0)
         assert self._process is not None
         print(f"Starting a vLLM server; its log is {self.log_file}", flush=True)
@@ -116,7 +115,7 @@ class ServerProcess:
             try:
                 self._process.wait(timeout=30)
             except subprocess.TimeoutExpired:
-                logger.warning("The vLLM server did not end when asked to; ending it the hard way.")
+                logger.warning("The vLLM server did not end on SIGTERM; it is killed.")
         # Workers outlive a server that was killed.
         _end_group(self._process.pid)
         self._process.wait()
@@ -129,8 +128,8 @@ class ServerProcess:
 
 def _end_group(group: int) -> None:
     """
-    Kill a process group. Python's resource trackers in it end by themselves when the others have, and first remove
-    what those left in shared memory: vLLM's message queues, of some hundred MiB.
+    Kill a process group. Python's resource trackers in it end by themselves after the other processes, and first
+    remove their shared memory: vLLM's message queues, of some hundred MiB.
     """
     deadline = time.monotonic() + _TRACKER_SECONDS
     while (members := _members(group)) and time.monotonic() < deadline:
@@ -144,7 +143,7 @@ def _end_group(group: int) -> None:
 
 
 def _members(group: int) -> dict[int, bytes]:
-    """Processes of a group that have not ended, and their command lines; none without `/proc`."""
+    """Return the running processes of a group, with their command lines; empty without `/proc`."""
     members = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

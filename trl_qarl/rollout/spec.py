@@ -1,4 +1,4 @@
-"""Specification of an engine, in this process and in a server. Needs no torch."""
+"""Specification of an engine, in this process or in a server. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ __all__ = ["EngineSpec"]
 @dataclass(frozen=True)
 class EngineSpec:
     """
-    The model of an engine, and what of it must be the learner's.
+    The model of an engine, and the settings that must match the learner's.
 
     Args:
         model (`str`):
@@ -24,12 +24,12 @@ class EngineSpec:
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
             Dtype of everything that is not quantized.
         lora (`Mapping[str, Any]`, *optional*), pictures (`Mapping[str, Any]`, *optional*):
-            Arguments of `vllm.LLM` for an adapter next to the layers, and for pictures; empty without.
+            Arguments of `vllm.LLM` for an adapter next to the layers, and for pictures; empty without them.
         numerics (`str`, *optional*, defaults to `"fast"`):
-            On a GPU `"engine"` gives a slower engine, whose arithmetic the learner can repeat
-            ([`trl_qarl.numerics.cuda`]); on a CPU every engine is one.
+            On a GPU `"engine"` gives a slower engine with arithmetic that the learner can repeat
+            ([`trl_qarl.numerics.cuda`]); on a CPU this holds for every engine.
         is_export (`bool`, *optional*, defaults to `False`):
-            Whether weights and scheme are read from the directory, in place of being sent.
+            Whether weights and scheme are read from the directory instead of being sent.
     """
 
     model: str
@@ -42,8 +42,8 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model, dtype) -> "EngineSpec":
-        """Return that of `model`, a learner prepared by [`prepare_model`], in `dtype`. On a GPU its numerics are those
-        that `model` has by then."""
+        """Return the specification for `model`, a learner prepared by [`prepare_model`], in `dtype`. On a GPU the
+        numerics are those that are attached to `model`."""
         from ..adapters.tensors import lora_arguments
         from ..checkpoint.layout import quantization_config
         from ..numerics.attach import has_engine_numerics
@@ -60,11 +60,11 @@ class EngineSpec:
         )
 
     def arguments(self, on_cpu: bool, gpu: Gpu | None = None) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM`, which are options of its server too. `on_cpu` and `gpu` are as in
-        [`kernel_arguments`], and so is the `ValueError` that is raised."""
+        """Return the arguments of `vllm.LLM`, which are options of its server too. `on_cpu`, `gpu` and errors are
+        those of [`kernel_arguments`]."""
         arguments: dict[str, Any] = {
             "model": self.model,
-            # Left to itself vLLM would run a float32 export in 16 bits.
+            # By default vLLM would run a float32 export in 16 bits.
             "dtype": self.dtype,
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": WORKER_EXTENSION,
@@ -77,7 +77,7 @@ class EngineSpec:
             if self.quantization_config:
                 arguments["hf_overrides"] = {"quantization_config": self.quantization_config}
         if on_cpu:
-            # Compiling takes minutes there, and the compiled graph would not see the learner's kernels.
+            # Compiling takes minutes there, and a compiled graph would not call the learner's kernels.
             arguments["enforce_eager"] = True
         elif self.numerics == "engine":
             from ..numerics import cuda

@@ -1,7 +1,6 @@
 """
-Rollouts without vLLM: the learner's own quantized modules generate through transformers, and the log-probs under which
-each token was sampled are recorded, so that the mismatch between rollout and scoring is measured rather than assumed
-to be 0.
+Rollouts without vLLM: the learner's own quantized modules generate through transformers. The log-prob of each sampled
+token is recorded, so the mismatch between rollout and scoring is measured instead of assumed to be 0.
 """
 
 from collections.abc import Iterator
@@ -16,22 +15,22 @@ __all__ = ["OwnGenerationConfig", "SamplingLogProbs", "record_sampling_logps"]
 
 
 class OwnGenerationConfig(GenerationConfig):
-    """Generation configuration whose fields that are `None` `generate` does not fill from the model's: its `min_p`
-    would truncate rollouts while `QaRLConfig(min_p=None)` says that nothing does."""
+    """Generation configuration whose `None` fields are not filled from the model's configuration by `generate`: the
+    model's `min_p` would truncate rollouts despite `QaRLConfig(min_p=None)`."""
 
     @override
     def update(self, defaults_only=False, allow_custom_entries=False, **kwargs):
-        """Leaves out the update from the model's configuration, the only one that allows custom entries."""
+        """Skips the update from the model's configuration, the only one that allows custom entries."""
         return kwargs if allow_custom_entries else super().update(defaults_only=defaults_only, **kwargs)
 
 
 class SamplingLogProbs(LogitsProcessor):
     """
-    Logits processor that leaves the scores as they are and keeps the log-prob of each sampled token: that of
+    Logits processor that keeps the scores and records the log-prob of each sampled token under
     `softmax(scores / temperature)`, before any truncation (top-k, top-p, min-p), as the learner computes it.
 
-    A processor sees the scores before a token is drawn, so step `t` is settled when step `t + 1` (or
-    [`~SamplingLogProbs.finish`]) shows which token it was. Only one `(B, V)` tensor is held at a time.
+    A processor sees the scores before a token is drawn, so step `t` is settled at step `t + 1` or in
+    [`~SamplingLogProbs.finish`], when the token is known. Only one `(B, V)` tensor is held at a time.
     """
 
     def __init__(self, temperature: float):
@@ -46,8 +45,8 @@ class SamplingLogProbs(LogitsProcessor):
         return scores
 
     def finish(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Log-probs of all sampled tokens, `(B, T)` float32 in nats, padding included; `sequences`, `(B, P + T)`, is
-        what `generate` returned."""
+        """Return the log-probs of all sampled tokens, `(B, T)` float32 in nats, including padding; `sequences`,
+        `(B, P + T)`, is the output of `generate`."""
         self._settle(sequences[:, -1])
         self._pending = None
         return torch.stack(self.steps, dim=1)
@@ -60,11 +59,10 @@ class SamplingLogProbs(LogitsProcessor):
 @contextmanager
 def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterator[list[torch.Tensor]]:
     """
-    While the context is open, each `model.generate` call appends its sampling log-probs, `(B, T)`, to the yielded
-    list.
+    While open, each `model.generate` call appends its sampling log-probs, `(B, T)`, to the yielded list.
 
-    TRL calls `generate` with fixed arguments in the middle of a long method; an instance attribute that shadows the
-    method is the only place to add a processor without copying that method.
+    TRL calls `generate` with fixed arguments in the middle of a long method. Shadowing `generate` by an instance
+    attribute is the only way to add a processor without copying that method.
     """
     recorded: list[torch.Tensor] = []
     generate, own = model.generate, vars(model).get("generate")

@@ -1,6 +1,6 @@
 """
-Options of quantization, objective and engine as plain dataclasses, without TRL: a configuration of another trainer
-inherits from those it takes, as [`QaRLConfig`] does.
+Options of quantization, objective and engine as plain dataclasses, independent of TRL. The configuration of a trainer
+inherits from those that it supports, like [`QaRLConfig`].
 """
 
 import re
@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "old_logps": ("version", "learner", "sampler"),
     "hub_export": ("low-bit", "master", "both", "adapter"),
 }
-"""Values that an option can have."""
+"""Allowed values of options."""
 
 
 def _one_of(name: str, default: str | None) -> Any:
@@ -33,10 +33,9 @@ def _one_of(name: str, default: str | None) -> Any:
 
 def describe_options(cls: type) -> type:
     """
-    Fill in `help`, which the command line shows, of the options that a dataclass declares: their text in its
-    docstring.
+    Set `help`, which the command line shows, of the options that a dataclass declares to their text in its docstring.
 
-    Backticks and the brackets of links are left out, and the percent signs doubled, as argparse wants them.
+    Backticks and the brackets of links are removed, and percent signs are doubled for argparse.
     """
     texts = {}
     # An entry is indented by four columns, its text by eight.
@@ -51,8 +50,8 @@ def describe_options(cls: type) -> type:
 
 
 def own_options(cls: type, inherited: type) -> list[str]:
-    """Return the names of the options that a configuration has next to those of `inherited`, its base class, or
-    declares anew: those of its other bases first."""
+    """Return the names of options that a configuration adds to those of its base class `inherited`, or redefines;
+    those of its other bases come first."""
     bases = [base for base in cls.__mro__ if not issubclass(inherited, base)]
     declared = [name for base in (*bases[1:], cls) for name in vars(base).get("__annotations__", {})]
     known = {option.name for option in fields(cls)}
@@ -63,7 +62,7 @@ def own_options(cls: type, inherited: type) -> list[str]:
 @dataclass
 class QuantOptions:
     """
-    Format of the policy's weights, and the arithmetic of the learner.
+    Format of the policy's weights, and arithmetic of the learner.
 
     Parameters:
         scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
@@ -71,53 +70,52 @@ class QuantOptions:
             `"w4a8-int8"` (also with 3 and 2 bits), `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
             (3 or 2 bits, stored as INT4), `"w4a16-observer"`, `"w3a16-observer"` or `"w2a16-observer"` (with
             compressed-tensors' scales), `"w4a16-asym"` and `"w8a16-asym"` (INT4 and INT8 with zero points), or
-            `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in torchao's
-            `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
-            `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
+            `"bf16"` for the unquantized baseline. Alternatively a mapping from patterns of layers' names to schemes,
+            as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a
+            scheme's name, `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
-            Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller
-            one.
+            Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers that it does not divide get the next
+            smaller one.
         precisions (`list` or `dict[int, Any]`, *optional*):
-            Bits of the masters' low-bit form in turn, for schemes with signed scales: `[4, 3]` generates, scores and
-            learns one batch at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and continues with 3 from update
-            60. Instead of a number you can give numbers by patterns of layers' names,
-            `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine stays as it is. Evaluation and export have the
+            Alternating bits of the low-bit weights, for schemes with signed scales: `[4, 3]` generates, scores and
+            learns one batch at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 bits and continues with 3 from
+            update 60. A number can be replaced by numbers for patterns of layers' names,
+            `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine does not change. Evaluation and export use the
             bits of `scheme`.
         quantize_learner (`bool`, *optional*, defaults to `True`):
-            Whether the learner and its reference model run the low-bit weights of `scheme` as the rollout does, which
-            is QaRL. With `False` they run the high-precision master weights: quantized rollout training.
+            Whether the learner and its reference model run the low-bit weights of `scheme`, like the rollout, which is
+            QaRL. With `False` they run the high-precision master weights: quantized rollout training.
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision: names, last components of names, or regular expressions over the
             whole name.
         high_precision_first (`int`, *optional*, defaults to `0`):
-            How many of the first decoder layers stay in high precision.
+            Number of first decoder layers that stay in high precision.
         high_precision_last (`int`, *optional*, defaults to `0`):
-            How many of the last decoder layers stay in high precision.
+            Number of last decoder layers that stay in high precision.
         lora_mode (`str`, *optional*, defaults to `"adapter"`):
-            With a PEFT adapter, what generates: `"adapter"`, the frozen low-bit base with the adapter next to it in
+            Form of the policy with a PEFT adapter: `"adapter"`, the frozen low-bit base with the adapter next to it in
             high precision; `"merged"`, the low-bit form of base and adapter together.
         numerics (`str`, *optional*):
-            How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels
+            Arithmetic of the learner in rollouts without vLLM, scoring and loss. `"engine"` uses vLLM's own kernels
             for every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with
-            AVX512, bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts
-            without vLLM do not need it to be installed. `"fast"`: as transformers does, with rounding of its own. By
-            default `"engine"` for rollouts in vLLM on a CPU where all of that is given, else `"fast"`; the log says
-            which, and why.
+            AVX512, bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it is untested). Rollouts
+            without vLLM do not need it to be installed. `"fast"` computes as transformers does, with different
+            rounding. Defaults to `"engine"` for rollouts in vLLM on a CPU that meets these conditions, else to
+            `"fast"`; the log has the choice and its reason.
         exact (`str`, *optional*):
-            With `numerics="engine"`, what happens where the log-prob of any sampled token is not the learner's:
-            `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs;
-            `"warn"` logs the same. Defaults to `"require"` if `numerics` is given; else the first such batch is
-            logged.
+            With `numerics="engine"`, response if the log-prob of a sampled token is not the learner's: `"require"`
+            raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"` logs
+            the same. Defaults to `"require"` if `numerics` is given; otherwise the first such batch is logged.
         cpu_weights (`str`, *optional*, defaults to `"expanded"`):
-            What engines on a CPU, and a learner with their numerics, multiply by where activations are not INT8:
-            `"expanded"` weights in bf16, made once per weight sync and per update, 2 bytes each in addition to the
-            codes; `"packed"` codes, without that memory and up to three times slower. A server of your own says the
-            same with `trl-qarl vllm-serve --cpu_weights`.
+            Weights in products of engines on a CPU, and of a learner with their numerics, if activations are not INT8:
+            `"expanded"` to bf16 once per weight sync and per update, which takes 2 bytes per weight in addition to
+            the codes; `"packed"` codes, without that memory and up to three times slower. Give a server of your own
+            the same value with `trl-qarl vllm-serve --cpu_weights`.
         allow_low_precision_masters (`bool`, *optional*, defaults to `False`):
-            Train masters in bfloat16 (or, unquantized, float16) nevertheless, in which most updates round to nothing.
+            Allow masters in bfloat16 (or, unquantized, float16), in which most updates round to nothing.
         allow_high_precision_experts (`bool`, *optional*, defaults to `False`):
-            Without vLLM, train a mixture whose experts are laid out such that no scheme quantizes them, or are
-            excluded, and which has no low-bit export.
+            Without vLLM, allow training a mixture whose experts are excluded, or laid out such that no scheme
+            quantizes them. It has no low-bit export.
     """
 
     scheme: dict[str, Any] | str | None = "w4a16"
@@ -136,8 +134,8 @@ class QuantOptions:
 
     @property
     def is_quantized(self) -> bool:
-        """True if anything runs low-bit weights. Also true for a refused scheme, so that all problems can be reported
-        at once."""
+        """True if any layer runs low-bit weights. Also true for an invalid scheme, so that all problems can be
+        reported at once."""
         try:
             return self.plan.is_quantized
         except ValueError:
@@ -145,7 +143,7 @@ class QuantOptions:
 
     @property
     def plan(self) -> QuantPlan:
-        """The scheme of each layer. Raises `ValueError` for one that does not exist."""
+        """The scheme of each layer. Raises `ValueError` for an unknown scheme."""
         return get_plan(self.scheme, self.group_size, self.high_precision_first, self.high_precision_last)
 
 
@@ -153,17 +151,17 @@ class QuantOptions:
 @dataclass
 class ObjectiveOptions:
     """
-    Objective, and the bounds of its loss.
+    Objective, and bounds of its loss.
 
     Parameters:
         objective (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
-            `"on-policy"`, `"dual-clip"`, which set TRL's options; one that others use against the mismatch,
-            `"icepop"`, `"kpop"`, `"geo-mask"`, `"bypass"`, `"dppo-tv"`, `"acr"`; or one of TRL's losses (`"grpo"`,
+            `"on-policy"`, `"dual-clip"`, which set TRL's options; one of other projects against the mismatch,
+            `"icepop"`, `"kpop"`, `"geo-mask"`, `"bypass"`, `"dppo-tv"`, `"acr"`; one of TRL's losses (`"grpo"`,
             `"dapo"`, `"sapo"`, ...); or `"module:Name"`, an [`~trl_qarl.objectives.objective.Objective`] of your own.
             Replaces `loss_type`.
         objective_kwargs (`dict`, *optional*):
-            Arguments of the class that `objective="module:Name"` names.
+            Arguments of the class in `objective="module:Name"`.
         positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
             TBPO: for positive advantages, the ratio counts up to `1 + positive_epsilon_high`.
         negative_epsilon_low (`float`, *optional*, defaults to `3e-4`):
@@ -173,19 +171,19 @@ class ObjectiveOptions:
             TBPO: for negative advantages, the ratio counts up to `1 + negative_epsilon_high`; above, the sequence
             contributes no gradient.
         trust_band (`str`, *optional*, defaults to `"fixed"`):
-            TBPO: `"fixed"` takes the three bands above, `"auto"` (experimental) estimates them from the ratios of
+            TBPO: `"fixed"` uses the three bands above, `"auto"` (experimental) estimates them from the ratios of
             recent updates.
         trust_band_share (`float`, *optional*, defaults to `0.25`):
-            TBPO with `trust_band="auto"`: share of the completions of each sign of the advantage to drop. Those of
-            updates on a fresh batch, whose ratios are 1, are neither dropped nor counted.
+            TBPO with `trust_band="auto"`: share of completions to drop, for each sign of the advantage. Completions in
+            updates on a fresh batch, with ratios of 1, are neither dropped nor counted.
         mismatch_cap (`float`, *optional*, defaults to `2.0`):
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
         mismatch_low, mismatch_high (`float`, *optional*):
-            Bounds of the mismatch outside which `"icepop"` drops a token (0.5 and 5) and `"geo-mask"` a completion, by
-            its geometric mean (0.99 and 1.01).
+            Bounds of the mismatch. Outside of them `"icepop"` drops a token (0.5 and 5) and `"geo-mask"` a completion,
+            by its geometric mean (0.99 and 1.01).
         divergence_threshold (`float`, *optional*):
-            Bound above which a token is dropped: by `"kpop"` of the divergence between learner and sampler (0.1 nats),
-            by `"dppo-tv"` of the change of its probability from the sampler's (0.2).
+            Bound above which a token is dropped: for `"kpop"` of the divergence between learner and sampler (0.1
+            nats), for `"dppo-tv"` of the difference between its probability and the sampler's (0.2).
     """
 
     objective: str = "tbpo"
@@ -205,57 +203,57 @@ class ObjectiveOptions:
 @dataclass
 class EngineOptions:
     """
-    Engine of the rollouts: how far ahead it draws, how weights reach it and who else gets them.
+    Engine of the rollouts: batches drawn ahead, transport of weights, and other destinations of the policy.
 
     Parameters:
         rollout_ahead (`int`, *optional*, defaults to `0`):
-            How many generation batches a vLLM server draws ahead, while the learner trains on the one before. With 1
-            both work at once, and a batch is of weights that are older by the updates of one batch; more is for
-            studying that.
+            Number of generation batches that a vLLM server draws ahead, while the learner trains on the previous one.
+            With 1 both work at the same time, and the weights of a batch are older by the updates of one batch;
+            larger values are for studies.
         old_logps (`str`, *optional*, defaults to `"version"`):
-            With `rollout_ahead`, whose log-probs the ratio compares with: `"version"`, those of the weights that drew
-            the batch, which are kept; `"learner"`, those of the learner when it begins with the batch; `"sampler"`,
-            the engine's.
+            With `rollout_ahead`, log-probs in the denominator of the ratio: `"version"`, those of the weights that
+            drew the batch, which are kept; `"learner"`, those of the learner when it begins with the batch;
+            `"sampler"`, the engine's.
         in_flight_updates (`bool`, *optional*, defaults to `False`):
             Experimental. With `rollout_ahead` of at least 2 and `numerics="engine"`, publish weights while completions
-            are drawn: the engine goes on with the new ones, and never waits for the longest completion of a batch.
+            are drawn: the engine continues with the new ones, and never waits for the longest completion of a batch.
         mismatch_probe_steps (`int`, *optional*, defaults to `0`):
-            Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the
-            rollout: `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
+            Number of updates between measurements of the mismatch over the whole vocabulary, on a few sequences of the
+            rollout: `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 stands for never.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training. Its log is
             `vllm_server.log` in the output directory.
         vllm_request_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds that the server has to answer a request that does not generate, such as to take a chunk of weights.
-            After that it counts as lost.
+            Seconds for the server to answer a request that does not generate, such as one with a chunk of weights.
+            After that the server counts as lost.
         vllm_generation_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds that the server has to generate a batch of completions.
+            Seconds for the server to generate a batch of completions.
         vllm_token_file (`str`, *optional*):
             File with the secret that opens the session of a server on another host: a copy of its `--token_file`,
-            which only you can read. By default the file that the server names, on the same host.
+            which only you can read. Defaults to the file that the server names, on the same host.
         vllm_transport (`str`, *optional*, defaults to `"auto"`):
-            How weights reach a server: `"nccl"`, `"file"` through a directory that both hosts have, `"http"`. By
-            default NCCL if the server was started for it, else the directory if this host has it, else HTTP; the log
-            says which, and why.
+            Transport of weights to a server: `"nccl"`, `"file"` through a directory that both hosts share, or
+            `"http"`. Defaults to NCCL if the server was started for it, else to the directory if this host has it,
+            else to HTTP; the log has the choice and its reason.
         vllm_ssl_ca_certs (`str`, *optional*):
-            File with the certificates that vouch for a server at https://, such as its own. By default those of public
+            File with the certificates that sign a server's at https://, or its own. Defaults to those of public
             authorities.
         vllm_allow_plain_http (`bool`, *optional*, defaults to `False`):
-            Send weights to another host over http:// nevertheless, where every network between them can read and
-            change them.
+            Allow sending weights to another host over http://, where every network in between can read and change
+            them.
         vllm_delta_sync (`bool`, *optional*):
-            Whether a weight sync to a server sends, of each tensor, only what changed since the last one. Trainer and
-            server each keep a copy of the low-bit policy in host memory. By default only over HTTP, where it is
-            faster; never with NCCL.
+            Whether a weight sync to a server sends only the changes of each tensor since the last one. Trainer and
+            server each keep a copy of the low-bit policy in host memory. Defaults to `True` only over HTTP, where it
+            is faster; not possible with NCCL.
         publish_dir (`str`, *optional*):
-            Folder to which the low-bit policy of each rollout is also written, as files that object storage can carry:
-            the first whole, then what changed. `trl-qarl export --from_patches` makes an export of any of them. Not
-            with FSDP, nor for an adapter next to its base.
+            Folder to which the low-bit policy of each rollout is also written, as files for object storage: the first
+            version whole, then changes. `trl-qarl export --from_patches` exports any version. Not with FSDP, nor for
+            an adapter next to its base.
         hub_export (`str`, *optional*, defaults to `"low-bit"`):
-            What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the
+            Model to push to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the
             repository's name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy
             and, in a second repository `NAME-masters`, the masters; `"adapter"`, a PEFT adapter. Checkpoints of
-            `hub_strategy="checkpoint"` and `"all_checkpoints"` go where masters go.
+            `hub_strategy="checkpoint"` and `"all_checkpoints"` go to the repository of the masters.
     """
 
     rollout_ahead: int = 0

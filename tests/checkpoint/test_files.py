@@ -72,7 +72,7 @@ def test_a_file_system_without_locks_is_no_error_and_said(tmp_path, monkeypatch,
     monkeypatch.setattr(fcntl, "flock", flock)
     hold(tmp_path / ".lock", "output_dir").close()
     assert f"output_dir='{tmp_path}' is on a file system without locks" in caplog.text
-    assert "a second trainer that writes there will not be refused" in caplog.text
+    assert "a second trainer that writes there is not refused" in caplog.text
 
 
 def test_errors_of_the_disk_are_told_from_others(tmp_path):

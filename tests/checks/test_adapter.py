@@ -145,4 +145,4 @@ def test_models_that_transformers_adapted_or_quantized_are_refused():
     del model.config.quantization_config
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
     (problem,) = problems_of_start(model, has_adapter=False)
-    assert "adapter that transformers has put into it" in problem
+    assert "adapter that was loaded by transformers" in problem

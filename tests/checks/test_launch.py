@@ -154,7 +154,7 @@ def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
         ({"stage": 0}, {}, "zero_stage=0 shards nothing. Use 1, 2 or 3"),
         ({"stage": 3}, {}, "zero3_save_16bit_model=false with zero_stage=3: .* Use true"),
         ({"stage": SLICES | {"zero_quantized_weights": True}}, {}, "zero_quantized_weights=true .* rounded to 8 bits"),
-        ({"stage": SLICES}, {"precisions": [4, 3]}, r"precisions=\[4, 3\] with zero_stage=3: it has not been tried"),
+        ({"stage": SLICES}, {"precisions": [4, 3]}, r"precisions=\[4, 3\] with zero_stage=3: it is untested"),
         ({"stage": SLICES}, pushes, "hub_strategy='every_save' with zero_stage=3 .* Use hub_strategy='end'"),
         ({"zero_optimization": zero}, {}, "offload_optimizer_device='nvme' with DeepSpeed: .* Use none or cpu"),
         ({"fp16": {"enabled": True}}, {}, r"fp16.enabled=true .* rounds the model's weights to 16 bits"),

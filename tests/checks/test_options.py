@@ -106,7 +106,7 @@ def test_masters_below_float32_are_refused_unless_allowed(tmp_path, dtype):
     # By the trainer, which knows whether an adapter leaves them as they are.
     options = {"model_init_kwargs": {"dtype": dtype}, "learning_rate": 3e-6}
     problem = low_precision_masters(config(tmp_path, **options), dtype)
-    assert re.search(r"masters are bfloat16.*0.02 moves in steps of 1.2e-04.*=3e-06.*leave out `dtype`", problem)
+    assert re.search(r"masters are bfloat16.*0.02 moves in steps of 1.2e-04.*=3e-06.*remove `dtype`", problem)
     assert low_precision_masters(config(tmp_path, **options, allow_low_precision_masters=True), dtype) is None
 
 

@@ -184,7 +184,8 @@ def test_bounds_of_trls_losses_stand_at_their_level(loss, level, positive, negat
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode="sequence_mask",
     )
-    of_tokens = find_objective(loss).token_bounds(config)["token_ratio"]
+    bounds = find_objective(loss).histogram_bounds(config)
+    of_tokens = {sign: pair for name, sign, pair in bounds if name == "token_ratio"}
     of_sequences = find_objective(loss).sequence_bounds(config)
     found = of_tokens if level == "token" else of_sequences["ratio"]
     assert found == {"positive": positive, "negative": negative}

@@ -310,7 +310,7 @@ def test_a_run_resumed_with_updates_in_flight_goes_on_with_completions_and_all_t
     # Nothing else was in flight when the checkpoint was written.
     assert torch.equal(weights(resumed), weights(whole))
     other, _ = make_played_trainer("other", rollout_ahead=2, max_steps=6)
-    with pytest.raises(ValueError, match="drawn with in_flight_updates=True.*Resume with it"):
+    with pytest.raises(ValueError, match="drawn with in_flight_updates=True.*Resume with the same option"):
         other.train(resume_from_checkpoint=checkpoint)
 
 

@@ -196,6 +196,6 @@ def test_a_probe_that_loses_the_server_warns_and_one_of_pictures_too(monkeypatch
     recorder.probe(make_batch() | {"completion_ids": torch.zeros(4, 1), "completion_mask": torch.ones(4, 1)}, 2, None)
     assert [record.getMessage() for record in caplog.records] == [
         "The mismatch was not probed: gone",
-        "The mismatch was not probed: the prompts hold more than text.",
+        "The mismatch was not probed: the prompts contain more than text.",
     ]
     assert not metrics["train"]

@@ -1,4 +1,4 @@
-"""Checks of adapters: each function yields problems and changes nothing. PEFT is not imported."""
+"""Checks of adapters. Each function yields problems and changes nothing; PEFT is not imported."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ _INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 
 
 def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
-    """Options of [`QaRLConfig`] that contradict an adapter, or its absence."""
+    """Yield options of [`QaRLConfig`] that contradict an adapter, or its absence."""
     if not has_adapter:
         if args.lora_mode != "adapter":
             yield f"lora_mode={args.lora_mode!r} was given, but no adapter. Give `peft_config`, or remove it."
@@ -41,21 +41,21 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
     if args.lora_mode != "adapter" and not args.is_quantized:
         yield (
             f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r} {refused}: nothing is quantized, so there is no low-bit form of base "
-            "and adapter. Use lora_mode='adapter', which is LoRA as usual."
+            "and adapter. Use lora_mode='adapter', which is ordinary LoRA."
         )
     if args.precisions is not None:
-        yield f"precisions={args.precisions} {refused}: the codes of the base are fixed, so they have one precision. Remove it."
+        yield f"precisions={args.precisions} {refused}: the codes of the base are fixed at one precision. Remove it."
     if args.sync_ref_model:
         yield f"sync_ref_model=True {refused}: the reference is the base without its adapter, or the adapter that was given. Remove it."
 
 
 def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
-    """Models that an adapter, or PEFT's trainer, cannot start from."""
+    """Yield problems of a model from which an adapter cannot be trained."""
     if not isinstance(model, nn.Module):
         return
     if getattr(model, "_hf_peft_config_loaded", False) and not hasattr(model, "get_base_model"):
         yield (
-            "The model has an adapter that transformers has put into it. Pass the adapter's folder as `model`, or a "
+            "The model has an adapter that was loaded by transformers. Pass the adapter's folder as `model`, or a "
             "`PeftModel`: `PeftModel.from_pretrained(base, folder, is_trainable=True)`."
         )
     quantization_config = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -67,19 +67,18 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
 
 
 def is_nf4(quantization_config: Any) -> bool:
-    """Return whether it is bitsandbytes' for 4 bits."""
     return bool(getattr(quantization_config, "load_in_4bit", False))
 
 
 def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool) -> Iterator[str]:
-    """Yield what contradicts a base that is loaded quantized: bitsandbytes' 4 bits beneath an adapter (QLoRA) are
-    possible."""
+    """Yield problems of a base that is loaded quantized, which is only possible with bitsandbytes' 4 bits below an
+    adapter (QLoRA)."""
     if quantization_config is None:
         return
     if not is_nf4(quantization_config):
         yield (
             f"quantization_config={type(quantization_config).__name__} is not supported: the master weights must stay in high "
-            f"precision, and beneath an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is known. Remove it; "
+            f"precision, and below an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is supported. Remove it; "
             f"scheme={args.scheme!r} quantizes the forward."
         )
         return
@@ -91,8 +90,8 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
         )
     if args.is_quantized:
         yield (
-            f"{given} scheme={args.scheme!r} is not supported: the layers would be quantized twice. Use scheme='bf16', which is QLoRA as in "
-            "TRL, or remove `quantization_config`: the base of an adapter is frozen in the low bits of the scheme."
+            f"{given} scheme={args.scheme!r} is not supported: the layers would be quantized twice. Use scheme='bf16', which is TRL's "
+            "QLoRA, or remove `quantization_config`: the base of an adapter is frozen in the low bits of the scheme."
         )
     if args.use_vllm:
         yield (
@@ -102,8 +101,8 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
 
 
 def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
-    """Yield what is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for vLLM, if
-    that serves it."""
+    """Yield problems of `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and with `is_served` for
+    vLLM."""
     if not hasattr(config, "peft_type"):
         yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
         return
@@ -114,7 +113,7 @@ def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
     for name, value in vars(config).items():
         if name.startswith("_") or name in _HONOURED or value in (getattr(usual, name, None), None, [], {}):
             continue
-        reason = REFUSED_BY_LORA.get(name, "what it does on a low-bit base is not known; leave it out")
+        reason = REFUSED_BY_LORA.get(name, "its effect on a low-bit base is untested; leave it out")
         yield f"peft_config: {name}={value!r} is not supported: {reason}."
     if config.init_lora_weights not in _INITIALISATIONS:
         yield (
@@ -128,7 +127,7 @@ def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
 
 
 def problems_of_adapted_model(model: Any) -> Iterator[str]:
-    """Yield what is wrong with adapters inside `model`, a `PeftModel`, `ref` of TRL aside."""
+    """Yield problems of the adapters inside `model`, a `PeftModel`, except TRL's `ref`."""
     names = [name for name in model.peft_config if name != "ref"]
     if names != [ADAPTER_NAME]:
         yield (
@@ -156,19 +155,19 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
     if adapted := [name for name in wrapped if name in around]:
         decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
         yield (
-            f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, where vLLM is not asked to serve an "
-            f"adapter, and none has been tried. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
+            f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, where adapters are "
+            f"untested and not served by vLLM. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
         )
     for name, module in wrapped.items():
         if id(module) in outside or id(module.base_layer) in outside:
             yield (
                 f"peft_config: target_modules names {name!r}: the log-probs are computed from the weights of output head and "
-                "embedding directly. Leave it out; 'all-linear' does."
+                "embedding directly. Leave it out, or use 'all-linear', which leaves it out."
             )
         elif not isinstance(module.base_layer, nn.Linear):
             yield (
-                f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out; in a mixture of experts "
-                "'all-linear' takes experts and routers too, so name layers, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
+                f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out. In a mixture of experts "
+                "'all-linear' includes experts and routers, so name layers, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
             )
     if isinstance(config.target_modules, (list, set, tuple)):
         missing = [

@@ -1,4 +1,4 @@
-"""Checks of the trainer's arguments, which a configuration does not see."""
+"""Checks of the trainer's arguments, which are not part of a configuration."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,13 +41,13 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off the dropout that TRL's `disable_dropout` leaves on, and require it for objectives that need one
+    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives that need one
     policy throughout."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        # Attention takes its rate from an attribute of the layer and calls a function.
+        # Attention has no dropout module: it passes an attribute of the layer to a function.
         if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
         and isinstance(value, float)
         and value > 0
@@ -56,7 +56,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
     if not args.disable_dropout:
         if not get_objective(args).needs_one_policy:
             return
-        # Where TRL's examples have it, unlike a model that drops activations, which is rare.
+        # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused below.
         switched_off = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
         for rate in set(switched_off.values()):
             logger.warning(
@@ -76,8 +76,8 @@ def check_dropout(model: nn.Module, args: Any) -> None:
 
 
 def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
-    """Masters that round their updates away."""
-    # Without an adapter of its own a model is frozen as soon as it gets one.
+    """Yield a problem if the masters' dtype rounds their updates away."""
+    # A model that will get an adapter will be frozen.
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
@@ -86,7 +86,7 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
 
 
 def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong with the experts of a mixture, once it is prepared; `skipped` says why layers stay in high
+    """Yield problems of the experts of a prepared mixture; `skipped` has the reasons why layers stay in high
     precision, by name."""
     inventory = Inventory.of(model)
     if args.use_vllm and (problem := problem_of_mixture(inventory)):
@@ -104,24 +104,23 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
         share = num_elements(experts.values()) / num_elements(model.parameters())
         yield (
             f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
-            f"scheme={args.scheme!r} ({reason}). There is no low-bit export of it, which vLLM would need. Use scheme='bf16'; without "
-            "vLLM, `allow_high_precision_experts=True` quantizes the other layers nevertheless."
+            f"scheme={args.scheme!r} ({reason}). It has no low-bit export, which vLLM would need. Use scheme='bf16'; without "
+            "vLLM, `allow_high_precision_experts=True` quantizes only the other layers."
         )
 
 
 def has_pictures(*datasets: Any) -> bool:
-    """Return whether a dataset, or one of several by name, has a column that TRL reads pictures from."""
+    """Return whether a dataset, or one of several by name, has a column from which TRL reads pictures."""
     return bool(_columns_among(_PICTURE_COLUMNS, datasets))
 
 
 def _columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
-    """Return which of `names` are columns of a dataset, or of one of several by name."""
     splits = [split for data in datasets for split in (data.values() if isinstance(data, dict) else [data])]
     return names & {column for split in splits for column in getattr(split, "column_names", None) or ()}
 
 
 def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
-    """Yield what is wrong with rollouts of pictures, once `model` is prepared."""
+    """Yield problems of rollouts with pictures, for a prepared `model`."""
     if not args.use_vllm:
         return
     if problem := problem_of_class(model):
@@ -132,15 +131,15 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
     ):
         if not is_met:
             yield (
-                f"{option} with pictures and use_vllm=True is not supported: the operations of vision towers, and positions in several "
-                "dimensions, are not known to be the engine's, bit for bit. Remove it; log-probs of learner and engine then differ by rounding."
+                f"{option} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in several "
+                "dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
             )
 
 
 def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[str]:
     if columns := _columns_among({"video", "videos"}, datasets):
         yield (
-            f"The dataset has a column {min(columns)!r}: videos are not supported, neither here nor by TRL's trainer. Remove it, or "
+            f"The dataset has a column {min(columns)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
             "give frames as pictures in a column 'images'."
         )
     if environment_factory is not None and has_pictures(*datasets):
@@ -148,16 +147,15 @@ def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[s
 
 
 def _problems_of_ahead(args: Any, train_dataset: Any, turns: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what contradicts batches that are drawn before their turn; `turns` are arguments that ask an engine more
-    than once."""
+    # `turns` are arguments that need several turns of an engine.
     if not args.rollout_ahead:
         return
     said = f"rollout_ahead={args.rollout_ahead}"
     for name, value in turns.items():
         if value:
-            yield f"{said} is unsupported with `{name}`: its later turns would meet newer weights. Leave out one of them."
+            yield f"{said} is unsupported with `{name}`: its later turns would get newer weights. Leave out one of them."
     if isinstance(train_dataset, IterableDataset):
-        yield f"{said} is unsupported with a streamed dataset: prompts are looked up before their turn. Load it with a length."
+        yield f"{said} is unsupported with a streamed dataset: prompts are looked up before their turn. Load it without streaming."
     if columns := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
         yield f"{said} is unsupported with pictures, and the dataset has a column {min(columns)!r}. Leave out one of them."
 
@@ -176,7 +174,7 @@ def check_arguments(
     tools,
     **others,
 ) -> None:
-    """Raise one `ValueError` with all that is wrong with the arguments of the trainer, before any of it is loaded."""
+    """Raise one `ValueError` with all problems of the trainer's arguments, before anything is loaded."""
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]

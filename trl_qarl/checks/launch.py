@@ -34,13 +34,13 @@ OPTIMIZERS_WITHOUT_SHARDS = {
     "APOLLO": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
     "LOMO": "it steps within backward, before gradients are reduced. Use 'adamw_torch_fused'",
 }
-"""Optimizers that fail on FSDP2's parameters, by package or kind, and what to use instead."""
+"""Optimizers that fail on FSDP2's parameters, by package or kind, with reasons and alternatives."""
 
 _ROUNDED = (
-    "it rounds the model's weights to 16 bits, and low-bit weights would be made of rounded masters. Leave it out: with bf16=True "
-    "the forward computes in bfloat16 all the same"
+    "it rounds the model's weights to 16 bits, and low-bit weights would be made from rounded masters. Remove it: with bf16=True "
+    "the forward computes in bfloat16 anyway"
 )
-_OTHER_LAUNCHES = "it has not been tried. Leave it out, or launch with FSDP2 or DDP"
+_OTHER_LAUNCHES = "it is untested. Remove it, or launch with FSDP2 or DDP"
 
 _DEEPSPEED_STATES = "global_step*/*zero_pp_rank_*_optim_states.pt"
 LAUNCHES_BY_FILES = {
@@ -50,37 +50,39 @@ LAUNCHES_BY_FILES = {
     "optimizer_0": "FSDP2 and SHARDED_STATE_DICT",
     "optimizer.pt": "one process or DDP",
 }
-"""Launches by a file that only they write into a checkpoint; the first that is found counts."""
+"""Launches by a file that only they write into a checkpoint; the first match counts."""
 
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
-    Check what `accelerate launch` was told, have FSDP2 add up gradients in float32, and DeepSpeed leave masters in it.
+    Check the settings of `accelerate launch`, make FSDP2 add up gradients in float32, and make DeepSpeed keep masters
+    in float32.
 
     Raises:
-        NotImplementedError: for what is not supported.
-        ValueError: if FSDP or DeepSpeed was asked for and accelerate has left it out, or for options that FSDP2 or
-            ZeRO cannot serve.
+        NotImplementedError: for unsupported settings.
+        ValueError: if accelerate has ignored a request for FSDP or DeepSpeed, or for options that FSDP2 or ZeRO do not
+            support.
     """
     state = accelerator.state
     plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
     for name, found in (("FSDP", plugin), ("DEEPSPEED", deepspeed)):
         if found is None and os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             raise ValueError(
-                f"accelerate was launched with {name}, but it shards only on GPUs and would train on {accelerator.num_processes} "
-                f"{accelerator.device.type.upper()} processes with whole masters. Launch with `distributed_type: MULTI_CPU`."
+                f"accelerate was launched with {name}, but accelerate shards only on GPUs and would train on "
+                f"{accelerator.num_processes} {accelerator.device.type.upper()} processes with whole masters. Launch with "
+                "`distributed_type: MULTI_CPU`."
             )
     parallel = accelerator.parallelism_config
     if parallel is not None:
         raise NotImplementedError(
             f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
-            "over processes. That is not supported in this release. Launch with FSDP2 or DDP (`accelerate launch --multi_gpu`)."
+            "over processes. This is unsupported. Launch with FSDP2 or DDP (`accelerate launch --multi_gpu`)."
         )
     backend = state.dynamo_plugin.backend
     if backend != "NO":
         raise NotImplementedError(
             f"accelerate was launched with the dynamo backend {backend.value!r}, but a compiled graph ends at every "
-            "quantized layer, whose low-bit weight is found by the version of its master. Launch with `--dynamo_backend no`."
+            "quantized layer, which looks up its low-bit weight by the version of its master. Launch with `--dynamo_backend no`."
         )
     if plugin is not None:
         _check_fsdp(plugin, args, model)
@@ -96,22 +98,19 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         keep_float32_masters(config)
     if args.in_flight_updates and state.num_processes > 1:
         raise NotImplementedError(
-            f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Leave it out."
+            f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Remove it."
         )
 
 
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
     """
-    Check that the checkpoint in `folder` was written by a launch whose optimizer state this one finds; every process
-    has to call.
-
-    Raises:
-        ValueError: for a checkpoint of another launch, or of another number of processes with DeepSpeed.
+    Check that this launch can load the optimizer state of the checkpoint in `folder`; every process has to call.
+    `ValueError` is raised for a checkpoint of another launch, or of another number of processes with DeepSpeed.
     """
     folder, state = Path(folder), accelerator.state
     theirs = next((launch for files, launch in LAUNCHES_BY_FILES.items() if any(folder.glob(files))), None)
     if theirs is None:
-        # `save_only_model=True`.
+        # Saved with `save_only_model=True`.
         return
     plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
     ours = "one process or DDP"
@@ -123,8 +122,8 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
     advice = ", or start a new run from its masters by passing it as the model" if has_masters else ""
     if theirs != ours:
         raise ValueError(
-            f"The checkpoint {folder} was written with {theirs}, and this run with {ours} would not find its optimizer state. Launch as it "
-            f"was{advice}."
+            f"The checkpoint {folder} was written with {theirs}, and this run with {ours} would not find its optimizer state. Launch with "
+            f"{theirs}{advice}."
         )
     if deepspeed is None:
         return
@@ -133,7 +132,7 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
     count = len(set(gather_object(parts)))
     if count != accelerator.num_processes:
         raise ValueError(
-            f"The checkpoint {folder} was written by {count} processes with DeepSpeed, which divides its optimizer state among as many; this "
+            f"The checkpoint {folder} was written by {count} processes with DeepSpeed, which divides the optimizer state among them; this "
             f"run has {accelerator.num_processes}. Launch with `--num_processes {count}`{advice}."
         )
 
@@ -141,13 +140,13 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
 def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
     if plugin.fsdp_version != 2:
         raise NotImplementedError(
-            "accelerate was launched with FSDP1, which keeps the masters of a layer in one flat tensor that cuts through rows and "
-            "their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
+            "accelerate was launched with FSDP1, which flattens the masters of a layer to one tensor and splits it in the middle of "
+            "rows and their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
         )
     raise_problems([*_problems_of_fsdp(plugin, args, model)])
     policy = plugin.mixed_precision_policy
     if policy is not None and args.numerics == "engine":
-        # Engine operations round masters themselves, and activations between layers are not rounded.
+        # Engine operations round masters themselves and do not round activations between layers.
         policy = plugin.mixed_precision_policy = replace(policy, param_dtype=None, output_dtype=None)
     if policy is not None and policy.reduce_dtype not in (None, torch.float32):
         logger.info("FSDP2 adds up gradients in float32, not in %s.", policy.reduce_dtype)
@@ -159,12 +158,12 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield from _problems_of_adapter(plugin, args, model)
     if not isinstance(plugin.reshard_after_forward, bool):
         yield (
-            f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: a number reshards gathered weights to fewer "
+            f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: a number reshards gathered weights over fewer "
             "processes, which low-bit weights do not support. Use true or false"
         )
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         yield (
-            "fsdp_auto_wrap_policy=SIZE_BASED_WRAP gathers parts of layers, and lists of them that have no forward. Use "
+            "fsdp_auto_wrap_policy=SIZE_BASED_WRAP wraps parts of layers, and lists of layers, which have no forward. Use "
             "TRANSFORMER_BASED_WRAP"
         )
     if args.beta != 0.0 and plugin.cpu_ram_efficient_loading:
@@ -173,15 +172,13 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
             "broadcast it to the other ranks. Use fsdp_cpu_ram_efficient_loading: false"
         )
     if args.sync_ref_model:
-        yield (
-            "sync_ref_model=True with FSDP2: what is written into the reference's gathered weights is lost. Leave it out"
-        )
+        yield ("sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it")
     kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
         yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
     if not args.quantize_learner:
         yield (
-            "quantize_learner=False with FSDP2: it gathers low-bit weights and no masters. Leave it out, or launch with DDP"
+            "quantize_learner=False with FSDP2: FSDP2 gathers low-bit weights and no masters. Remove it, or launch with DDP"
         )
     yield from _problem_of_pushes(args, "FSDP2")
 
@@ -196,15 +193,15 @@ def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:
 
 def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]:
     if getattr(base_model(model), "is_loaded_in_4bit", False):
-        yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Leave out `quantization_config`"
+        yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Remove `quantization_config`"
     if plugin.cpu_ram_efficient_loading:
         yield (
-            "LoRA with fsdp_cpu_ram_efficient_loading=true: one process loads the base, and every process quantizes its own. Use "
+            "LoRA with fsdp_cpu_ram_efficient_loading=true: only one process loads the base, but every process has to quantize it. Use "
             "fsdp_cpu_ram_efficient_loading: false"
         )
     if args.lora_mode == "merged" and not plugin.reshard_after_forward:
         yield (
-            "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights would be kept while the adapter is "
+            "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights would stay the same while the adapter is "
             "switched off. Use true"
         )
 
@@ -212,8 +209,7 @@ def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[s
 def _problems_of_zero(
     config: Mapping[str, Any], given: Mapping[str, Any], args: Any, has_adapter: bool, optimizer: str | None
 ) -> Iterator[str]:
-    """Yield what ZeRO cannot serve: of DeepSpeed's configuration, as accelerate has filled it up and as it was
-    `given`, of the run's, and of package or kind of its optimizer."""
+    # `config` is DeepSpeed's configuration as accelerate has completed it, `given` the original.
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
@@ -223,23 +219,23 @@ def _problems_of_zero(
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device")
         if device not in (None, "none", "cpu"):
-            yield f"{name}_device={device!r} with DeepSpeed: it has not been tried. Use none or cpu"
+            yield f"{name}_device={device!r} with DeepSpeed: it is untested. Use none or cpu"
     for name in ("bf16", "fp16", "torch_autocast"):
-        # `bf16.enabled` that accelerate derives from `mixed_precision: bf16` is undone later.
+        # accelerate derives `bf16.enabled` from `mixed_precision: bf16`, which is undone later.
         found = (given if name == "bf16" else config).get(name) or {}
         if found.get("enabled") is True:
             yield f"{name}.enabled=true in DeepSpeed's configuration: {_ROUNDED}"
     for name, option in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         if name in config:
-            yield f"{name!r} in DeepSpeed's configuration: `{option}` chooses it. Leave it out"
+            yield f"{name!r} in DeepSpeed's configuration: `{option}` selects it. Remove it"
     if optimizer != "torch":
         yield (
-            f"optim={_name_of_optimizer(args)!r} with DeepSpeed: DeepSpeed hands out flat slices of masters, where it needs matrices "
-            "or is untested. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
+            f"optim={_name_of_optimizer(args)!r} with DeepSpeed: DeepSpeed gives optimizers flat slices of masters, but this one needs "
+            "matrices or is untested. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
         )
     if has_adapter and stage != 3 and args.lora_mode == "adapter":
         yield (
-            "lora_mode='adapter' with DeepSpeed: it broadcasts every parameter when it starts, and cannot send the low-bit ones "
+            "lora_mode='adapter' with DeepSpeed: DeepSpeed broadcasts every parameter at the start, and cannot send the low-bit ones "
             "of a frozen base. Use lora_mode='merged', or launch with FSDP2 or DDP"
         )
 
@@ -247,17 +243,17 @@ def _problems_of_zero(
 def _problems_of_slices(zero: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
     if has_adapter:
         yield (
-            "an adapter with zero_stage=3: outside a forward no process has a whole factor of it, to add to the base. Use zero_stage 1 or 2 with "
-            "lora_mode='merged', or launch with FSDP2 or DDP"
+            "an adapter with zero_stage=3: outside a forward no process has a complete factor of the adapter to add to the base. Use "
+            "zero_stage 1 or 2 with lora_mode='merged', or launch with FSDP2 or DDP"
         )
     if args.numerics == "engine":
-        yield "numerics='engine' with zero_stage=3: it has not been tried. Use numerics='fast', or launch with DDP"
+        yield "numerics='engine' with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
     if args.sync_ref_model:
         yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
     if zero.get("zero_quantized_weights"):
         yield (
-            "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made of masters rounded to 8 bits. Leave "
-            "it out, or launch with FSDP2, which gathers low-bit weights"
+            "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made from masters rounded to 8 bits. "
+            "Remove it, or launch with FSDP2, which gathers low-bit weights"
         )
     if not zero.get("stage3_gather_16bit_weights_on_model_save"):
         yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
@@ -266,12 +262,12 @@ def _problems_of_slices(zero: Mapping[str, Any], args: Any, has_adapter: bool) -
 
 
 def _name_of_optimizer(args: Any) -> str:
-    """Return what `optim` says, which transformers may have made a member of its enumeration."""
+    # transformers may have replaced the name by a member of its enumeration.
     return str(getattr(args.optim, "value", args.optim))
 
 
 def _kind_of_optimizer(args: Any) -> str | None:
-    """Return its package, or its name where that is what matters; `None` for Muon."""
+    """Return the optimizer's package, or its name if that is in [`OPTIMIZERS_WITHOUT_SHARDS`]; `None` for Muon."""
     name = _name_of_optimizer(args)
     for kind in ("GaLore", "APOLLO", "LOMO"):
         if kind.lower() in name:
@@ -284,13 +280,8 @@ def _kind_of_optimizer(args: Any) -> str | None:
 
 
 def check_agreement(accelerator: Accelerator, record: Mapping[str, Any]) -> None:
-    """
-    Compare what the processes train for, which all have to call: with other schemes they would wait for each other for
-    ever.
-
-    Raises:
-        ValueError: on every process, naming what differs.
-    """
+    """Compare the settings of all processes, which all have to call: with different schemes they would wait for each
+    other forever. `ValueError` on every process names the first difference."""
     if accelerator.num_processes == 1:
         return
     records = gather_object([dict(record)])

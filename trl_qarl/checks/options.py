@@ -1,4 +1,4 @@
-"""Checks of a [`QaRLConfig`]: each function yields problems. Only `check_scheme` changes the configuration: it parses
+"""Checks of a [`QaRLConfig`]. Each function yields problems; only `check_scheme` changes the configuration: it parses
 `precisions`."""
 
 import json
@@ -54,7 +54,7 @@ def check_scheme(config) -> Iterator[str]:
     if not plan.is_quantized and not config.quantize_learner:
         yield (
             f"{said(config, 'quantize_learner')} with {said(config, 'scheme')}: there is no low-bit weight for the rollout to run. "
-            "Choose a quantized scheme, or leave out `quantize_learner`."
+            "Choose a quantized scheme, or remove `quantize_learner`."
         )
     if config.exclude_modules and not plan.is_quantized:
         yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
@@ -83,12 +83,12 @@ def check_precision(config) -> Iterator[str]:
     if config.fp16 and config.is_quantized:
         yield (
             f"fp16=True with scheme={config.scheme!r}: under quantized training float16 with loss scaling underflows to "
-            "NaN (arXiv 2604.07853). Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
+            "NaN (arXiv 2604.07853). Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`."
         )
     elif config.fp16 and config.use_cpu:
         yield (
-            "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and computes in float32 without a "
-            "word. Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
+            "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and silently computes in float32. "
+            "Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`."
         )
 
 
@@ -100,7 +100,7 @@ def check_probe(config) -> Iterator[str]:
     for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
         if getattr(config, name) != usual:
             asks = f"{said(config, 'mismatch_probe_steps')} asks the engine between rollouts"
-            yield f"{asks}, which {said(config, name)} does not allow: it sleeps, or needs all processes. Leave out one of them."
+            yield f"{asks}, which {said(config, name)} does not allow: the engine sleeps, or needs all processes. Leave out one of them."
 
 
 def _check_transport(config) -> Iterator[str]:
@@ -108,23 +108,22 @@ def _check_transport(config) -> Iterator[str]:
     for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
         if getattr(config, name) not in (default(type(config), name), False) and not is_server:
             yield (
-                f"{said(config, name)} is for weights that travel to a server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in "
-                "this process is handed the tensors themselves. Remove it, or set vllm_mode='server'."
+                f"{said(config, name)} is for weights that are sent to a server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in "
+                "this process gets the tensors directly. Remove it, or set vllm_mode='server'."
             )
     at = said(config, "vllm_server_base_url")
     if url is not None and not re.match(r"https?://[^/]", url):
-        yield f"{at} has no scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
+        yield f"{at} has no URL scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
     if config.vllm_ssl_ca_certs is not None:
         certs = said(config, "vllm_ssl_ca_certs")
         if not Path(config.vllm_ssl_ca_certs).is_file():
             yield f"{certs} is not a file. Name one with certificates in PEM."
         if is_server and not (url or "").startswith("https://"):
-            yield f"{certs} is for a server at https://, but {at}. Set that to the server's https:// address."
+            yield f"{certs} is for a server at https://, but {at}. Set `vllm_server_base_url` to the server's https:// address."
 
 
 def _check_gpu(config) -> Iterator[str]:
-    """Yield the schemes that an engine on this machine's GPU must not run; a server elsewhere checks this itself when
-    it starts."""
+    # A server on another machine checks this when it starts.
     is_here = config.vllm_mode == "colocate" or config.vllm_server_autostart
     gpu = Gpu.here() if is_here and not config.use_cpu else None
     # Errors of the plan itself come from `check_scheme`.
@@ -143,7 +142,7 @@ def check_vllm(config) -> Iterator[str]:
     for name in ("vllm_request_timeout", "vllm_generation_timeout"):
         if not 0 < getattr(config, name) < math.inf:
             yield (
-                f"{said(config, name)} must be a positive number of seconds: a server that never answers would hold the run for good. "
+                f"{said(config, name)} must be a positive number of seconds: a server that never answers would block the run forever. "
                 f"The default is {default(type(config), name):g}."
             )
     if not config.use_vllm:
@@ -158,7 +157,7 @@ def check_vllm(config) -> Iterator[str]:
         )
     if config.vllm_model_impl not in ("vllm", "auto"):
         impl = said(config, "vllm_model_impl")
-        yield f"{impl} is not supported: the audit knows the parameters of vLLM's own models. Use 'vllm'."
+        yield f"{impl} is not supported: the audit knows only the parameters of vLLM's own models. Use 'vllm'."
     yield from _check_gpu(config)
     if config.vllm_server_autostart and config.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):
         both = f"{said(config, 'vllm_server_host')} with vllm_server_autostart=True"
@@ -166,7 +165,7 @@ def check_vllm(config) -> Iterator[str]:
     reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
-            f"generation_kwargs contains {reshaping}, which change what vLLM samples or returns, so sampling log-probs and "
+            f"generation_kwargs contains {reshaping}, which change vLLM's samples or results, so sampling log-probs and "
             "the learner's would differ. Remove them."
         )
     if config.vllm_structured_outputs_regex is not None:
@@ -179,8 +178,7 @@ def check_vllm(config) -> Iterator[str]:
         if getattr(config, name) not in neutral:
             yield (
                 f"{said(config, name)} with use_vllm=True: vLLM's log-probs would be those of the reshaped distribution, the learner's "
-                f"those of the whole one, and every importance weight would be biased. Use {neutral[0]!r}; `temperature` is applied on "
-                "both sides."
+                f"those of the full one, and every importance weight would be biased. Use {neutral[0]!r}; `temperature` applies to both."
             )
 
 
@@ -192,7 +190,7 @@ def check_ahead(config) -> Iterator[str]:
         if config.old_logps != "version":
             yield (
                 f"{said(config, 'old_logps')} is for rollouts that are drawn ahead, but rollout_ahead=0: the learner has the weights that "
-                "drew the batch. Remove it; objective='bypass' takes the sampler's log-probs."
+                "drew the batch. Remove it; objective='bypass' uses the sampler's log-probs."
             )
         if config.in_flight_updates:
             yield "in_flight_updates=True is for rollouts that are drawn ahead, but rollout_ahead=0. Set rollout_ahead=2, or remove it."
@@ -209,11 +207,11 @@ def check_ahead(config) -> Iterator[str]:
     with suppress(ValueError):
         # Problems of the objective itself are reported elsewhere.
         if get_objective(config).is_on_policy:
-            yield f"{ahead} contradicts {said(config, 'objective')}: its batches are of earlier weights. Leave out one of them."
+            yield f"{ahead} contradicts {said(config, 'objective')}: batches would come from earlier weights. Leave out one of them."
     if config.old_logps == "version" and not config.quantize_learner:
         yield (
-            f"{ahead} with quantize_learner=False has no old_logps='version': low-bit weights are kept, and this learner computes with "
-            "masters. Use old_logps='sampler' or 'learner'."
+            f"{ahead} with quantize_learner=False does not support old_logps='version': only low-bit weights are kept, and this learner "
+            "computes with masters. Use old_logps='sampler' or 'learner'."
         )
     if not config.in_flight_updates:
         return
@@ -222,8 +220,8 @@ def check_ahead(config) -> Iterator[str]:
     if config.numerics != "engine" or config.exact == "warn":
         yield (
             f"in_flight_updates=True needs numerics='engine', and not exact='warn', but {said(config, 'numerics', 'exact')}: the tokens of "
-            "a completion are of several weights, and those of a token are known only because its log-prob is theirs in every bit. "
-            "Remove it, or ask for these numerics."
+            "a completion come from several versions of the weights, and only log-probs that are equal bit for bit tell which. "
+            "Remove it, or set these numerics."
         )
     if config.old_logps == "learner":
         yield "in_flight_updates=True is unsupported with old_logps='learner'. Use 'version'."
@@ -231,7 +229,7 @@ def check_ahead(config) -> Iterator[str]:
 
 def check_hub(config) -> Iterator[str]:
     if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
-        yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is made if it is missing."
+        yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is created if missing."
     name = config.hub_model_id
     if name is None and config.push_to_hub:
         name = Path(config.output_dir or "trainer_output").absolute().name
@@ -249,14 +247,13 @@ def check_inherited(config) -> Iterator[str]:
     reshaping = sorted(GENERATION_KWARGS_THAT_RESHAPE & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
-            f"generation_kwargs contains {reshaping}, which change what is sampled and from which distribution, so "
-            "the recorded sampling log-probs would be wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` "
-            "and `repetition_penalty` are options of their own."
+            f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
+            "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
         )
     if config.optim in ("lomo", "adalomo"):
         yield (
             f"optim={str(config.optim)!r} is not supported: it writes to the weights during the backward pass, while low-bit "
-            "weights of the old values are in use. Use 'adamw_8bit' or 'adamw_torch_4bit', whose state is small too."
+            "weights of the old values are in use. Use 'adamw_8bit' or 'adamw_torch_4bit', which also have a small state."
         )
     if config.optim == "muon" and config.optim_args:
         yield (
@@ -272,7 +269,7 @@ def refused_by_all(config) -> Iterator[str]:
 
 
 def said(config: Any, *names: str) -> str:
-    """Return options as a message says them: `name=value, ...`."""
+    """Return options in the form of messages: `name=value, ...`."""
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
 
 
@@ -285,29 +282,28 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None:
-    """Return what is wrong with masters in `dtype`: nothing where it is float32, or known once the weights are loaded
-    only."""
+    """Return the problem of masters in `dtype`, or `None` for float32 or if the dtype is only known after loading."""
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype) or dtype.itemsize >= 4:
         return None
     name = str(dtype).removeprefix("torch.")
-    # The distance of neighbouring values at 0.02, a usual weight.
+    # The distance between neighbouring values at 0.02, a typical weight.
     spacing = torch.finfo(dtype).eps * 2**-6
     text = (
         f"The masters are {name}, where a weight of 0.02 moves in steps of {spacing:.1e}: updates of learning_rate="
-        f"{config.learning_rate:g} round to nothing. Load the model in float32 (TRL's default: leave out `dtype`); `bf16=True` "
+        f"{config.learning_rate:g} round to nothing. Load the model in float32 (TRL's default: remove `dtype`); `bf16=True` "
         "still computes in bfloat16."
     )
     if dtype is torch.float16 and config.is_quantized:
         return f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
     if config.allow_low_precision_masters:
         return None
-    return f"{text} `allow_low_precision_masters=True` trains them nevertheless."
+    return f"{text} `allow_low_precision_masters=True` allows them."
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:
-    """Return a dictionary among the options, `{}` for `None`. From the command line dictionaries arrive as JSON text,
-    which the base class parses later."""
+    """Return an option that is a dictionary, `{}` for `None`. The command line gives JSON text, which the base class
+    parses later."""
     value = getattr(config, name)
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""Options of TRL, and of PEFT's LoRA, that are refused, why, and what to do instead."""
+"""Refused options of TRL and of PEFT's LoRA, with reasons and remedies."""
 
 __all__ = [
     "GENERATION_KWARGS_THAT_RESHAPE",
@@ -30,25 +30,27 @@ VLLM_SAMPLING_KWARGS = frozenset(
 
 # Inherited options that no objective honours yet, with the reason and the fix.
 REFUSED = {
-    "use_transformers_continuous_batching": "continuous batching casts the master weights to 16 bits and returns no "
-    "sampling log-probs; set it to `False`",
-    "use_transformers_paged": "continuous batching casts the master weights to 16 bits and returns no sampling "
-    "log-probs; set it to `False`",
-    "torch_compile": "a compiled graph ends at every quantized layer, whose low-bit weight is found by the version of its master; set "
-    "`torch_compile=False`",
-    "use_liger_kernel": "Liger replaces layers when training starts, after they were quantized and rollouts were set up, and has "
-    "not been tried with quantized ones; leave it unset",
-    "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
-    "fp16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
-    "fsdp": "the masters are sharded by what `accelerate launch --config_file` says; launch with FSDP2 (`fsdp_version: 2`)",
-    "deepspeed": "the masters are sharded by what `accelerate launch --config_file` says; launch with `distributed_type: DEEPSPEED` and "
+    **dict.fromkeys(
+        ("use_transformers_continuous_batching", "use_transformers_paged"),
+        "continuous batching casts the master weights to 16 bits and returns no sampling log-probs; set it to `False`",
+    ),
+    "torch_compile": "a compiled graph ends at every quantized layer, which looks up its low-bit weight by the version of its master; "
+    "set `torch_compile=False`",
+    "use_liger_kernel": "Liger replaces layers when training starts, after they were quantized and rollouts were set up, and is "
+    "untested with quantized layers; leave it unset",
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
+    ),
+    "fsdp": "`accelerate launch --config_file` decides how masters are sharded; launch with FSDP2 (`fsdp_version: 2`)",
+    "deepspeed": "`accelerate launch --config_file` decides how masters are sharded; launch with `distributed_type: DEEPSPEED` and "
     "`zero_stage: 2`",
-    "parallelism_config": "master weights and sequences split over processes are not supported in this release; use DDP "
+    "parallelism_config": "splitting master weights and sequences over processes is unsupported; use DDP "
     "(`accelerate launch --multi_gpu`)",
     "neftune_noise_alpha": "noise on the embeddings makes rollout, scoring and loss see different policies; leave it unset",
     "label_smoothing_factor": "the loss of sampled completions has no labels to smooth; leave it at 0",
-    "enable_jit_checkpoint": "it can save between backward and optimizer step, and the resumed run would skip that step's "
-    "completions; save with `save_steps`",
+    "enable_jit_checkpoint": "it can save between backward and optimizer step, and the resumed run would skip the completions of "
+    "that step; save with `save_steps`",
 }
 
 MODEL_INIT_KWARGS_REFUSED = {
@@ -57,8 +59,7 @@ MODEL_INIT_KWARGS_REFUSED = {
     "leave it out",
     **dict.fromkeys(
         ("tp_plan", "tp_size", "distributed_config"),
-        "master weights split over processes are not supported in this release; use DDP (`accelerate launch "
-        "--multi_gpu`)",
+        "splitting master weights over processes is unsupported; use DDP (`accelerate launch --multi_gpu`)",
     ),
 }
 
@@ -72,8 +73,8 @@ REFUSED_BY_LORA = {
     "target_parameters": "parameters that are not linear layers, such as stacked experts, are not quantized; use "
     "`target_modules`",
     "trainable_token_indices": "the embedding belongs to the frozen base; leave it out",
-    "layer_replication": "the base would not be the checkpoint that is served; leave it out",
-    "rank_pattern": "vLLM knows one rank for all layers of an adapter; use `r`",
-    "alpha_pattern": "vLLM knows one scaling for all layers of an adapter; use `lora_alpha`",
+    "layer_replication": "the base would differ from the checkpoint that is served; leave it out",
+    "rank_pattern": "vLLM has one rank for all layers of an adapter; use `r`",
+    "alpha_pattern": "vLLM has one scaling for all layers of an adapter; use `lora_alpha`",
 }
 """Options of PEFT's `LoraConfig`."""

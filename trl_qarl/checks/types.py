@@ -1,4 +1,4 @@
-"""Checks of the types of a configuration's values, before anything else looks at them."""
+"""Checks the types of a configuration's values, before anything else uses them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -23,11 +23,10 @@ _WORDS = {
 
 def check_types(config: Any, inherited: type) -> Iterator[str]:
     """
-    Yield a problem for each value of `config` that its field's annotation does not allow. The fields of `inherited`,
-    a base class that checks its own, are left out unless the class of `config` annotates them anew.
+    Yield a problem for each value of `config` that its field's annotation does not allow. Fields of `inherited`, a
+    base class that checks them itself, are skipped unless the class of `config` redefines their annotation.
 
-    Integers and floats may come from NumPy. A number that is not one (`nan`) is never allowed, and text may stand for
-    a list with one element.
+    Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
     """
     hints = get_type_hints(type(config))
     for name in own_options(type(config), inherited):

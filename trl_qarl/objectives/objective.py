@@ -2,8 +2,8 @@
 Defines [`Objective`], the single interface through which configuration, trainer and telemetry see a training
 objective.
 
-An objective is one file: an object of this class or of a subclass, and whatever it computes with. `registry.py` lists
-them. The class itself is a loss of TRL's by its `loss_type` name. Needs no torch.
+An objective is one file with an instance of this class, or of a subclass, and its computations. `registry.py` lists
+all objectives. An instance of the class itself is one of TRL's losses, by its `loss_type` name. Needs no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["NO_BOUNDS", "Bounds", "Loss", "Objective", "both_signs", "reduce_metrics"]
 
 Bounds = tuple[float | None, float | None]
-"""Lower and upper bound; `None` for a side without one."""
+"""Lower and upper bound; `None` for no bound."""
 
 NO_BOUNDS: Bounds = (None, None)
 
 
 class Loss(NamedTuple):
     """
-    Result of an objective that has a loss of its own.
+    Result of an objective with its own loss.
 
     Args:
         value (`torch.Tensor`):
             The loss, to be minimised.
         kl_ratio (`torch.Tensor`):
-            Ratio that makes a KL term of tokens unbiased, `(B, 1)` or `(B, T)`.
+            Ratio that makes a token-level KL term unbiased, `(B, 1)` or `(B, T)`.
         metrics (`dict[str, torch.Tensor]`):
-            Metrics of each sequence, `(B,)`, NaN where it does not count, for [`reduce_metrics`].
+            Metrics of each sequence, `(B,)`, NaN if the sequence does not count, for [`reduce_metrics`].
     """
 
     value: "torch.Tensor"
@@ -48,32 +48,32 @@ class Loss(NamedTuple):
 @dataclass(frozen=True)
 class Objective:
     """
-    An objective. As it stands: a loss of TRL's, with the correction of the mismatch that TRL applies to rollouts of
-    vLLM.
+    A training objective. The base class is one of TRL's losses, with TRL's correction of the mismatch of vLLM
+    rollouts.
 
     Args:
         name (`str`):
-            What `objective` says.
+            Value of the option `objective`.
         options (`Mapping[str, Any]`, *optional*):
-            Options of TRL's that make the objective what it is; any other value contradicts its name.
+            Options of TRL that define the objective; any other value contradicts its name.
         defaults (`Mapping[str, Any]`, *optional*):
-            Options that it has a value of its own for, which may be changed.
+            Options with a default of this objective, which may be changed.
         clip (`str`, *optional*, defaults to `"both"`):
-            Where TRL's loss clips a ratio: `"both"` sides, `"above"` (at `epsilon_high` itself) or `"nowhere"`.
+            Sides at which TRL's loss clips a ratio: `"both"`, `"above"` (at `epsilon_high` itself) or `"nowhere"`.
         is_on_policy (`bool`, *optional*, defaults to `False`):
             Whether each generation batch makes exactly one update.
 
     Class attributes:
         own_options (`tuple[str, ...]`):
-            Options of [`QaRLConfig`] that mean something to this objective, and to others that name them too.
+            Options of [`QaRLConfig`] that only this objective, and others that list them, use.
         has_own_loss (`bool`):
-            Whether [`~Objective.loss`] is its loss, and not TRL's.
+            Whether [`~Objective.loss`] replaces TRL's loss.
         takes_options_of_trl (`bool`):
             Whether options of TRL's loss that were not given get TRL's default.
         needs_one_policy (`bool`):
-            Whether rollout, scoring and loss must see the same policy, so that nothing may be dropped at random.
+            Whether rollout, scoring and loss must see the same policy, so that dropout must be off.
         needs_scores (`bool`):
-            Whether the learner's log-probs of a rollout, before the first update, mean anything to it.
+            Whether the objective uses the learner's log-probs of a rollout, before the first update.
     """
 
     name: str
@@ -93,42 +93,37 @@ class Objective:
         """TRL's `loss_type`."""
         return "grpo" if ":" in self.name else self.name
 
-    # Computation.
-
     def weight(self, config: Any, batch: "Batch") -> "torch.Tensor | None":
-        """Return what multiplies the loss on account of the mismatch, `(B, T)` or `(B, 1)`, where TRL does not apply
-        it itself."""
+        """Return the mismatch weight of the loss, `(B, T)` or `(B, 1)`; `None` if there is none or TRL applies it."""
         return None
 
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A micro-batch as TRL's loss has to see it, so that it computes this objective."""
+        """Return the micro-batch from which TRL's loss computes this objective."""
         return inputs
 
     def loss(self, config: Any, batch: "Batch") -> Loss:
-        """The loss of a micro-batch, where it is none of TRL's."""
+        """Compute the loss of a micro-batch if the objective has its own."""
         raise NotImplementedError(f"objective={self.name!r} is a loss of TRL's.")
 
-    # What a run learns about itself.
-
     def for_run(self, config: Any) -> "Objective":
-        """Return the objective of one run: itself, unless it keeps something from one update to the next."""
+        """Return the objective of one run: itself, unless it keeps state from one update to the next."""
         return self
 
     def end_update(self, gather: "Callable[[torch.Tensor], torch.Tensor]", is_on_policy: bool) -> dict[str, float]:
         """
-        Take note of an update whose losses have been computed, and return what to log of it. Every process calls it:
-        `gather` concatenates a tensor over them. With `is_on_policy` the learner still had the weights of the old
+        Finish an update whose losses have been computed, and return its metrics. Every process calls this: `gather`
+        concatenates a tensor over processes. With `is_on_policy` the learner still had the weights of the old
         log-probs.
         """
         return {}
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a resumed run needs, the same in every process, of numbers, tensors and lists; `None` for
-        nothing."""
+        """Return the state for a resumed run, the same in every process, made of numbers, tensors and lists; `None`
+        without state."""
         return None
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Continue from the `state` of a checkpoint. Raises `ValueError` if it is that of another objective or of
+        """Continue from the `state` of a checkpoint. `ValueError` is raised if it belongs to another objective or
         other settings."""
         if state is not None:
             raise ValueError(
@@ -136,14 +131,12 @@ class Objective:
                 "the same settings, or start a new run from its masters by passing it as the model."
             )
 
-    # Telemetry.
-
     def is_corrected(self, config: Any) -> bool:
         """Return whether TRL's mismatch weight, of tokens or of sequences, is part of the loss."""
         return config.use_vllm and bool(config.vllm_importance_sampling_correction)
 
     def rejects(self, config: Any) -> bool:
-        """Return whether the weight of the mismatch, where the loss has one, is 0 for some tokens or sequences."""
+        """Return whether the mismatch weight, if there is one, can be 0."""
         return (config.vllm_importance_sampling_mode or "").endswith("mask")
 
     def rejects_by_product(self, config: Any) -> bool:
@@ -151,34 +144,22 @@ class Objective:
         return self.is_corrected(config) and config.vllm_importance_sampling_mode.startswith("sequence")
 
     def ratio_bounds(self, config: Any) -> tuple[Bounds, Bounds]:
-        """Bounds of the ratio for positive and for negative advantages, at the level that the loss has."""
+        """Return the bounds of the ratio, of tokens or sequences as in the loss, for positive and for negative
+        advantages."""
         low, high = clip_offsets(config)
         if self.clip == "both":
             return (None, 1 + high), (1 - low, config.delta)
         return ((None, high), (None, high)) if self.clip == "above" else (NO_BOUNDS, NO_BOUNDS)
 
     def token_weight_bounds(self, config: Any) -> Bounds:
-        """Bounds of a token's mismatch weight."""
+        """Return the bounds of a token's mismatch weight."""
         if self.is_corrected(config) and config.vllm_importance_sampling_mode.startswith("token"):
             return config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
         return NO_BOUNDS
 
-    def token_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
-        """
-        Bounds of each token's `"token_ratio"` and `"token_mismatch_weight"`, for `"positive"` and `"negative"`
-        advantages; `None` for a side without bound, which is every side for an objective of sequence ratios.
-        """
-        is_of_tokens = config.importance_sampling_level == "token"
-        return {
-            "token_ratio": both_signs(*self.ratio_bounds(config)) if is_of_tokens else both_signs(NO_BOUNDS),
-            "token_mismatch_weight": both_signs(self.token_weight_bounds(config)),
-        }
-
     def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]] | None:
-        """
-        Bounds of the sequence-level `"ratio"` and `"mismatch_weight"`, likewise; `None` for an objective of token
-        ratios.
-        """
+        """Return the bounds of the sequence-level `"ratio"` and `"mismatch_weight"`, for `"positive"` and `"negative"`
+        advantages; `None` for an objective of token ratios."""
         if config.importance_sampling_level != "sequence":
             return None
         weight: Bounds = NO_BOUNDS
@@ -187,15 +168,18 @@ class Objective:
         return {"ratio": both_signs(*self.ratio_bounds(config)), "mismatch_weight": both_signs(weight)}
 
     def histogram_bounds(self, config: Any) -> list[tuple[str, str, Bounds]]:
-        """Quantity, sign of the advantage and bounds of each histogram: tokens, and for ratios of sequences
-        sequences."""
-        bounds = self.token_bounds(config) | (self.sequence_bounds(config) or {})
+        """Return quantity, sign of the advantage and bounds of each histogram: of tokens, and for an objective of
+        sequence ratios also of sequences. The token ratio of the latter has no bounds."""
+        is_of_tokens = config.importance_sampling_level == "token"
+        bounds = {
+            "token_ratio": both_signs(*self.ratio_bounds(config)) if is_of_tokens else both_signs(NO_BOUNDS),
+            "token_mismatch_weight": both_signs(self.token_weight_bounds(config)),
+            **(self.sequence_bounds(config) or {}),
+        }
         return [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
 
-    # Configuration checks.
-
     def contradictions(self, config: Any) -> Iterator[str]:
-        """Yield what contradicts the objective's name, in the options as they were given."""
+        """Yield the given options that contradict the objective's name."""
         if config.loss_type not in (None, self.loss_type):
             yield (
                 f"loss_type={config.loss_type!r} contradicts objective={self.name!r}. Remove `loss_type`; "
@@ -205,18 +189,18 @@ class Objective:
             if getattr(config, name) not in (None, value):
                 yield (
                     f"{name}={getattr(config, name)!r} contradicts objective={self.name!r}, which is {name}={value!r}. "
-                    "Remove it, or use objective='grpo', which takes every option of TRL's."
+                    "Remove it, or use objective='grpo', which takes every option of TRL."
                 )
 
     def problems(self, config: Any) -> Iterator[str]:
-        """Yield what is wrong with the options of the loss, once the objective has set its own."""
+        """Yield problems of the loss' options, after the objective has set its own."""
         if config.importance_sampling_level not in ("token", "sequence"):
             yield (
                 f"importance_sampling_level={config.importance_sampling_level!r} is unknown. Choose 'token' or 'sequence'."
             )
 
     def problems_of_batch(self, config: Any) -> Iterator[str]:
-        """Yield what is wrong with the generation batches, once their size is known."""
+        """Yield problems of generation batches, once their size is known."""
         if self.is_on_policy and config.steps_per_generation != config.gradient_accumulation_steps:
             yield (
                 f"steps_per_generation={config.steps_per_generation} (generation_batch_size={config.generation_batch_size}) "
@@ -226,14 +210,14 @@ class Objective:
 
 
 def both_signs(positive: Bounds, negative: Bounds | None = None) -> dict[str, Bounds]:
-    """Bounds by the sign of the advantage, the same for both unless `negative` is given."""
+    """Return bounds by the sign of the advantage, the same for both unless `negative` is given."""
     return {"positive": positive, "negative": positive if negative is None else negative}
 
 
 def reduce_metrics(metrics: "Mapping[str, torch.Tensor]") -> dict[str, float]:
     """
-    Reduce gathered metrics of a [`Loss`] over the sequences that count: names in `/min` and `/max` by minimum and
-    maximum, all others by mean. A metric for which no sequence counts is left out.
+    Reduce gathered metrics of a [`Loss`] over sequences that count: names ending in `/min` and `/max` by minimum and
+    maximum, all others by mean. A metric without such sequences is left out.
     """
     reduced = {}
     for name, values in metrics.items():

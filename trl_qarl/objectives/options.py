@@ -24,8 +24,7 @@ UNSET = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
 )
-"""Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's
-default."""
+"""Options whose default is `None` here instead of TRL's, to recognize values that were given."""
 
 RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -56,25 +55,25 @@ def default(config_class: type, name: str) -> Any:
 
 
 def trl_default(name: str) -> Any:
-    """Default of TRL's own configuration."""
+    """Return the default of TRL's own configuration."""
     from trl import GRPOConfig
 
     return default(GRPOConfig, name)
 
 
 def clip_offsets(config: Any) -> tuple[float, float]:
-    """Offsets of TRL's clip below and above a ratio of 1, of which the second defaults to the first."""
+    """Return the offsets of TRL's clip below and above a ratio of 1; the second defaults to the first."""
     return config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
 
 
 def is_unused(config: Any, name: str, *neutral: Any) -> bool:
-    """Return whether the option `name` has a value that asks for nothing: one of `neutral`, or one that does what a
-    default does."""
+    """Return whether the option `name` has a value without effect: one of `neutral`, or one equivalent to a
+    default."""
     return getattr(config, name) in (*neutral, *_NEUTRAL.get(name, ()))
 
 
 def refuse_changed(config: Any, names: Sequence[str], why: str) -> Iterator[str]:
-    """One problem for each option of TRL's that was changed, under an objective that does not use it."""
+    """Yield a problem for each of TRL's options `names` that was changed, for an objective that does not use it."""
     for name in names:
         if not is_unused(config, name, None if name in UNSET else trl_default(name)):
             yield f"{name}={getattr(config, name)!r} is not honoured: objective={config.objective!r} {why}."

@@ -15,10 +15,9 @@ With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler, `W_g
     acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
                                                                       https://huggingface.co/papers/2602.13953
 
-The first four are TRL's loss of a batch with other weights or log-probs. TRL has no option for the last two: as in its
-`loss_type="grpo"`, their terms are averaged over the tokens of a completion, then over completions. A token whose
-sampling log-prob is not known has `w = 1`, except under `bypass` and `dppo-tv`, where there is no other ratio: there
-it does not count.
+The first four are TRL's loss of a batch with other weights or log-probs. TRL has no option for the last two; as in
+`loss_type="grpo"`, their terms are averaged over the tokens of a completion, then over completions. A token with an
+unknown sampling log-prob has `w = 1`; under `bypass` and `dppo-tv`, which have no other ratio, it does not count.
 """
 
 import math
@@ -39,16 +38,16 @@ from .ratios import geometric_mask, kpop_weight, mismatch_ratio
 __all__ = ["MAX_RATIO", "OTHERS", "acr_loss", "dppo_tv_loss"]
 
 MAX_RATIO = 20.0
-"""Bound of the ratio to the sampler by which `dppo-tv` weighs a token, as in
+"""Upper bound of the ratio to the sampler that weighs a token in `dppo-tv`, from
 https://huggingface.co/papers/2602.04879."""
 
 
 def dppo_tv_loss(batch: Batch, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    DPPO with the total variation of one token: a token counts while its probability has not moved by more than
-    `threshold`, in (0, 1), from the sampler's, in the direction of its advantage.
+    DPPO with the total variation of one token: a token counts while its probability differs from the sampler's, in the
+    direction of its advantage, by at most `threshold`, in (0, 1).
 
-    Returns the loss, with gradient only to `per_token_logps`, and which tokens were dropped: `bool`, `(B, T)`.
+    Return the loss, with gradient only to `per_token_logps`, and a mask of dropped tokens: `bool`, `(B, T)`.
     """
     mask = batch.mask.bool()
     advantages = batch.advantages.unsqueeze(1)
@@ -65,11 +64,11 @@ def acr_loss(
     batch: Batch, epsilon: float, epsilon_high: float, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Clipped loss of tokens weighted by the truncated mismatch `min(w, cap)`, whose upper clip widens by `w / cap` where
-    that weight was truncated: truncation has scaled the ratio to the sampler down by as much. `epsilon` and
-    `epsilon_high` are offsets of the clip; a `cap` of `None` truncates nothing.
+    Clipped token loss weighted by the truncated mismatch `min(w, cap)`. For truncated weights the upper clip widens by
+    `w / cap`, the factor by which truncation has scaled down the ratio to the sampler. `epsilon` and `epsilon_high`
+    are offsets of the clip; a `cap` of `None` truncates nothing.
 
-    Returns the loss, with gradient only to `per_token_logps`, and which tokens were dropped: `bool`, `(B, T)`.
+    Return the loss, with gradient only to `per_token_logps`, and a mask of dropped tokens: `bool`, `(B, T)`.
     """
     old, sampling, mask = batch.rollout
     mask = mask.bool()
@@ -81,7 +80,7 @@ def acr_loss(
     log_ratio = torch.where(mask, batch.per_token_logps, 0.0) - torch.where(mask, old, 0.0)
     is_above = (advantages > 0) & (log_ratio > high + widening)
     is_below = ~(advantages > 0) & (log_ratio < low)
-    # A ratio outside is constant at its bound: the value of the clip, without gradient and without overflow.
+    # A clipped ratio is constant at its bound, without gradient and without overflow.
     bounded = torch.where(is_above, high + widening, log_ratio)
     bounded = torch.where(is_below, low, bounded)
     terms = torch.exp(log_weight.clamp(max=log_cap)) * torch.exp(bounded) * advantages
@@ -94,8 +93,6 @@ def _mean(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _SamplerRule(Preset):
-    """A preset with a rule of its own for the mismatch."""
-
     weighs_by_sampler = True
 
     @property
@@ -111,15 +108,12 @@ class _SamplerRule(Preset):
     def problems(self, config: Any) -> Iterator[str]:
         if "divergence_threshold" in self.own_options and not config.divergence_threshold > 0:
             yield (
-                f"divergence_threshold={config.divergence_threshold!r} must be greater than 0: at 0 nothing would be left to "
-                "train on."
+                f"divergence_threshold={config.divergence_threshold!r} must be greater than 0: at 0 no token would be trained on."
             )
         yield from super().problems(config)
 
 
 class _Band(_SamplerRule):
-    """Rejects by a ratio outside `[mismatch_low, mismatch_high]`."""
-
     own_options = ("mismatch_low", "mismatch_high")
 
     @override
@@ -150,7 +144,7 @@ class _GeoMask(_Band):
 
     @override
     def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
-        """Bounds of the weight only: the ratio is one of tokens."""
+        """Bounds only the weight: the ratio is one of tokens."""
         band = both_signs((config.mismatch_low, config.mismatch_high))
         return {"ratio": both_signs(NO_BOUNDS), "mismatch_weight": band}
 
@@ -168,7 +162,7 @@ class _Bypass(_SamplerRule):
 
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with the sampler's log-probs instead of the learner's at rollout; a token without one has
+        """Replaces the learner's log-probs at rollout by the sampler's; a token without a sampling log-prob gets
         advantage 0."""
         sampling = inputs["sampling_per_token_logps"]
         advantages = inputs["advantages"].unsqueeze(1) * ~sampling.isnan()
@@ -179,7 +173,7 @@ class _TokenLoss(_SamplerRule):
     has_own_loss = True
 
     def _loss(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and which tokens were dropped."""
+        """Return the loss and a mask of dropped tokens."""
         raise NotImplementedError
 
     @override
@@ -215,7 +209,7 @@ class _DPPO(_TokenLoss):
             if getattr(config, name) is not None:
                 yield (
                     f"{name}={getattr(config, name)!r} is not honoured: objective='dppo-tv' bounds the change of a token's "
-                    "probability, by `divergence_threshold`, and not its ratio."
+                    "probability, with `divergence_threshold`, and not its ratio."
                 )
 
     @override
@@ -223,7 +217,7 @@ class _DPPO(_TokenLoss):
         threshold = config.divergence_threshold
         if threshold >= 1:
             yield (
-                f"divergence_threshold={threshold!r} bounds a change of probability, which is below 1. Choose such as 0.2."
+                f"divergence_threshold={threshold!r} bounds a change of probability, which is below 1. Choose, for example, 0.2."
             )
         yield from super().problems(config)
 

@@ -12,9 +12,8 @@ With the token ratio `r = pi_learner(theta) / pi_learner(theta_old)`, the token 
     gspo            min(R A, clip(R) A)                               R = exp(mean_t log r)
     mis-gspo        1[W <= C] W min(R A, clip(R) A)                   MIS: rejection by W = exp(sum_t log w)
 
-Token terms are averaged over each completion, then over completions (`loss_type="grpo"`). TRL computes all of it; what
-it leaves to us is the weight of the mismatch where rollouts do not come from vLLM, and the positive part of the
-advantages.
+Token terms are averaged over each completion, then over completions (`loss_type="grpo"`). TRL computes all of this
+except the mismatch weight of rollouts without vLLM and the positive part of the advantages.
 """
 
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ class Preset(Objective):
     is_positive_only: bool = False
 
     weighs_by_sampler: ClassVar[bool] = False
-    """True if the sampling log-probs are used in a way that TRL has no option for, with vLLM and without."""
+    """True if the loss uses the sampling log-probs in a way for which TRL has no option, with and without vLLM."""
 
     @property
     @override
@@ -55,17 +54,17 @@ class Preset(Objective):
 
     @property
     def corrects_mismatch(self) -> bool:
-        """True if TRL weighs the loss by the mismatch between learner and sampler, for rollouts in vLLM."""
+        """True if TRL weighs the loss of vLLM rollouts by the mismatch between learner and sampler."""
         return self.options["vllm_importance_sampling_correction"]
 
     @override
     def is_corrected(self, config: Any) -> bool:
-        """Return whether the mismatch is corrected, also for rollouts without vLLM."""
+        """Includes rollouts without vLLM."""
         return bool(config.vllm_importance_sampling_correction)
 
     @override
     def weight(self, config: Any, batch: Batch) -> torch.Tensor | None:
-        """TRL's correction, for rollouts that do not come from vLLM."""
+        """Applies TRL's correction to rollouts without vLLM."""
         if config.use_vllm or not self.corrects_mismatch:
             return None
         bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
@@ -74,11 +73,11 @@ class Preset(Objective):
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         """
-        Return the batch with advantages `(B,)` of which the negative ones are 0 under `is_positive_only`, so that they
-        still count in the mean over sequences, times the weight that TRL does not apply, `(B, T)` or `(B, 1)`.
+        Multiplies advantages `(B,)` by the weight that TRL does not apply, `(B, T)` or `(B, 1)`. Under
+        `is_positive_only` negative advantages become 0, and still count in the mean over sequences.
 
         Every clipped loss is positively homogeneous in the advantage: for `w >= 0`, `min(r w A, clip(r) w A)` is
-        `w min(r A, clip(r) A)`, so a weight of the loss may stand at its advantage.
+        `w min(r A, clip(r) A)`, so the advantage can carry a weight of the loss.
         """
         advantages = inputs["advantages"].clamp(min=0) if self.is_positive_only else inputs["advantages"]
         is_weighed_by_trl = config.use_vllm and config.vllm_importance_sampling_correction
@@ -98,7 +97,7 @@ class Preset(Objective):
         yield from refuse_changed(config, self._unused_bounds, self._why_unused)
         if (self.corrects_mismatch or self.weighs_by_sampler) and not config.use_vllm:
             why = (
-                "weighs by the sampling log-probs, which would not be those of the distribution that was sampled from; "
+                "weighs by the sampling log-probs, which would not match the distribution that was sampled from; "
                 "leave it at its default"
             )
             yield from refuse_changed(config, RESHAPES_SAMPLING, why)

@@ -1,4 +1,4 @@
-"""Probability ratios between learner and sampler, and the weights that objectives make of them."""
+"""Probability ratios between learner and sampler, and the weights of objectives computed from them."""
 
 import math
 
@@ -26,17 +26,17 @@ def mismatch_ratio(
     clip_max: float | None,
 ) -> torch.Tensor:
     """
-    Probability ratio between learner and sampler at rollout, bounded: what TRL multiplies the loss of vLLM rollouts
-    with.
+    Return the bounded probability ratio between learner and sampler at rollout, by which TRL multiplies the loss of
+    vLLM rollouts.
 
         w_t = exp(old_t - sampling_t)                `token_*`, shape `(B, T)`
         W   = exp(sum_t (old_t - sampling_t))        `sequence_*`, shape `(B, 1)`
 
     `*_truncate` clamps to `[clip_min, clip_max]` (TIS, https://fengyao.notion.site/off-policy-rl); `*_mask` sets
-    ratios outside to 0 (MIS). `None` leaves that side open. The result has no gradient.
+    ratios outside to 0 (MIS). `None` stands for no bound. The result has no gradient.
 
-    Tensors are those of a [`~trl_qarl.forward.Batch`]. A sampling log-prob of NaN counts as no mismatch, and tokens
-    outside of `mask` may hold anything and have ratio 1. Another `mode` than these four raises `ValueError`.
+    Tensors are those of a [`~trl_qarl.forward.Batch`]. A sampling log-prob of NaN counts as no mismatch. Tokens
+    outside of `mask` may have any value and get ratio 1. Another `mode` than these four raises `ValueError`.
     """
     level, _, bound = mode.partition("_")
     if level not in ("token", "sequence") or bound not in ("truncate", "mask"):
@@ -61,7 +61,7 @@ def geometric_mask(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """1 where the geometric-mean mismatch of a completion lies in `[low, high]`, else 0: shape `(B, 1)`."""
+    """Return 1 if the geometric-mean mismatch of a completion lies in `[low, high]`, else 0: shape `(B, 1)`."""
     log_ratio = sequence_log_ratio(old_per_token_logps, sampling_per_token_logps, mask)
     return ((log_ratio >= math.log(low)) & (log_ratio <= math.log(high))).to(log_ratio.dtype).unsqueeze(1)
 
@@ -71,14 +71,14 @@ def kpop_weight(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor, threshold: float
 ) -> torch.Tensor:
     """
-    Token mismatch `w` where neither direction of [`binary_kl`] between learner and sampler exceeds `threshold` nats,
-    else 0: shape `(B, T)`. Tokens are handled as in [`mismatch_ratio`].
+    Return the token mismatch `w` if neither direction of [`binary_kl`] between learner and sampler exceeds `threshold`
+    nats, else 0: shape `(B, T)`. Tokens are handled as in [`mismatch_ratio`].
     """
     counts = mask.bool() & ~sampling_per_token_logps.isnan()
     old = torch.where(counts, old_per_token_logps, -1.0)
     sampling = torch.where(counts, sampling_per_token_logps, -1.0)
     is_near = torch.maximum(binary_kl(old, sampling), binary_kl(sampling, old)) <= threshold
-    # Decided before `exp`: a ratio that overflows is one that is dropped.
+    # Decide before `exp`: a ratio that would overflow is dropped.
     return torch.exp(torch.where(is_near, old - sampling, 0.0)) * is_near
 
 
@@ -98,9 +98,9 @@ def kl_to_reference(
     correction: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    TRL's estimate of the divergence of the learner from the reference, `exp(r) - r - 1` of `r = ref - now`, times
-    `correction`: its mean over the tokens of each completion and then over completions, 0-d, and what it is of,
-    `(B, T)`. All with gradients.
+    Return TRL's estimate of the divergence of the learner from the reference, `exp(r) - r - 1` with `r = ref - now`,
+    times `correction`: its mean over the tokens of each completion and then over completions, 0-d, and the estimate
+    per token, `(B, T)`. Both have gradients.
     """
     log_ratio = ref_per_token_logps - per_token_logps
     per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
@@ -114,9 +114,9 @@ def sequence_log_ratio(
     """
     Log of the geometric-mean probability ratio: `1/L sum_t m_t (per_token_logps - reference_per_token_logps)`.
 
-    All arguments have shape `(B, T)`, the result `(B,)`, float32 or wider. Positions where `mask` is zero may hold
-    anything, NaN and inf included. A token whose reference is NaN (vLLM may return it) counts in `L` with a difference
-    of 0; only a NaN in `per_token_logps` is not hidden. An empty completion gives 0.
+    All arguments have shape `(B, T)`, the result `(B,)`, float32 or wider. Positions where `mask` is zero may have any
+    value, including NaN and inf. A token whose reference is NaN (vLLM may return it) counts in `L` with a difference
+    of 0; a NaN in `per_token_logps` is not hidden. An empty completion gives 0.
     """
     mask = mask.bool()
     has_both = mask & ~torch.isnan(reference_per_token_logps)
@@ -132,9 +132,9 @@ def mismatch_weight(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> torch.Tensor:
     """
-    Weight `w~` (Eq. 5) that corrects for sampling with the engine instead of the learner: shape `(B,)`, in
-    `[1/cap, cap]`, without gradient, 1 for an empty completion. Tokens are handled as in [`sequence_log_ratio`].
-    `cap` is at least 1 (1 turns the correction off), else `ValueError`.
+    Return the weight `w~` (Eq. 5) that corrects for sampling with the engine instead of the learner: shape `(B,)`, in
+    `[1/cap, cap]`, without gradient, 1 for an empty completion. Tokens are handled as in [`sequence_log_ratio`]. A
+    `cap` below 1 raises `ValueError`; 1 turns the correction off.
     """
     if not cap >= 1.0:
         raise ValueError(f"mismatch_cap must be at least 1 (1 turns the correction off), got {cap}.")

@@ -1,5 +1,4 @@
-"""The table of objectives, and objectives of a user's own by the place they are defined at. Its names need no
-torch."""
+"""Table of objectives, and lookup of user-defined objectives by import path. The names need no torch."""
 
 import json
 import os
@@ -38,8 +37,8 @@ OBJECTIVES = (
     "luspo",
     "vespo",
 )
-"""TBPO, the paper's comparison, what others use against the mismatch, and TRL's own losses by their `loss_type`
-names."""
+"""TBPO, the paper's comparison, methods of other projects against the mismatch, and TRL's own losses by their
+`loss_type` names."""
 
 
 @cache
@@ -53,15 +52,15 @@ def all_objectives() -> dict[str, Objective]:
 
 
 def get_objective(config: Any) -> Objective:
-    """Return the objective of a [`QaRLConfig`]. Raises as [`find_objective`] does."""
+    """Return the objective of a [`QaRLConfig`], with the errors of [`find_objective`]."""
     return find_objective(config.objective, config.objective_kwargs)
 
 
 def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
     """
-    Return the objective of a name: one of [`OBJECTIVES`], or `"module:Name"`, an [`Objective`] or a subclass of it in
-    a module that can be imported from the current folder or from the environment. `options` are arguments of the
-    class, in addition to `name`. Raises `ValueError` if there is no such objective, or if it does not take them.
+    Return an objective by its name: one of [`OBJECTIVES`], or `"module:Name"` for an [`Objective`], or a subclass, in
+    a module that can be imported from the current folder or the environment. `options` are arguments of the class in
+    addition to `name`. `ValueError` is raised if there is no such objective, or if it does not take the options.
     """
     if ":" in name:
         return _of_user(name, json.dumps(dict(options or {}), sort_keys=True))
@@ -71,8 +70,8 @@ def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
         )
     if options:
         raise ValueError(
-            f"objective_kwargs={dict(options)!r} is for an objective of your own ('module:Name'), and objective={name!r} has options of "
-            "QaRLConfig. Remove it."
+            f"objective_kwargs={dict(options)!r} is for an objective of your own ('module:Name'); options of objective={name!r} are "
+            "those of QaRLConfig. Remove it."
         )
     return all_objectives()[name]
 
@@ -80,7 +79,7 @@ def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
 @cache
 def _of_user(name: str, options: str) -> Objective:
     module_name, _, attribute = name.partition(":")
-    # As TRL does for reward functions: scripts of an environment do not look there.
+    # As TRL does for reward functions: an installed script does not search the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -94,17 +93,17 @@ def _of_user(name: str, options: str) -> Objective:
             raise ValueError(f"objective={name!r} does not take objective_kwargs={options}: {error}.") from error
     if not isinstance(found, Objective):
         raise ValueError(
-            f"objective={name!r} is a {type(found).__name__}. It must be an `trl_qarl.objectives.objective.Objective` or a subclass of it."
+            f"objective={name!r} is a {type(found).__name__}. It must be a `trl_qarl.objectives.objective.Objective` or a subclass."
         )
     if options != "{}":
         raise ValueError(
-            f"objective={name!r} is an object, which takes no objective_kwargs={options}. Name its class."
+            f"objective={name!r} is an instance, which takes no objective_kwargs={options}. Name its class."
         )
     return found
 
 
 def options_of_others(config: Any, objective: Objective) -> Iterator[str]:
-    """Yield a problem for each option that was given and means something only to other objectives."""
+    """Yield a problem for each option that was given and is used only by other objectives."""
     users: dict[str, list[str]] = {}
     for other in all_objectives().values():
         for name in other.own_options:

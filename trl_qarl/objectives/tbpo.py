@@ -11,11 +11,11 @@ A completion of `L` tokens (mask `m_t = 1`) is one action; its probabilities are
     r~   = clip(r, 1 - negative_epsilon_low, 1 + negative_epsilon_high)         if A < 0
     loss = -mean_i w~_i r~_i A_i
 
-The paper prints Eq. 5 as a clip of `w`; its bounds `[-log c, log c]` are those of `log w`, so that is what is clipped.
+The paper prints Eq. 5 as a clip of `w`, but its bounds `[-log c, log c]` are those of `log w`, which is clipped here.
 A ratio outside its band is constant, hence the whole completion gives no gradient: it is *dropped*. The mean runs over
-all sequences and an empty completion contributes 0, like TRL's `loss_type="grpo"`.
+all sequences, and an empty completion contributes 0, as in TRL's `loss_type="grpo"`.
 
-Bands that set themselves are in `trust_bands.py`.
+`trust_bands.py` estimates bands from recent updates.
 """
 
 import math
@@ -28,12 +28,14 @@ from typing_extensions import override
 
 from ..forward import Batch
 from .objective import Bounds, Loss, Objective, both_signs
-from .options import OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, default, is_unused, trl_default
+from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, default, is_unused, trl_default
 from .ratios import mismatch_weight, sequence_log_ratio
 from .trust_bands import MAX_LOG_RATIO, MIN_TAIL, Bands, EstimatedBands
 
 
 __all__ = ["REFUSED_BY_TBPO", "TBPO", "TBPOOutput", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
+
+_RESHAPES = "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ"
 
 REFUSED_BY_TBPO = {
     "epsilon": "TBPO's bounds are `positive_epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
@@ -44,24 +46,25 @@ REFUSED_BY_TBPO = {
     **{name: f"it belongs to `objective='{name.partition('_')[0]}'`" for name in OF_ONE_LOSS},
     "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
     "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
-    "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
-    "use_adaptive_entropy": "the entropy bonus is a token-level term; use `objective='grpo'`",
+    **dict.fromkeys(
+        ("entropy_coef", "use_adaptive_entropy"),
+        "the entropy bonus is a token-level term; use `objective='grpo'`",
+    ),
     "vllm_importance_sampling_correction": "the mismatch weight is part of TBPO; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_mode": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_clip_max": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_clip_min": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_cap": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "top_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 1.0",
-    "top_k": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 0",
-    "min_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; leave it unset",
-    "repetition_penalty": "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ; "
-    "use 1.0",
+    **dict.fromkeys(
+        BOUNDS_OF_MISMATCH,
+        "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
+    ),
+    "top_p": f"{_RESHAPES}; use 1.0",
+    "top_k": f"{_RESHAPES}; use 0",
+    "min_p": f"{_RESHAPES}; leave it unset",
+    "repetition_penalty": f"{_RESHAPES}; use 1.0",
 }
-"""Inherited options that TBPO replaces or that have no meaning for one clipped ratio per sequence, and why."""
+"""Inherited options that TBPO replaces, or that have no meaning for one clipped ratio per sequence, with reasons."""
 
 
 class TBPOOutput(NamedTuple):
-    """The effect of [`tbpo_loss`] on each sequence: detached tensors of shape `(B,)`, flags are `bool`."""
+    """Effect of [`tbpo_loss`] on each sequence: detached tensors of shape `(B,)`; flags are `bool`."""
 
     ratio: torch.Tensor
     log_ratio: torch.Tensor
@@ -82,7 +85,8 @@ def trust_band_clip(
     """
     Clip `ratio` to `[0, 1 + positive_epsilon_high]` where `advantages > 0` and to
     `[1 - negative_epsilon_low, 1 + negative_epsilon_high]` where `advantages < 0`; every shape is `(B,)`. The gradient
-    is 1 inside the band, bounds included, and 0 outside. Where the advantage is 0 the ratio passes without gradient.
+    is 1 inside the band, including its bounds, and 0 outside. If the advantage is 0, the ratio passes without
+    gradient.
     """
     positive = ratio.clamp(0.0, 1.0 + positive_epsilon_high)
     negative = ratio.clamp(1.0 - negative_epsilon_low, 1.0 + negative_epsilon_high)
@@ -102,13 +106,14 @@ def tbpo_loss(
     mismatch_cap: float,
 ) -> tuple[torch.Tensor, TBPOOutput]:
     """
-    TBPO loss of a batch, to be minimised, and what happened to each sequence. Equations in the module docstring.
+    Return the TBPO loss of a batch, to be minimised, and its effect on each sequence. The module docstring has the
+    equations.
 
-    Tensors are those of a [`~trl_qarl.forward.Batch`], of which only `per_token_logps` receives gradient; without
-    `sampling_per_token_logps` every mismatch weight is 1. The epsilons are those of [`trust_band_clip`],
-    `mismatch_cap` that of [`mismatch_weight`]. Advantages of another shape than `(B,)` raise `ValueError`.
+    Tensors are those of a [`~trl_qarl.forward.Batch`]; only `per_token_logps` receives gradient. Without
+    `sampling_per_token_logps` every mismatch weight is 1. The epsilons are arguments of [`trust_band_clip`],
+    `mismatch_cap` is that of [`mismatch_weight`]. Advantages of another shape than `(B,)` raise `ValueError`.
     """
-    # A (B, 1) tensor, which TRL's own loss uses, would broadcast to (B, B) without an error.
+    # A (B, 1) tensor, as in TRL's own loss, would silently broadcast to (B, B).
     if advantages.shape != per_token_logps.shape[:1]:
         raise ValueError(f"advantages must have shape ({len(per_token_logps)},), got {tuple(advantages.shape)}.")
     log_ratio = sequence_log_ratio(per_token_logps, old_per_token_logps.detach(), mask)  # (B,)
@@ -138,12 +143,12 @@ def tbpo_loss(
 
 def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    One value per sequence for each `tbpo/*` metric, shape `(B,)`, NaN where the sequence does not count.
+    Return one value per sequence for each `tbpo/*` metric, shape `(B,)`, NaN if the sequence does not count.
 
-    Gather over processes, then [`~trl_qarl.objectives.objective.reduce_metrics`]: exact for any split of the batch.
-    `tbpo/ratio/*` counts completions that are not empty; of these, `tbpo/dropped/positive_high` counts those with a
-    positive advantage, `tbpo/dropped/negative_{low,high}` those with a negative one, `tbpo/dropped/total` those with
-    either.
+    Gather over processes, then call [`~trl_qarl.objectives.objective.reduce_metrics`]: the result is exact for any
+    split of the batch. `tbpo/ratio/*` counts completions that are not empty. Among these,
+    `tbpo/dropped/positive_high` counts positive advantages, `tbpo/dropped/negative_{low,high}` negative ones, and
+    `tbpo/dropped/total` both.
     """
     ratio = output.ratio.masked_fill(output.is_empty, math.nan)
     positive, negative = advantages > 0, advantages < 0
@@ -178,7 +183,7 @@ class _TBPO(Objective):
         assert now is not None
         tensors = now, old, batch.sampling_per_token_logps, batch.advantages, batch.mask
         value, output = tbpo_loss(*tensors, **self._bands(config)._asdict(), mismatch_cap=config.mismatch_cap)
-        # Not an evaluation's.
+        # Evaluations do not count.
         if self.estimate is not None and now.requires_grad:
             self.estimate.observe(output.log_ratio, batch.advantages, output.is_empty)
         ratio = sequence_log_ratio(now, old, batch.mask).exp().unsqueeze(1)
@@ -243,13 +248,13 @@ class _TBPO(Objective):
         for name, why in REFUSED_BY_TBPO.items():
             allowed = [trl_default(name)]
             if name in UNSET:
-                # TRL's own defaults do not say that a correction was asked for, unlike a clip offset.
+                # A correction with TRL's default may not have been asked for; a clip offset always was.
                 allowed = [None, *allowed] if name.startswith("vllm") else [None]
-            # vLLM takes these for no objective.
+            # With vLLM these are refused for every objective.
             is_refused_already = config.use_vllm and name in RESHAPES_SAMPLING
             if not is_unused(config, name, *allowed) and not is_refused_already:
                 value = getattr(config, name)
-                yield f"{name}={value!r} is not honoured by objective='tbpo', as it is by objective='grpo': {why}."
+                yield f"{name}={value!r} is not honoured by objective='tbpo', only by objectives such as 'grpo': {why}."
 
     @override
     def problems(self, config: Any) -> Iterator[str]:
@@ -257,8 +262,8 @@ class _TBPO(Objective):
             value, upper = getattr(config, name), 1.0 if name == "negative_epsilon_low" else math.inf
             if config.trust_band == "auto" and value != default(type(config), name):
                 yield (
-                    f"{name}={value!r} contradicts trust_band='auto', which estimates the bands. Remove it, or `trust_band` to set the "
-                    "bands by hand."
+                    f"{name}={value!r} contradicts trust_band='auto', which estimates the bands. Remove it, or remove `trust_band` to "
+                    "set the bands by hand."
                 )
             if not 0 <= value <= upper:
                 bound = "at least 0" if upper == math.inf else f"between 0 and {upper:g}"
@@ -270,12 +275,12 @@ class _TBPO(Objective):
             )
         elif config.trust_band == "fixed" and config.trust_band_share != default(type(config), "trust_band_share"):
             yield (
-                f"trust_band_share={config.trust_band_share!r} belongs to trust_band='auto', but trust_band='fixed': what is dropped "
-                "follows from the bands. Set trust_band='auto', or remove it."
+                f"trust_band_share={config.trust_band_share!r} belongs to trust_band='auto', but trust_band='fixed': the bands determine "
+                "the share. Set trust_band='auto', or remove it."
             )
         if not config.mismatch_cap > 1:
             yield (
-                f"mismatch_cap={config.mismatch_cap!r} must be greater than 1: the weight is bounded to [1/c, c]. The "
+                f"mismatch_cap={config.mismatch_cap!r} must be greater than 1: it bounds the weight to [1/c, c]. The "
                 "paper uses 2."
             )
 
@@ -284,13 +289,13 @@ class _TBPO(Objective):
         if config.trust_band != "auto":
             return
         share, batch_size = config.trust_band_share, config.generation_batch_size
-        # About half of the completions have either sign.
+        # About half of the completions have each sign.
         least = math.ceil(2 * MIN_TAIL / min(share, 1 - share))
         if batch_size < least:
             yield (
-                f"generation_batch_size={batch_size} is too small for trust_band='auto' with trust_band_share={share}: no such share "
-                f"can be estimated from fewer than {least} completions. Raise `steps_per_generation` or `per_device_train_batch_size`, or "
-                "take trust_band='fixed'."
+                f"generation_batch_size={batch_size} is too small for trust_band='auto' with trust_band_share={share}: this share "
+                f"cannot be estimated from fewer than {least} completions. Raise `steps_per_generation` or `per_device_train_batch_size`, "
+                "or use trust_band='fixed'."
             )
         if _updates_per_batch(config) == 1 and not config.rollout_ahead:
             yield (
@@ -303,5 +308,5 @@ def _updates_per_batch(config: Any) -> int:
     return max(config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps, 1)
 
 
-# TBPO has a mismatch weight of its own; TRL would compute one that nothing uses, and log it.
+# TBPO has its own mismatch weight; TRL would compute and log an unused one.
 TBPO = _TBPO("tbpo", {"vllm_importance_sampling_correction": False})

@@ -1,5 +1,5 @@
 r"""
-Trust bands that set themselves (`trust_band="auto"`): TBPO's offsets, estimated from the ratios of recent updates.
+Automatic trust bands (`trust_band="auto"`): TBPO's offsets, estimated from the ratios of recent updates.
 
 With `x = r - 1` of the completions of recent updates, and `Q` the quantile that `trust_band_share` of them exceed:
 
@@ -7,7 +7,7 @@ With `x = r - 1` of the completions of recent updates, and `Q` the quantile that
     negative_epsilon_low  = 3 s                      s = max(0, Q(max(-x / 3, x / 7))) over those with A < 0
     negative_epsilon_high = 7 s
 
-So the bands of negative advantages keep the proportion of the paper's, 3e-4 to 7e-4, and every band includes the ratio
+The bands of negative advantages thus keep the proportion of the paper's, 3e-4 to 7e-4. Every band includes the ratio
 1.
 """
 
@@ -27,17 +27,17 @@ MAX_LOG_RATIO = 20.0
 
 NEGATIVE_LOW, NEGATIVE_HIGH = 3.0, 7.0
 MIN_TAIL = 2
-"""Completions that have to lie on either side of a quantile. With fewer nothing is dropped."""
+"""Completions that have to lie on either side of a quantile. With fewer, nothing is dropped."""
 
 MIN_COMPLETIONS, MIN_BATCHES = 256, 2
-"""How far back an estimate looks: over whole generation batches, which together have this many completions."""
+"""Smallest window of an estimate: it spans whole generation batches with at least this many completions."""
 
 MOVED = 1e-6
-"""Largest `|log r|` of an update whose ratios are all 1, but for rounding."""
+"""Largest `|log r|` of an update whose ratios are all 1, except for rounding."""
 
 
 class Bands(NamedTuple):
-    """Offsets of TBPO's bands from a ratio of 1, by the names of the options; `inf` for a side without bound."""
+    """Offsets of TBPO's bands from a ratio of 1, with the names of the options; `inf` for no bound."""
 
     positive_epsilon_high: float
     negative_epsilon_low: float
@@ -50,11 +50,11 @@ OPEN = Bands(math.inf, math.inf, math.inf)
 @torch.no_grad()
 def estimate_bands(log_ratios: torch.Tensor, advantages: torch.Tensor, share: float) -> Bands:
     """
-    Return the bands outside which `share`, in (0, 1), of the completions of each sign lie, with `inf` for a sign that
-    has too few completions to estimate the quantile from. Equations in the module docstring.
+    Return the bands outside of which a `share`, in (0, 1), of the completions of each sign lies; `inf` for a sign with
+    too few completions to estimate the quantile. The module docstring has the equations.
 
     `log_ratios`, `(N,)`, are means over tokens of the change of their log-probs, in nats; the computation is in
-    float64. The signs of `advantages`, `(N,)`, choose the band; 0 counts for none.
+    float64. The signs of `advantages`, `(N,)`, choose the band; 0 counts for neither.
     """
     offsets = torch.expm1(log_ratios.double().clamp(max=MAX_LOG_RATIO))
     positive, negative = offsets[advantages > 0], offsets[advantages < 0]
@@ -70,15 +70,15 @@ def _exceeded_by(values: torch.Tensor, share: float) -> float:
 
 class EstimatedBands:
     """
-    Bands of a run, and the log-ratios that they are estimated from.
+    Bands of a run, and the log-ratios from which they are estimated.
 
-    Updates whose ratios are all 1 say nothing of how far the others go: those on a fresh batch, and those that follow
-    one with a learning rate of 0. They are left out, but take their place in the window, so that it always spans whole
+    Updates whose ratios are all 1 carry no information: those on a fresh batch, and those after an update with a
+    learning rate of 0. They are left out, but keep their place in the window, which therefore always spans whole
     generation batches.
 
     Args:
         share (`float`):
-            Share of the completions to drop, of those whose ratio has moved.
+            Share of the completions with a changed ratio to drop.
         batch_size (`int`):
             Completions of a generation batch, over all processes.
         updates_per_batch (`int`):
@@ -86,7 +86,7 @@ class EstimatedBands:
 
     Attributes:
         bands (`Bands`):
-            Those in force, the same in every process; open until there is something to estimate from.
+            Current bands, the same in every process; open until there is enough to estimate them from.
     """
 
     def __init__(self, share: float, batch_size: int, updates_per_batch: int):
@@ -113,11 +113,11 @@ class EstimatedBands:
         self.bands = estimate_bands(*torch.cat([*self._window]).unbind(1), self.share)
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on with the same bands."""
+        """Return the state with which a resumed run continues with the same bands."""
         return {"trust_band_share": self.share, "window": [*self._window]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from what [`~EstimatedBands.state`] returned."""
+        """Continue from the state of [`~EstimatedBands.state`]."""
         self._window.clear()
         self._window.extend(state["window"])
         if self._window:

@@ -1,9 +1,9 @@
 """
-Rules about the health of a run: a metric, a threshold, and the next step when it is exceeded.
+Rules about the health of a run: a metric, a threshold, and the next step if the threshold is exceeded.
 
-The same rules write to the log while a run trains and colour the cards of `trl-qarl report`. They read the rows of
-`metrics.jsonl` and the settings of `run.json`, and they say nothing where a metric is missing. docs/health.md has the
-source of every threshold. Needs no torch.
+The rules write to the log during training and colour the cards of `trl-qarl report`. They read the rows of
+`metrics.jsonl` and the settings of `run.json`, and are silent if a metric is missing. docs/health.md has the source of
+every threshold. Needs no torch.
 """
 
 import math
@@ -42,13 +42,13 @@ ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD = 0.50, 0.90
 
 Rows = Iterable[Mapping[str, float | None]]
 Judged = tuple[str, str, str, str]
-"""Level, value, threshold, and an advice that counts unless the level is fine."""
+"""Level, value, threshold, and advice, which is ignored if the level is fine."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one rule for a run: the rule, the card of the report that it is on, one of [`LEVELS`], what was
-    measured, what it is held against, and the next step. Only findings with a next step are logged."""
+    """Result of one rule for a run: the rule, its card in the report, one of [`LEVELS`], the measured value, the
+    threshold, and the next step. Only findings with a next step are logged."""
 
     rule: str
     card: str
@@ -62,8 +62,8 @@ class Finding:
 
 
 def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
-    """Return what the rules say of a run, from its logged rows in their order with their `step`, `None` for what is
-    not finite, and the content of its `run.json`."""
+    """Apply the rules to a run: its logged rows in order, each with its `step` and `None` for values that are not
+    finite, and the content of its `run.json`."""
     settings = {**config.get("options", {}), **config}
     parts = _by_bits(rows, settings)
     findings = []
@@ -77,8 +77,8 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list[Mapping[str, float | None]]]:
-    """Return the rows of each precision of a run with `precisions`, of a schedule those of the last. A row is of the
-    bits that were logged last; means over several precisions are compared with means over as many of each."""
+    """Return the rows of each precision of a run with `precisions`; for a schedule only those of the last. A row
+    belongs to the bits that were logged last."""
     parts: dict[float | None, list[Mapping[str, float | None]]] = {}
     bits = None
     for row in rows:
@@ -88,8 +88,8 @@ def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list
 
 
 def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding], frozenset[str]]:
-    """Return the findings to log, one per episode, and the rules that are ongoing from here: a rule in `ongoing` has
-    spoken, and speaks again only after it was fine in between."""
+    """Return the findings to log, one per episode, and the updated set of `ongoing` rules. An ongoing rule has been
+    logged, and is logged again only after it was fine in between."""
     findings = list(findings)
     fine = {finding.rule for finding in findings if not finding.advice}
     new = [finding for finding in findings if finding.advice and finding.rule not in ongoing]
@@ -98,8 +98,9 @@ def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding
 
 def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
-    Return the mean differences of log-probs (nats per token) up to which it is rounding, and above which there are two
-    policies. `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do not.
+    Return two mean differences of log-probs (nats per token): up to the first it is rounding, above the second the
+    policies differ. `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do
+    not.
     """
     if settings.get("numerics") == "engine":
         return 0.0, 0.0
@@ -107,7 +108,7 @@ def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _schemes(settings: Mapping[str, Any]) -> tuple[QuantScheme, ...]:
-    """Quantized schemes of a run; none where another release knew more."""
+    # A run of another release may have schemes that are unknown here.
     with suppress(ValueError):
         return get_plan(settings.get("layers") or settings.get("scheme")).schemes
     return ()
@@ -163,15 +164,15 @@ def _realign(settings: Mapping[str, Any]) -> str:
 def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     values = _recent(rows, "tbpo/dropped/total")
     ratios = _recent(rows, "tbpo/ratio/min") + _recent(rows, "tbpo/ratio/max")
-    # On-policy updates have a ratio of 1, and nothing to drop.
+    # On-policy updates have ratios of 1 and drop nothing.
     if len(values) < 4 or (ratios and max(abs(ratio - 1) for ratio in ratios) < 1e-6):
         return None
     share, (low, high) = statistics.fmean(values), DROPPED_AIM
     if settings.get("trust_band") == "auto":
         wanted = settings.get("trust_band_share", ObjectiveOptions.trust_band_share)
-        aim = f"aim {wanted:.0%} of all but the first updates of a batch, by bands that set themselves"
+        aim = f"aim {wanted:.0%} of all but the first updates of a batch, by automatic bands"
         return "fine", f"dropped {share:.0%}", aim, ""
-    # The first batches, under a warm-up, say little of what comes.
+    # The first batches, under a warm-up, are not representative.
     if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:
         return None
     level = "fine" if low <= share <= high else "bad" if share > DROPPED_MOST else "watch"
@@ -285,7 +286,7 @@ RULES = {
     ("text", "Sound text"): _text,
     ("zero_spread", "Reward spread"): _zero_spread,
 }
-"""Name and card of each rule, and what judges by it."""
+"""Name and card of each rule, and its function."""
 
 
 def _values(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
@@ -293,7 +294,7 @@ def _values(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[flo
 
 
 def _recent(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
-    """Return the last quarter of the values, at least four where there are as many."""
+    """Return the last quarter of the values, or the last four if that is more."""
     values = _values(rows, metric)
     return values[-max(4, len(values) // 4) :]
 
@@ -309,5 +310,4 @@ def _rising(value: float, fine: float, bad: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Format with two digits, small values by their exponent."""
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.2g}"

@@ -21,12 +21,12 @@ __all__ = [
 _NUM_SAMPLED_ROWS = 32
 
 AddUp = Callable[[list[float]], list[float]]
-"""Adds up numbers over the processes among which masters are sharded, each of which measures the rows it holds."""
+"""Adds up numbers over the processes among which masters are sharded; each process measures its own rows."""
 
 
 def code_flip_rate(weights: Iterable[QuantizedWeight], add_up: AddUp = list) -> float:
-    """Return the share of low-bit codes that changed at the last update of the masters, which are quantized here if
-    they were not yet; NaN before the second quantization. With 0 over many updates the low-bit policy is stalled."""
+    """Return the share of low-bit codes that changed at the last update of the masters, which are quantized if
+    needed; NaN before the second quantization. A share of 0 over many updates means that the policy is stalled."""
     flipped = total = 0
     for weight in weights:
         low_bit = weight.low_bit_weight()
@@ -50,8 +50,8 @@ def update_to_step(
     add_up: AddUp = list,
 ) -> float:
     """
-    Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it
-    moves a master relative to the distance of neighbouring low-bit values.
+    Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: the change
+    of a master relative to the distance of neighbouring low-bit values.
 
     `step` is the magnitude of the scale of the weight's group for integer codes. E4M3 codes lie
     `2^(max(floor(log2 |q|), -6) - 3)` scales apart around the code `q`, E2M1 codes `2^(max(floor(log2 |q|), 0) - 1)`.
@@ -76,12 +76,12 @@ def update_to_step(
 
 
 def _rows(weight: QuantizedWeight) -> torch.Tensor:
-    """The master as rows, those of all experts one after the other, of a sharded one those that this process holds."""
+    # The rows of all experts, one after the other; of a sharded master those of this process.
     return weight.master().flatten(0, -2)
 
 
 def _sampled_rows(weight: QuantizedWeight) -> torch.Tensor:
-    """Sampled rows of the weight that are in this process' part of it, counted from the part's first row."""
+    """Return the sampled rows in this process' shard of the weight, counted from the shard's first row."""
     held, num_rows = weight.source.rows(weight.parameter), weight.source.shape(weight.parameter)[:-1].numel()
     stride = -(-num_rows // _NUM_SAMPLED_ROWS)
     rows = torch.arange(0, num_rows, stride, device=weight.parameter.device)
@@ -92,15 +92,15 @@ def _sampled_rows(weight: QuantizedWeight) -> torch.Tensor:
 def sqnr(weights: Iterable[tuple[str, QuantizedWeight]], add_up: AddUp = list) -> dict[str, float]:
     """
     Return the signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in
-    dB: `quant/sqnr` of all together, `quant/sqnr/NAME` of those whose name ends in `NAME`, such as `q_proj`. NaN
-    without noise; nothing about weights whose masters are gone.
+    dB: `quant/sqnr` for all together, `quant/sqnr/NAME` for names that end in `NAME`, such as `q_proj`. NaN without
+    noise. Weights without masters are left out.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, weight in weights:
         if weight.is_frozen:
             continue
         totals = sums["quant/sqnr"], sums[f"quant/sqnr/{name.rpartition('.')[2]}"]
-        # One expert at a time, as what is computed is as large as the masters.
+        # One expert at a time: intermediate results are as large as the masters.
         for master, low_bit in weight.matrices():
             master = master.float()
             signal = master.square().sum().item()

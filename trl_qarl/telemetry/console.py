@@ -1,7 +1,7 @@
 """
 Console output of a training: one short row per logged step, and the advice of [`trl_qarl.telemetry.advisor`].
 
-Everything that is logged still goes to `metrics.jsonl` and to the trackers.
+All metrics still go to `metrics.jsonl` and to the trackers.
 """
 
 import logging
@@ -23,7 +23,7 @@ __all__ = ["Advisor", "RowPrinter", "RowProgress", "format_row", "show_rows"]
 
 logger = logging.getLogger(__name__)
 
-# Name on the console, metrics of which the first that was logged is shown, and format.
+# Name on the console, metrics (the first one that was logged is shown), and format.
 _COLUMNS = (
     ("reward", ("reward",), "{:.3g}"),
     ("bits", ("quant/bits",), "{:.3g}"),
@@ -40,7 +40,7 @@ _COLUMNS = (
 
 def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
     """
-    Format one line of about ten values; what a row lacks is left out.
+    Format one line of about ten values, without values that the row lacks.
 
     Example:
 
@@ -54,7 +54,7 @@ def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left:
     for label, metrics, form in _COLUMNS:
         values = (logs.get(prefix + metric) for metric in metrics)
         value = next((value for value in values if isinstance(value, int | float)), None)
-        # The first update has no codes to compare with.
+        # At the first update there are no earlier codes.
         if value is not None and not (label == "flips" and math.isnan(value)):
             parts.append(f"{label} {form.format(value)}")
     if "train_runtime" in logs:
@@ -98,12 +98,11 @@ class RowProgress(_Rows, ProgressCallback):
 
 
 class RowPrinter(_Rows, PrinterCallback):
-    """The same without a bar, for `disable_tqdm=True`."""
+    """Short rows without a progress bar, for `disable_tqdm=True`."""
 
 
 def show_rows(handler: CallbackHandler) -> None:
-    """Put short rows in place of transformers' full ones. A callback of another kind, such as a notebook's table,
-    stays."""
+    """Replace transformers' full rows by short ones. Other callbacks, such as a notebook's table, stay."""
     for theirs, ours in ((ProgressCallback, RowProgress), (PrinterCallback, RowPrinter)):
         if any(type(callback) is theirs for callback in handler.callbacks):
             handler.remove_callback(theirs)
@@ -111,7 +110,7 @@ def show_rows(handler: CallbackHandler) -> None:
 
 
 class Advisor(TrainerCallback):
-    """Logs one sentence with the next step where a threshold is passed, once per episode. `config` has the settings of
+    """Logs one sentence with the next step if a threshold is exceeded, once per episode. `config` has the settings of
     the run as in [`~trl_qarl.telemetry.advisor.assess`]; the rules see the last 1,000 rows."""
 
     def __init__(self, config: Mapping[str, Any]):

@@ -27,7 +27,7 @@ def mismatch_sums(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return sums that reduce exactly over processes, over the tokens that count and whose sampling log-prob is known.
+    Return sums, which reduce exactly over processes, over the tokens that count and have a sampling log-prob.
 
     With `d = old_per_token_logps - sampling_per_token_logps`, all `(B, T)`, in nats:
 
@@ -46,8 +46,8 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: torch.Tensor, maximum: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
-    """Return the `mismatch/*` metrics of `(5,)` sums of [`mismatch_sums`], added over processes, of `maximum`, the
-    largest `|d|` of all processes, and of the `(B,)` mismatch weights of all sequences."""
+    """Return the `mismatch/*` metrics from the `(5,)` sums of [`mismatch_sums`], added over processes, from `maximum`,
+    the largest `|d|` of all processes, and from the `(B,)` mismatch weights of all sequences."""
     tokens, absolute, k1, k3, unknown = sums.tolist()
     if tokens == 0:
         return {"mismatch/unknown_tokens": unknown}
@@ -74,13 +74,13 @@ def split_sums(
     """
     Return sums for [`split_metrics`], which add up over processes, and maxima.
 
-    Arguments as in [`mismatch_sums`], and `advantages` of shape `(B,)`. A token's quarter is that of its rank among
-    the tokens of its completion that count, `floor(4 rank / L)`.
+    Arguments are as in [`mismatch_sums`], with `advantages` of shape `(B,)`. The quarter of a token is
+    `floor(4 rank / L)`, with its rank among the tokens of its completion that count.
 
     Returns:
-        `(4, 7)` float64 sums: of `|d|`, `-d`, `exp(d) - 1 - d` and of tokens, over those of positive and of negative
-        advantage, of each quarter, and of error tokens, whose last row counts all tokens. And `(6,)` maxima of `|d|`
-        over the same tokens but the last, 0 where there is none.
+        `(4, 7)` float64 sums of `|d|`, `-d`, `exp(d) - 1 - d` and tokens. The columns are tokens with positive and
+        with negative advantage, the four quarters, and error tokens, where the last row counts all tokens. And `(6,)`
+        maxima of `|d|` for all but the last column, 0 without tokens.
     """
     mask = mask.bool()
     known = mask & ~sampling_per_token_logps.isnan()
@@ -118,8 +118,8 @@ def split_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
 
 
 def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
-    """Return mean and effective sample size (a share of the sequences) of the mismatch weights `(B,)` of all sequences
-    by the sign of their advantage, `(B,)`. A sign without sequences is left out."""
+    """Return mean and effective sample size (as a share of the sequences) of the mismatch weights `(B,)` of all
+    sequences, by the sign of their advantage, `(B,)`. A sign without sequences is left out."""
     metrics = {}
     for name, sign in (("positive", 1), ("negative", -1)):
         chosen = weights.double()[advantages.sign() == sign]
@@ -135,17 +135,17 @@ def _effective_sample_size(weights: torch.Tensor) -> float:
 
 def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
-    Return histograms of ratios over [`HISTOGRAM_EDGES`], `(2 Q, 49)` int64: of `log_ratios`, `(Q, N)` logs of `Q`
-    quantities of each sequence or token in nats, for each quantity the histogram of positive `advantages`, `(N,)`,
-    then that of negative ones. What lies beyond the edges is counted in the outermost bins; NaN, an advantage of 0,
-    and what is False in `counts`, `(N,)`, nowhere.
+    Return histograms of ratios over [`HISTOGRAM_EDGES`], `(2 Q, 49)` int64. `log_ratios`, `(Q, N)`, are the logs, in
+    nats, of `Q` quantities of each sequence or token. Each quantity has a histogram for positive `advantages`, `(N,)`,
+    followed by one for negative ones. Values beyond the edges go to the outermost bins. NaN, advantages of 0 and
+    values that are False in `counts`, `(N,)`, are left out.
     """
     edges = torch.tensor(LOG_EDGES, dtype=torch.float64, device=log_ratios.device)
     rows = []
     for values in log_ratios.double():
         for sign in (1, -1):
             chosen = values[counts & (advantages.sign() == sign) & ~values.isnan()]
-            # Bins are closed on the left, as are those of `numpy.histogram`.
+            # Bins are closed on the left, as in `numpy.histogram`.
             bins = torch.bucketize(chosen, edges[1:-1], right=True)
             rows.append(torch.bincount(bins, minlength=len(edges) - 1))
     return torch.stack(rows)

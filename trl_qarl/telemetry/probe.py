@@ -1,8 +1,8 @@
 r"""
 Full-vocabulary mismatch between learner and engine on a few sequences.
 
-The log-probs of sampled tokens show the mismatch where the sampler went; this shows it over the whole vocabulary. The
-engine gives its `k` likeliest tokens at each position, and the rest of the vocabulary counts as one more outcome `o`:
+The log-probs of sampled tokens show the mismatch only at these tokens; the probe covers the whole vocabulary. The
+engine returns its `k` likeliest tokens at each position, and the rest of the vocabulary counts as one outcome `o`:
 
     KL_k = sum_{v in top k} p(v) (log p(v) - log q(v)) + p(o) (log p(o) - log q(o))       p the engine, q the learner
 
@@ -20,10 +20,10 @@ NUM_PROBES = 4
 """Sequences of each process that a probe scores."""
 
 MAX_SCORED = 1024
-"""Tokens of each completion that a probe scores, from its start: log-probs over a large vocabulary take room."""
+"""First tokens of each completion that a probe scores: log-probs over a large vocabulary take memory."""
 
 TOP_K = 20
-"""Likeliest tokens that the engine is asked for at each position; vLLM's own limit unless told otherwise."""
+"""Number of likeliest tokens requested from the engine at each position; vLLM's default limit."""
 
 
 def top_log_probs(log_probs: torch.Tensor, k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +33,8 @@ def top_log_probs(log_probs: torch.Tensor, k: int = TOP_K) -> tuple[torch.Tensor
 
 
 def likeliest(positions: Sequence[Mapping[int, float]], k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same, `(N, k)`, from an engine's `{token id: log-prob}` at `N` positions, of `k` entries at least."""
+    """Return ids and log-probs, both `(N, k)`, of the likeliest tokens, largest first, from an engine's
+    `{token id: log-prob}` with at least `k` entries at each of `N` positions."""
     ranked = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in positions]
     return torch.tensor([[i for i, _ in row] for row in ranked]), torch.tensor([[p for _, p in row] for row in ranked])
 
@@ -42,12 +43,12 @@ def compare_positions(
     engine_ids: torch.Tensor, engine_logps: torch.Tensor, learner_logps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return `KL_k` in nats and whether the likeliest token is the same, both `(N,)` float64, at `N` positions: of the
-    ids of the engine's `k` likeliest tokens, likeliest first, and their log-probs, both `(N, k)`, and the learner's
-    log-probs over the vocabulary, `(N, V)`, all in nats.
+    Return `KL_k` in nats, and 1 if the likeliest token is the same, else 0, both `(N,)` float64, at `N` positions.
+    `engine_ids` and `engine_logps`, both `(N, k)`, are the engine's `k` likeliest tokens, likeliest first;
+    `learner_logps`, `(N, V)`, are the learner's log-probs over the vocabulary. Log-probs are in nats.
     """
     p, q = engine_logps.double(), learner_logps.gather(-1, engine_ids).double()
-    # A sum of float32 probabilities says nothing about a rest below their rounding.
+    # A rest below the rounding of float32 probabilities cannot be computed.
     rest_p, rest_q = ((1 - x.exp().sum(-1)).clamp(min=torch.finfo(torch.float32).eps) for x in (p, q))
     kl = (p.exp() * (p - q)).sum(-1)
     if engine_ids.shape[-1] < learner_logps.shape[-1]:
@@ -57,8 +58,8 @@ def compare_positions(
 
 def probe_metrics(positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     """
-    Return `mismatch/probe_kl` in nats, and `mismatch/probe_top1_agreement`, the share of positions whose likeliest
-    token is the same: one minus the argmax-flip rate. Means over the positions of all results of
+    Return `mismatch/probe_kl` in nats, and `mismatch/probe_top1_agreement`, the share of positions with the same
+    likeliest token: one minus the argmax-flip rate. Both are means over the positions of all results of
     [`compare_positions`].
     """
     kl, agreement = (torch.cat(part).mean().item() for part in zip(*positions, strict=True))

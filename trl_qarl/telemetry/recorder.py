@@ -1,4 +1,4 @@
-"""[`Recorder`]: collects the measurements of a run, which the trainer makes and a callback writes."""
+"""[`Recorder`]: collects the measurements of a run, which the trainer triggers and a callback writes."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LARGEST_REWARD = 1e18
 """TRL computes advantages in float32, where the squares of larger rewards overflow."""
 
-# Logged by precision, too, in a run with several.
+# In a run with several precisions these are also logged separately for each.
 _BY_BITS = ("reward", "mismatch/abs_logp_mean", "quant/sqnr")
 
 
@@ -42,9 +42,9 @@ class Recorder(TrainerCallback):
     """
     Counters, timers and histograms of one run.
 
-    What is measured goes into `metrics`, values by name for `"train"` and for `"eval"`, which TRL averages and logs;
-    what is written as it is waits for [`~Recorder.pop`]. `accelerator` adds up over the processes, all of which have
-    to call; `decode` makes text of token ids.
+    Measurements go into `metrics`, lists of values by name for `"train"` and `"eval"`, which TRL averages and logs.
+    Rows for files wait for [`~Recorder.pop`]. `accelerator` adds up over the processes, all of which have to call;
+    `decode` converts token ids to text.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Recorder(TrainerCallback):
 
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
-        """Add the seconds until the context closes to those of `part`, without those of the parts timed inside it."""
+        """Add the seconds until the context closes to those of `part`, without those of parts timed inside it."""
         start, outside, self._seconds_inside = time.perf_counter(), self._seconds_inside, 0.0
         try:
             yield
@@ -101,12 +101,12 @@ class Recorder(TrainerCallback):
         return self._seconds.pop(part, 0.0)
 
     def synchronize(self) -> None:
-        """Wait for a device that computes in the background, as its time would count for whoever waits first."""
+        """Wait for the accelerator; otherwise its time would be added to the next part that waits for it."""
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
 
     def observe_turn(self, completion_ids: Sequence[Sequence[int]], seconds: float) -> None:
-        """Measure completions that took the engine `seconds`; 0 where only another process knows."""
+        """Measure completions that took the engine `seconds`; 0 if only another process knows the time."""
         num_tokens = sum(len(ids) for ids in completion_ids)
         self.log(
             {
@@ -126,16 +126,16 @@ class Recorder(TrainerCallback):
         self.log({f"rollout/{name}_share": share for name, share in shares.items()})
 
     def observe_rewards(self, rewards: Mapping[str, Iterable[float]]) -> None:
-        """Warn, once for each reward function, of rewards from which no advantages can be computed, which TRL makes 0
-        in silence. `rewards` are those of a batch by the function's name; NaN stands for `None`."""
+        """Warn once for each reward function about rewards that are too large to compute advantages, which TRL
+        silently turns into 0. `rewards` are those of a batch by the function's name; NaN stands for `None`."""
         for name, values in rewards.items():
             largest = max(filter(lambda value: abs(value) > _LARGEST_REWARD, values), key=abs, default=None)
             if largest is None or name in self._too_large or not self.accelerator.is_main_process:
                 continue
             self._too_large.add(name)
             logger.warning(
-                "The reward function %r returned %g: in float32 the advantages of the whole group come out as 0, or "
-                "as any number. Return rewards from %g to %g, or `None` where there is no score. Said once.",
+                "The reward function %r returned %g: in float32 the advantages of the whole group become 0, or any number. "
+                "Return rewards from %g to %g, or `None` for no score. This is logged only once.",
                 name,
                 largest,
                 -_LARGEST_REWARD,
@@ -144,8 +144,8 @@ class Recorder(TrainerCallback):
 
     def observe_rollout(self, publication: Mapping[str, float], is_mixed: bool = False) -> None:
         """
-        Measure the quantization error of a generation batch, and begin its row, with what was measured when its
-        weights were published. With `is_mixed` layers ran at different bits, so that the batch is of no one precision.
+        Measure the quantization error of a generation batch, and begin its row with the measurements of its
+        publication. With `is_mixed` layers ran at different bits, so the batch does not belong to one precision.
         """
         row = {**sqnr(Inventory.of(self.model).weights(), self._add_up), **publication}
         self.log(row)
@@ -156,8 +156,8 @@ class Recorder(TrainerCallback):
             self._add_to_row({"reward": self._metrics["train"]["reward"][-1], **row})
 
     def observe_mismatch(self, output: dict[str, Any], batch: Batch) -> None:
-        """Measure the mismatch of the generation batch whose row was begun last, without looking at the model's
-        weights: `output` is the batch as TRL makes it, `batch` what it says of its tokens."""
+        """Measure the mismatch of the generation batch whose row was begun last, without reading the model's weights.
+        `output` is TRL's batch, `batch` its log-probs, advantages and mask."""
         mismatch = self._mismatch(batch, output.get("importance_sampling_ratio"))
         self.log(mismatch)
         if not self.model.training:
@@ -172,8 +172,8 @@ class Recorder(TrainerCallback):
         )
 
     def observe_staleness(self, now: torch.Tensor, batch: Batch) -> None:
-        """Measure how far the learner has gone from the weights that drew a batch: `now`, `(B, T)`, are its log-probs
-        when it begins with the batch or a micro-batch, whose old log-probs are of the weights that drew it."""
+        """Measure the distance of the learner from the weights that drew a batch. `now`, `(B, T)`, are the learner's
+        log-probs when it begins with `batch`, whose old log-probs are those of the weights that drew it."""
         measured, _ = self._compare(now, batch.old_per_token_logps, batch.mask)
         for name in ("mismatch/unknown_tokens", "mismatch/k1"):
             measured.pop(name, None)
@@ -182,13 +182,13 @@ class Recorder(TrainerCallback):
     def _add_to_row(self, values: Mapping[str, float]) -> None:
         self._batches[-1] |= values
         if self._precision is not None:
-            # Apart, as a row of the log is a mean over batches.
+            # Logged separately, because a row of the log is a mean over batches.
             self.log({f"{name}/{self._precision}": values[name] for name in _BY_BITS if name in values})
 
     def _compare(
         self, ours: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor
     ) -> tuple[dict[str, float], torch.Tensor]:
-        """Return the [`mismatch_metrics`] of two log-probs `(B, T)` over all processes, and the weights of all
+        """Return the [`mismatch_metrics`] of log-probs `(B, T)` over all processes, and the weights of all
         sequences."""
         sums, maximum = mismatch_sums(ours, theirs, mask)
         weights = self.accelerator.gather(mismatch_weight(ours, theirs, mask, self.args.mismatch_cap))
@@ -209,32 +209,32 @@ class Recorder(TrainerCallback):
 
     def probe(self, output: dict[str, Any], step: int, engine: Any) -> None:
         """
-        Compare learner and engine over the whole vocabulary on the first few completions of a generation batch, where
-        it is time to after `step` updates. `engine` is the [`~trl_qarl.rollout.engine.Engine`]; without one the
-        learner generates.
+        Compare learner and engine over the whole vocabulary on the first few completions of a generation batch, if a
+        probe is due after `step` updates. Without an `engine` ([`~trl_qarl.rollout.engine.Engine`]) the learner
+        generates.
         """
         every = self.args.mismatch_probe_steps
         is_server = self.args.use_vllm and self.args.vllm_mode == "server"
         is_due = every and self.model.training and step >= self._next_probe
-        # A server answers the main process; with sharded masters the others have a part in the learner's forward.
+        # A server answers only the main process; with sharded masters the others join the learner's forward.
         asks = not is_server or self.accelerator.is_main_process
         is_shared = is_sharded(self.model)
         if not is_due or not (asks or is_shared):
             return
         self._next_probe = step + every
         if any(output.get(key) is not None for key in FORWARD_KEYS):
-            logger.warning("The mismatch was not probed: the prompts hold more than text.")
+            logger.warning("The mismatch was not probed: the prompts contain more than text.")
             return
         prompts = without_padding(output["prompt_ids"], output["prompt_mask"])[:NUM_PROBES]
         completions = without_padding(output["completion_ids"], output["completion_mask"])[:NUM_PROBES]
-        # The last token is left out: the engine generates one more, for which a full context has no room.
+        # Leave out the last token: the engine generates one more, for which a full context has no room.
         completions = [ids[:-1][:MAX_SCORED] for ids in completions]
         sequences = [(p + c, len(c)) for p, c in zip(prompts, completions, strict=True) if c]
         if is_shared:
             sequences = sequences[: min(gather_object([len(sequences)]))]
         if not sequences:
             return
-        # Before an engine is asked, which may fail in one process.
+        # The learner computes first: the request to the engine may fail in one process.
         learner = [self._learner_log_probs(*sequence) if is_shared else None for sequence in sequences]
         if not asks:
             return
@@ -242,7 +242,7 @@ class Recorder(TrainerCallback):
             pairs = zip(sequences, learner, strict=True)
             self.log(probe_metrics([self._compare_with_engine(*sequence, engine, logps) for sequence, logps in pairs]))
         except ConnectionError as error:
-            # The next publication or rollout gets the server back.
+            # The next publication or rollout reconnects to the server.
             logger.warning("The mismatch was not probed: %s", error)
 
     def _learner_log_probs(self, ids: list[int], count: int) -> torch.Tensor:
@@ -264,10 +264,10 @@ class Recorder(TrainerCallback):
 
     @torch.no_grad()
     def observe_update(self, batch: Batch) -> None:
-        """Count the ratios of a micro-batch, of which the learner's log-probs now are known."""
+        """Add the ratios of a micro-batch, which has the learner's log-probs now, to the histograms."""
         if not self.model.training:
             return
-        # Those of this update, as bands may set themselves.
+        # Automatic bands change with each update.
         self._bounds = self._objective.histogram_bounds(self.args)
         old, sampling, advantages, mask, per_token_logps = batch
         tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
@@ -283,7 +283,7 @@ class Recorder(TrainerCallback):
 
     @contextmanager
     def steps_within(self, engine: Any) -> Iterator[None]:
-        """Measure the steps of DeepSpeed's `engine`, which come within backward, before a callback hears of them."""
+        """Measure the steps of DeepSpeed's `engine`, which happen within backward, before callbacks are called."""
         step = engine.step
 
         def measured_step(*args, **kwargs):
@@ -318,8 +318,8 @@ class Recorder(TrainerCallback):
         self.log({"quant/code_flip_rate": rate, "quant/update_to_step": step})
 
     def _add_up(self, sums: list[float]) -> list[float]:
-        """Over the processes among which the masters are sharded; else every process measures the same."""
         if not is_sharded(self.model):
+            # Every process has measured the same.
             return sums
         return self.accelerator.reduce(
             torch.tensor(sums, dtype=torch.float64, device=self.accelerator.device), reduction="sum"
@@ -331,8 +331,8 @@ class Recorder(TrainerCallback):
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """
-        Return the rows by file since the last call: generation batches and worst completions of this process, and the
-        histograms of an update, added up over all processes and micro-batches. Every process has to call it.
+        Return the rows since the last call, by file: generation batches and worst completions of this process, and the
+        histograms of an update, added up over all processes and micro-batches. Every process has to call this.
         """
         rows = {WORST_FILE: self._worst, BATCHES_FILE: self._batches, DISTRIBUTIONS_FILE: []}
         counts, self._histograms, self._worst, self._batches = self._histograms, None, [], []

@@ -1,5 +1,4 @@
-"""Names of the files that a run writes and the report reads, and the edges of the histograms in them. Needs no
-torch."""
+"""Names of files that a run writes and the report reads, and edges of the histograms in them. Needs no torch."""
 
 import math
 
@@ -25,6 +24,6 @@ LOG_EDGES = [-edge for edge in reversed(LOG_EDGES)] + LOG_EDGES
 
 HISTOGRAM_EDGES = [math.exp(edge) for edge in LOG_EDGES]
 """
-Edges of the histograms of ratios: the distance from 1 in nats is log-spaced on both sides, from 1e-5 to 10, as trust
-bands are some 1e-4 wide and mismatches of whole completions reach several nats.
+Edges of histograms of ratios. The distance from 1 in nats is log-spaced on both sides, from 1e-5 to 10: trust bands
+are about 1e-4 wide, and mismatches of whole completions reach several nats.
 """

@@ -1,8 +1,9 @@
 """
 Files of a run that can be read without a tracker: five JSON files in the output directory, written by the main
-process. docs/compare.md says what each holds, in which form.
+process. docs/compare.md describes their content.
 
-A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
+A resumed run appends. A new run in the same directory starts new files and keeps the previous ones as
+`*.previous.jsonl`.
 """
 
 import dataclasses
@@ -33,14 +34,14 @@ _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compress
 
 
 def to_row(step: int, seconds: float, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Make a row of `metrics.jsonl`; floats that JSON has no number for become `None`."""
+    """Return a row of `metrics.jsonl`; floats that JSON cannot represent become `None`."""
     row = {"step": step, "time": seconds, **metrics}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }
 
 
-# Options that say where a run writes, what it logs and which port it uses, not what it trains.
+# Options about output, logging and ports, without influence on the training.
 _INCIDENTAL = (
     *("output_dir", "run_name", "logging", "log_", "report_to", "disable_tqdm", "project", "trackio", "overwrite"),
     *("save_", "eval_", "do_", "hub_", "push_to_hub", "resume_from_checkpoint", "seed", "data_seed", "dataloader_"),
@@ -50,8 +51,8 @@ _INCIDENTAL = (
 
 
 def _options(args: Any) -> dict[str, Any]:
-    """Return what differs from the defaults, matters, and is not recorded under a name of its own."""
-    # Not those of a configuration made without arguments: without a GPU there is none.
+    """Return relevant options that differ from their defaults and are not recorded elsewhere."""
+    # From the fields: without a GPU, TRL's configuration cannot be created without arguments.
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(args)
@@ -64,7 +65,7 @@ def _options(args: Any) -> dict[str, Any]:
 
 
 def _fingerprint_of_model(folder: Path) -> dict[str, str]:
-    """Return `model_sha256`, over configuration and weights of a model in a folder; nothing for a name on the Hub."""
+    """Return `model_sha256` of configuration and weights of a model in a folder; nothing for a name on the Hub."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if not files:
         return {}
@@ -76,8 +77,8 @@ def _fingerprint_of_model(folder: Path) -> dict[str, str]:
 
 
 class RunLog(TrainerCallback):
-    """Writes the files described in the module's docstring: rows of `recorder` after each update, and `described`,
-    entries of `run.json` next to the configuration (model, reward functions, number of problems)."""
+    """Writes the files of this module: rows of `recorder` after each update, and `described`, entries of `run.json` in
+    addition to the configuration (model, reward functions, number of problems)."""
 
     def __init__(self, args: Any, recorder: Recorder, described: dict[str, Any]):
         self.args, self.recorder, self.described = args, recorder, described
@@ -104,7 +105,7 @@ class RunLog(TrainerCallback):
 
     @override
     def on_step_end(self, args, state, control, **kwargs):
-        # On every process: the counts are added up over them.
+        # Every process calls this, because counts are added up over processes.
         files = self.recorder.pop()
         for name, rows in files.items() if state.is_world_process_zero else ():
             for row in rows:

@@ -13,8 +13,8 @@ _MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
 
 
 def worst_span(scores: Sequence[float]) -> tuple[int, int]:
-    """Return `(start, stop)` of the run of tokens around the largest score whose scores exceed a quarter of it; NaN is
-    no score."""
+    """Return `(start, stop)` of the span of tokens around the largest score in which all scores exceed a quarter of
+    it. NaN is ignored."""
     values = [-math.inf if math.isnan(score) else score for score in scores]
     peak = max(range(len(values)), key=values.__getitem__)
     start, stop = peak, peak + 1
@@ -35,10 +35,10 @@ def worst_examples(
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
     """
-    Return two completions as rows of `worst_completions.jsonl`, with the offending span between `⟦` and `⟧`, see
-    [`worst_span`]: that of the largest `|d|` (`"mismatch"`), and that of the token least likely under learner and
-    sampler alike (`"improbable"`, by `-log p`); none if no token counts or no score is finite. Log-probs and mask,
-    `(B, T)`, are those of [`mismatch_sums`]; ids are `B` sequences of tokens without padding.
+    Return two completions as rows of `worst_completions.jsonl`, with the [`worst_span`] between `⟦` and `⟧`: the one
+    with the largest `|d|` (`"mismatch"`), and the one with the token that is least likely under both learner and
+    sampler (`"improbable"`, by `-log p`). A row is left out if no token counts or no score is finite. Log-probs and
+    mask, `(B, T)`, are those of [`mismatch_sums`]; ids are `B` sequences of tokens without padding.
     """
     known = mask.bool() & ~sampling_per_token_logps.isnan()
     examples = []
@@ -68,9 +68,8 @@ def worst_examples(
 
 def has_loop(token_ids: Sequence[int]) -> bool:
     """
-    Return whether a completion repeats itself: a block of up to 64 tokens that occurs at least 4 times in a row, over
-    at least 16 tokens. A stretch of `n` tokens has period `p` where `n - p` tokens in a row equal the one `p` before
-    them.
+    Return whether a completion repeats itself: a block of up to 64 tokens occurs at least 4 times in a row, over at
+    least 16 tokens. A stretch of `n` tokens has period `p` if `n - p` consecutive tokens equal the one `p` before.
     """
     ids = torch.as_tensor(token_ids)
     for period in range(1, min(_MAX_LOOP_PERIOD, len(ids) // _MIN_LOOP_REPEATS) + 1):
@@ -83,8 +82,8 @@ def has_loop(token_ids: Sequence[int]) -> bool:
 
 
 def is_garbled(text: str) -> bool:
-    """Return whether a text holds U+FFFD, the mark of bytes that are not a character, other than at its end, where a
-    completion may have been cut inside a character."""
+    """Return whether a text contains U+FFFD, the mark of invalid bytes, except at its end, where a completion may have
+    been cut inside a character."""
     return "\ufffd" in text.rstrip("\ufffd")
 
 

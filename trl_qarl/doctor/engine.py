@@ -16,12 +16,12 @@ __all__ = ["check_engine"]
 
 
 def check_engine(scheme: QuantPlan | QuantScheme) -> list[Finding]:
-    """Start vLLM in this process with a tiny random model, publish to it, have it audited, and sample one prompt
-    twice. Whatever goes wrong is a finding."""
+    """Start vLLM in this process with a tiny random model, publish to it, which includes an audit, and sample one
+    prompt twice. Every error becomes a finding."""
     try:
         return _try_engine(get_plan(scheme))
     except Exception as error:
-        # vLLM raises whatever goes wrong below it; none of it may hide the other findings.
+        # vLLM raises any kind of error, which must not hide the other findings.
         line = next(iter(str(error).splitlines()), "")
         return [Finding("error", f"vLLM failed: {type(error).__name__}: {line}", "see the log above")]
 
@@ -33,7 +33,7 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
     from ..rollout.spec import EngineSpec
 
     on_cpu = not torch.cuda.is_available()
-    # `w4a8` runs in no other dtype.
+    # `w4a8` runs only in bfloat16.
     dtype = torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
@@ -66,8 +66,7 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
 
 
 def _in_small(plan: QuantPlan) -> QuantPlan:
-    """Return a plan that gives every scheme of another to the two layers of [`_tiny_model`], whose names are
-    others."""
+    """Return a plan that gives every scheme of `plan` to the two layers of [`_tiny_model`], whose names differ."""
     if plan.is_uniform or not plan.is_quantized:
         return plan
     parts = [f"re:.*layers.{layer}.{part}.*" for layer in (0, 1) for part in ("self_attn", "mlp")]
@@ -75,7 +74,7 @@ def _in_small(plan: QuantPlan) -> QuantPlan:
 
 
 def _tiny_model(folder: str):
-    """A random Llama of two layers with sizes that every scheme accepts, saved in `folder`."""
+    """Return a random Llama of two layers with sizes that every scheme accepts, and save it in `folder`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -92,13 +91,13 @@ def _tiny_model(folder: str):
 
 
 def sample_twice(engine) -> list[list[int]]:
-    """Token ids of two samples of one prompt."""
+    """Return the token ids of two samples of one prompt."""
     sampling = {"n": 2, "temperature": 1.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
     return engine.generate([[3, 4, 5, 6]], **sampling)["completion_ids"]
 
 
 def check_samples(samples: Sequence[Sequence[int]]) -> Finding:
-    """Samples of one prompt must differ: groups of equal completions have no advantage and teach nothing."""
+    """Check that samples of one prompt differ: groups of equal completions have no advantage and teach nothing."""
     if len({tuple(sample) for sample in samples}) == len(samples):
         return Finding("ok", f"{len(samples)} samples of one prompt differ")
     text = f"{len(samples)} samples of one prompt are equal: a group of equal completions teaches nothing"

@@ -1,9 +1,9 @@
 """
-Memory that a training needs on each GPU, calculated from the shapes of a model, by the formulas of docs/sharding.md.
+Memory of a training on each GPU, calculated from the shapes of a model, by the formulas of docs/sharding.md.
 
-The factors of the activations' terms are those that fit what tensors take on a CPU, within 10 % in all. Kernels,
-attention and the allocator of a GPU add to them. What the state takes is exact. Where micro-batches are added up,
-accelerate has FSDP2 do that with whole gradients, before it shards them.
+The factors of activations were fitted to the memory of tensors on a CPU, within 10 % in total. Kernels, attention and
+the allocator of a GPU need additional memory. The memory of the state is exact. With several micro-batches per update,
+accelerate lets FSDP2 add up whole gradients before they are sharded.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ from ..rollout.publisher import largest_chunk
 __all__ = ["LAUNCHES", "OPTIMIZERS", "Run", "launch_configuration", "parts_of_memory", "shapes_of"]
 
 LAUNCHES = ("ddp", "fsdp2")
-"""From the simplest on."""
+"""Launches, the simplest first."""
 
 TILE = (4096, 32768)
-"""Tokens and words of which TRL computes logits at once (`trl.kernels.chunked_logprob`)."""
+"""Tokens and vocabulary entries in a tile of TRL's logits (`trl.kernels.chunked_logprob`)."""
 
 OPTIMIZERS = ("muon", "adamw_torch", "adamw_torch_8bit")
 
@@ -36,11 +36,11 @@ OPTIMIZERS = ("muon", "adamw_torch", "adamw_torch_8bit")
 @dataclass(frozen=True)
 class Run:
     """
-    Settings of a run that memory depends on, in addition to the model. `optim` is one of [`OPTIMIZERS`]; `num_tokens`
-    are those of a micro-batch, prompts and completions; `engine_bytes` is the share of each GPU that a colocated
-    engine is given; `lora_rank` is that of adapters on all linear layers over a frozen base, 0 without; `accumulates`
-    says that gradients of several micro-batches are added up without `sync_each_batch`; `rollout_ahead` batches are
-    drawn ahead, whose weights are kept.
+    Settings of a run that determine its memory, in addition to the model. `optim` is one of [`OPTIMIZERS`];
+    `num_tokens` is the number of tokens of a micro-batch, prompts and completions; `engine_bytes` is the memory of a
+    colocated engine on each GPU; `lora_rank` is the rank of adapters on all linear layers over a frozen base, 0
+    without adapters; `accumulates` means that gradients of several micro-batches are added up without
+    `sync_each_batch`; `rollout_ahead` is the number of batches drawn ahead, whose weights are kept.
     """
 
     num_gpus: int
@@ -53,7 +53,7 @@ class Run:
 
 
 def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
-    """Return a model without its weights, by its configuration. Where there is no such model, `ValueError` names
+    """Return a model without its weights, from its configuration. If there is no such model, `ValueError` names
     `argument`."""
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -63,8 +63,8 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
-    """Return the bytes of each part on each GPU, by launch, of training a language model on the meta device, whose
-    layers are quantized in place. `ValueError` is raised as by [`prepare_model`], and for an unknown optimizer."""
+    """Return the bytes of each part on each GPU, by launch, for the training of a language model on the meta device,
+    which is quantized in place. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
     if run.optim not in OPTIMIZERS:
         raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
     chunk = largest_chunk(model, torch.bfloat16)
@@ -80,7 +80,7 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
     matrices = sum(weight.numel() for key, weight in linears.items() if key not in embeddings)
     total = held = sum(parameter.numel() for parameter in model.parameters())
     if run.lora_rank:
-        # Of what is trained nothing is a matrix to Muon.
+        # Muon treats no factor of an adapter as a matrix.
         matrices, total = 0, run.lora_rank * sum(sum(weight.shape) for weight in linears.values())
         held += total - sum(weight.numel() for weight in _quantized(model))
     state = {"muon": 4 * matrices + 8 * (total - matrices), "adamw_torch": 8 * total, "adamw_torch_8bit": 2 * total}
@@ -93,7 +93,7 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
         "low-bit weights": low_bit_bytes // shards,
     }
     others = total if run.lora_rank else total - sum(weight.numel() for weight in _quantized(model))
-    # Of a frozen base nothing is kept.
+    # Weights of a frozen base are not kept.
     kept = 4 * others + (0 if run.lora_rank else low_bit_bytes)
     parts["kept weights"] = run.rollout_ahead * kept // shards
     if is_sharded:
@@ -102,16 +102,14 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
     inner = getattr(config, "intermediate_size", 4 * hidden)
     layer = tokens * (16 * hidden + 22 * inner)
     parts["activations"] = width * config.num_hidden_layers * tokens * hidden + layer
-    parts["logits"] = max(_head(tokens, hidden, config.vocab_size, is_trained=not run.lora_rank) - layer, 0)
+    # The backward of `trl.trainer.utils.add_fused_lm_head` has one tile of the logits at a time.
+    vocabulary = config.vocab_size
+    logits = 2 * min(tokens, TILE[0]) * TILE[1] + 2 * min(vocabulary, TILE[1]) * hidden
+    logits += 0 if run.lora_rank else 4 * vocabulary * hidden
+    parts["logits"] = max(logits - layer, 0)
     parts["weight sync"] = chunk
     parts["engine"] = run.engine_bytes
     return parts
-
-
-def _head(tokens: int, hidden: int, vocabulary: int, is_trained: bool) -> int:
-    """Backward of `trl.trainer.utils.add_fused_lm_head`, which has one tile of the logits at a time."""
-    tile = 2 * min(tokens, TILE[0]) * TILE[1] + 2 * min(vocabulary, TILE[1]) * hidden
-    return tile + (4 * vocabulary * hidden if is_trained else 0)
 
 
 def _quantized(model: nn.Module) -> list[torch.Tensor]:
@@ -138,7 +136,8 @@ def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
 
 
 def launch_configuration(launch: str, num_gpus: int, has_adapter: bool = False) -> Mapping[str, Any]:
-    """Return what `accelerate launch --config_file` reads for a launch on one machine, of masters or of an adapter."""
+    """Return the content of a file for `accelerate launch --config_file` on one machine, to train masters or an
+    adapter."""
     common = {
         "compute_environment": "LOCAL_MACHINE",
         "mixed_precision": "bf16",
@@ -155,7 +154,7 @@ def launch_configuration(launch: str, num_gpus: int, has_adapter: bool = False) 
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        # Below an adapter every process quantizes the base before it is sharded.
+        # With an adapter every process quantizes the base before it is sharded.
         "fsdp_cpu_ram_efficient_loading": not has_adapter,
         "fsdp_offload_params": False,
         "fsdp_activation_checkpointing": False,

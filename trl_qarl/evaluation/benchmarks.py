@@ -1,8 +1,8 @@
 """
-Named benchmarks with lm-evaluation-harness, which brings problems, prompts and scoring. Our samplers complete them.
+Benchmarks of lm-evaluation-harness, which provides problems, prompts and scoring. Our samplers complete the prompts,
+so the scores are those of the deployed policy.
 
-Scores are thus those of the deployed policy. Sampling options are those of the sampler, a task's own (mostly greedy
-decoding) are not used, but for the texts at which a completion ends.
+Sampling options are the sampler's. A task's own (mostly greedy decoding) are not used, except for its stop texts.
 """
 
 import random
@@ -16,7 +16,7 @@ from .scores import Sampler, cut_at, encode, is_right
 
 __all__ = ["HARNESS_TASKS", "OWN_TASKS", "evaluate_benchmarks", "load_benchmarks"]
 
-# Preset: file in the harness' folder of tasks, metric, filter of completions. GPQA's data set is gated.
+# Preset: file in the harness' folder of tasks, metric, filter of completions. GPQA's dataset is gated.
 HARNESS_TASKS = {
     "gsm8k": ("gsm8k/gsm8k.yaml", "exact_match", "flexible-extract"),
     "math500": ("minerva_math/minerva_math500.yaml", "math_verify", "none"),
@@ -25,15 +25,15 @@ HARNESS_TASKS = {
     "gpqa_diamond": ("gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot.yaml", "exact_match", "flexible-extract"),
 }
 OWN_TASKS = ("amc", "minerva", "olympiad")
-"""Sets without a task in the harness, in a file of this folder each. The harness' `minerva_math` is MATH, another
-set."""
+"""Datasets without a task in the harness, each with a file in this folder. The harness' `minerva_math` is MATH, a
+different dataset."""
 
 
 def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
     """
-    Return the harness' tasks, `{name: task}`, of presets, of its own names, of which a group has several, and of task
-    files that end in `.yaml`. `ValueError` is raised for an unknown name, a task that asks for log-probs instead of
-    completions, and without lm-eval; `OSError` if the Hub is needed and does not answer.
+    Return the harness' tasks, `{name: task}`, for presets, for names of the harness, where a group has several tasks,
+    and for task files that end in `.yaml`. `ValueError` is raised for an unknown name, a task with log-probs instead
+    of completions, and without lm-eval; `OSError` if the Hub is needed and does not answer.
     """
     try:
         from lm_eval import tasks as harness
@@ -41,16 +41,16 @@ def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f'--tasks needs lm-evaluation-harness: `pip install "trl-qarl[eval]"` ({error}).') from error
 
     folder = Path(harness.__file__).parent
+    others = [name for name in names if name not in HARNESS_TASKS and name not in OWN_TASKS]
     # Reading the names of all tasks takes seconds.
-    manager = harness.TaskManager(include_defaults=any(_is_harness_name(name) for name in names))
-    for name in names:
-        known = Path(name).is_file() if name.endswith(".yaml") else name in manager.all_tasks
-        if name not in HARNESS_TASKS and name not in OWN_TASKS and not known:
+    manager = harness.TaskManager(include_defaults=not all(name.endswith(".yaml") for name in others))
+    for name in others:
+        if not (Path(name).is_file() if name.endswith(".yaml") else name in manager.all_tasks):
             raise ValueError(
                 f"--tasks {name}: no such {'file' if name.endswith('.yaml') else 'task'}. Choose from "
                 f"{', '.join([*HARNESS_TASKS, *OWN_TASKS])}, the names of `lm-eval ls tasks`, and task files that end in .yaml."
             )
-    # GPQA shuffles its choices when it is loaded.
+    # GPQA shuffles its choices on loading.
     random.seed(0)
     loaded = {}
     for name in names:
@@ -69,19 +69,14 @@ def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
     return loaded
 
 
-def _is_harness_name(name: str) -> bool:
-    return name not in HARNESS_TASKS and name not in OWN_TASKS and not name.endswith(".yaml")
-
-
 def score_mathematics(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Score a completion of a problem of [`OWN_TASKS`] as TRL's `accuracy_reward` does; its answer has `$` around it
-    or none."""
+    """Score a completion of a problem of [`OWN_TASKS`] with TRL's `accuracy_reward`; answers may be enclosed in
+    `$`."""
     answer = doc["final_answer"][0] if "final_answer" in doc else doc["answer"]
     return {"exact_match": is_right(results[0], f"${str(answer).strip('$')}$")}
 
 
 def _make_model(sampler: Sampler, tokenizer, seed: int, chat: bool):
-    """Make the sampler the harness' language model."""
     from lm_eval.api.model import LM
 
     class DeployedPolicy(LM):
@@ -127,11 +122,11 @@ def evaluate_benchmarks(
     limit: int | None = None,
 ) -> dict[str, list[float]]:
     """
-    Return the share of `num_samples` completions of each problem that is right, for each task of [`load_benchmarks`].
+    Return the share of correct completions among `num_samples` of each problem, for each task of [`load_benchmarks`].
 
-    The harness runs once for each sample, with seeds that follow one another: its own repetitions would be reduced to
-    the first. With `chat` prompts, and examples in them, go through the chat template; `limit` takes only the first
-    problems of each task.
+    The harness runs once for each sample, with consecutive seeds, because it reduces its own repetitions to the first.
+    With `chat`, prompts and the examples in them go through the chat template; `limit` selects the first problems of
+    each task.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -151,8 +146,7 @@ def evaluate_benchmarks(
 
 
 def _task_scores(name: str, rows: list[dict[str, Any]]) -> list[float]:
-    """Return the score of each problem in order. A task that is not a preset counts by its first metric and last
-    filter."""
+    # A task that is not a preset counts by its first metric and last filter.
     _, metric, chosen = HARNESS_TASKS.get(name, (None, rows[0]["metrics"][0], rows[-1]["filter"]))
     rows = sorted((row for row in rows if row["filter"] == chosen), key=lambda row: row["doc_id"])
     return [float(row[metric]) for row in rows]

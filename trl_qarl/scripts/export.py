@@ -1,4 +1,4 @@
-"""`trl-qarl export`: from trained master weights to the low-bit checkpoint that transformers and vLLM load."""
+"""`trl-qarl export`: writes the low-bit checkpoint of trained master weights, which transformers and vLLM load."""
 
 import json
 import sys
@@ -20,10 +20,9 @@ __all__ = ["main", "make_parser", "merge_with_record", "read_history"]
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Quantize master weights and write them as a compressed-tensors checkpoint; of an adapter, the low-bit "
-        "base with the adapter next to it, or in it if it was trained merged.",
-        epilog="Master weights saved by `trl-qarl train` carry the settings they were trained with; only other "
-        "weights need --scheme.",
+        description="Quantize master weights and write them as a compressed-tensors checkpoint; for an adapter, the low-bit "
+        "base with the adapter next to it, or merged into it if it was trained merged.",
+        epilog="Master weights saved by `trl-qarl train` include their training settings; only other weights need --scheme.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -41,8 +40,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add(
         "--dtype",
         choices=list(DTYPES),
-        help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
-        "(default: the one trained with, else bfloat16)",
+        help="dtype in which the engine will run the model: that of scales and of tensors that are not quantized "
+        "(default: the one used in training, else bfloat16)",
     )
     add(
         "--bits",
@@ -54,8 +53,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add(
         "--compact",
         action="store_true",
-        help="pack codes of 3 and 2 bits without gaps: fewer bytes, read by vLLM (on CPUs with trl_qarl, on GPUs by Humming) and not by every "
-        "version of compressed-tensors",
+        help="pack codes of 3 and 2 bits without gaps: fewer bytes, readable by vLLM (on CPUs with trl_qarl, on GPUs with Humming) but "
+        "not by every version of compressed-tensors",
     )
     add(
         "--gguf",
@@ -63,14 +62,13 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="also write the policy for llama.cpp, as `model.gguf`: a copy of this GGUF file of the base model, with the trained weights",
     )
     add("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
-    add("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
-    add("--hub_private_repo", action="store_true", help="make that repository a private one")
-    add("--hub_revision", metavar="BRANCH", help="branch to push to; made if it is missing")
+    add("--hub_model_id", metavar="USER/NAME", help="repository to push to; created if missing")
+    add("--hub_private_repo", action="store_true", help="create a private repository")
+    add("--hub_revision", metavar="BRANCH", help="branch to push to; created if missing")
     add(
         "--merge_adapter",
         action="store_true",
-        help="quantize base and adapter together, which is another policy than the one trained in lora_mode 'adapter'; says by "
-        "how much",
+        help="quantize base and adapter together, which changes a policy that was trained in lora_mode 'adapter'; the change is reported",
     )
     add("--model_revision", default="main", help="revision on the hub")
     add("--trust_remote_code", action="store_true", help="allow model code from the hub")
@@ -130,8 +128,7 @@ def main(args: Namespace) -> int:
 
 
 def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the model with quantized layers, the report and the settings of the masters, or of the adapter, that
-    `args` names."""
+    """Return the quantized model, the report and the settings for the masters, or the adapter, that `args` names."""
     import torch
     from safetensors import SafetensorError
     from transformers.utils import cached_file
@@ -156,7 +153,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     is_merged = has_adapter and (record or {}).get("lora_mode") == "merged"
     if args.merge_adapter and is_merged:
         raise ValueError(
-            f"--merge_adapter was given, but the adapter in {source} was trained merged (lora_mode='merged'), and its export is. "
+            f"--merge_adapter was given, but the adapter in {source} was trained merged (lora_mode='merged'), and is exported merged. "
             "Remove it."
         )
     kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
@@ -188,7 +185,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
 
 
 def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the low-bit checkpoint that `args` names in fewer bits, made of its codes, its report and settings."""
+    """Return the low-bit checkpoint that `args` names, reduced to fewer bits, with its report and settings."""
     from ..checkpoint.load import load_frozen_model
     from ..checkpoint.serving import ADAPTER_FOLDER
     from ..quantization.inventory import Inventory
@@ -198,8 +195,8 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
     given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype", *EDGES) if getattr(args, name)]
     if args.bits is None or given or args.merge_adapter:
         raise ValueError(
-            f"{source} is a low-bit checkpoint already. Of its codes --bits makes one of fewer bits, without other options of the plan; "
-            "anything else is computed from the masters: name their folder."
+            f"{source} is a low-bit checkpoint already. --bits reduces its codes to fewer bits, without other options of the plan; "
+            "everything else needs the masters: name their folder."
         )
     model = load_frozen_model(source, "auto", **hub_kwargs)
     plan = _plan_at(args.bits, report_frozen(model).plan, Path(source, ADAPTER_FOLDER).exists())
@@ -222,8 +219,8 @@ def _export_version(args: Namespace) -> int:
         other = [name for name, value in vars(usual).items() if name not in taken and getattr(args, name) != value]
         if other:
             raise ValueError(
-                f"--from_patches was given with {', '.join(f'--{name}' for name in other)}, but a version is what was trained and "
-                "published. Leave these out."
+                f"--from_patches was given with {', '.join(f'--{name}' for name in other)}, but a published version cannot be changed. "
+                "Leave these out."
             )
         version = rebuild(args.from_patches, args.output_dir, args.version)
     print(f"Version {version} written to {describe_export(args.output_dir)}")
@@ -235,20 +232,22 @@ def _plan_at(bits: int | None, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
         return plan
     problems = [*problems_of_precisions([bits], plan, -1)]
     if has_adapter:
-        problems.append("the codes below an adapter are those that it was trained with")
+        problems.append("an adapter needs the codes with which it was trained")
     if problems:
         raise ValueError(f"--bits {bits}: {problems[0]}")
     return plan_at_bits(plan, bits)
 
 
 def _check_push(args: Namespace) -> str | None:
-    """Return the repository to push to, with its namespace, or `None`. It is made before anything is exported."""
+    """Create the repository to push to before anything is exported; return its name with namespace, or `None`."""
     from ..checkpoint import uploads as hub
 
     if not args.push_to_hub:
         for option in ("hub_model_id", "hub_private_repo", "hub_revision"):
             if getattr(args, option):
-                raise ValueError(f"--{option} was given without --push_to_hub. Add it, or leave out --{option}.")
+                raise ValueError(
+                    f"--{option} was given without --push_to_hub. Add --push_to_hub, or leave out --{option}."
+                )
         return None
     if args.hub_model_id is None:
         raise ValueError("--push_to_hub needs the repository: give --hub_model_id USER/NAME.")
@@ -259,22 +258,22 @@ def _check_push(args: Namespace) -> str | None:
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
-    """Read the rows that a training logged, from its output directory or a checkpoint; else there are none."""
+    """Read the rows that a training logged, from its output directory or a checkpoint; empty if there are none."""
     metrics, state = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json")
     try:
         if metrics.is_file():
             return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
         return json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
     except ValueError:
-        # The last line of a run that was killed; the card then has no results.
+        # A killed run may have an incomplete last line; the card then has no results.
         return []
 
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
     """
-    Return the settings to export with, under the names of `qarl.json`: the `record` there of how the masters were
-    trained, else those of the command line. `source` is where the weights come from, for messages. `ValueError` is
-    raised if an option contradicts the record, or if there is neither a record nor `--scheme`.
+    Return the settings of the export, with the names of `qarl.json`: the `record` of the masters' training in that
+    file, or else the command line. `source` names the weights in messages. `ValueError` is raised if an option
+    contradicts the record, or if there is neither a record nor `--scheme`.
     """
     given = {
         "scheme": args.scheme,
@@ -285,18 +284,18 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
     }
     if record is None:
         if args.scheme is None:
-            raise ValueError(f"{source} does not say how it was trained (no qarl.json). Give `--scheme`.")
+            raise ValueError(f"{source} has no record of its training (no qarl.json). Give `--scheme`.")
         return {**given, "scale_dtype": args.dtype or "bfloat16"}
     if isinstance(args.scheme, dict) and get_plan(args.scheme, args.group_size) == get_plan(record["scheme"]):
-        # The same in other words.
+        # Equal schemes, written differently.
         given |= {"scheme": None, "group_size": None}
     for name, value in given.items():
-        # A record of Python may hold the one name or expression that is a list of one here.
+        # A record may have a single name or expression, which is a list with one element here.
         if value is not None and value not in (record.get(name), [record.get(name)]):
             option = "dtype" if name == "scale_dtype" else name
             raise ValueError(
                 f"--{option}={value!r} contradicts the {record.get(name)!r} with which {source} was trained (qarl.json): "
                 f"the policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to "
-                "quantize the master weights anew."
+                "quantize the master weights differently."
             )
     return record

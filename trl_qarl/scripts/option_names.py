@@ -1,4 +1,4 @@
-"""Names of options: both spellings, and slips."""
+"""Names of options on the command line: spelling with dashes or underscores, and typos."""
 
 from argparse import ArgumentParser
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ def option_names(parser: ArgumentParser) -> set[str]:
 
 
 def spell(argv: list[str], known: Iterable[str]) -> list[str]:
-    """Return `argv` with dashes in names of options for underscores, or the reverse, where only that is in `known`."""
+    """Return `argv` with dashes and underscores in names of options exchanged if only that spelling is in `known`."""
     spellings = {name.replace("-", "_"): name for name in known}
     spellings |= {name: name for name in known}
     words = [word.partition("=") for word in argv]
@@ -24,8 +24,8 @@ def spell(argv: list[str], known: Iterable[str]) -> list[str]:
 
 
 def check_names(argv: list[str], known: Iterable[str]) -> None:
-    """Raise `ValueError`, with what was probably meant, for the first option in `argv` that neither is nor begins one
-    of `known`. argparse would first complain of what is missing, and knows no "did you mean"."""
+    """Raise `ValueError`, with the likely intended name, for the first option in `argv` that is neither one of `known`
+    nor an abbreviation. argparse would first report missing options, and makes no suggestions."""
     for word in argv:
         name = word.partition("=")[0]
         if name.startswith("--") and not any(option.startswith(name) for option in known):

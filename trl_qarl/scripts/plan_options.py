@@ -11,7 +11,7 @@ __all__ = ["add_plan_options"]
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
-    """Add `--scheme`, with its default, `--group_size`, `--exclude_modules` and the edges."""
+    """Add `--scheme`, with its default, `--group_size`, `--exclude_modules`, `--high_precision_first` and `_last`."""
     parser.add_argument(
         "--scheme",
         type=_scheme,

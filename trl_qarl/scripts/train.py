@@ -1,6 +1,6 @@
 """
-`trl-qarl train`: what `trl/scripts/grpo.py` does, with [`QaRLTrainer`] and [`QaRLConfig`]. That script also reads no
-files of data, raises from within what is refused here in one line, and ends without an export.
+`trl-qarl train`: the counterpart of `trl/scripts/grpo.py` for [`QaRLTrainer`] and [`QaRLConfig`]. In addition it reads
+data files, reports an invalid configuration in one line, and ends with an export.
 """
 
 import importlib
@@ -42,7 +42,7 @@ EPILOG = (
     "as in --model-name-or-path. `--help-all` lists every option of TRL and transformers as well. Options unknown to all of "
     "them, and `--accelerate_config`, go to `accelerate launch`."
 )
-# Shown by `--help` before those of QaRLConfig.
+# Shown by `--help` before the options of QaRLConfig.
 MAIN_OPTIONS = (
     "model_name_or_path",
     "dataset_name",
@@ -76,7 +76,7 @@ def make_parser(prog: str | None = None) -> "TrlParser":
 
     @dataclass
     class ModelArguments(ModelConfig):
-        # TRL's is 0.05, with which rollout, scoring and loss would see different policies.
+        # TRL's default is 0.05, with which rollout, scoring and loss would see different policies.
         lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout."})
 
     types = (ScriptArguments, QaRLConfig, ModelArguments, DatasetMixtureConfig)
@@ -93,8 +93,7 @@ def known_options() -> set[str]:
 
 
 def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
-    """Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's; the inherited rest is left out or
-    follows."""
+    """Sort the help of `parser`: first `MAIN_OPTIONS`, then QaRLConfig's options, then, `with_inherited`, the rest."""
     from trl import GRPOConfig
 
     from ..options import own_options
@@ -105,10 +104,10 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
     for action in parser._actions:
         if action.dest not in order and not with_inherited:
             action.help = SUPPRESS
-        # The help says what happens without the option.
+        # The text of the help describes the default.
         if action.default is None:
             action.default = SUPPRESS
-        # The other spelling is taken all the same.
+        # The spelling with dashes is accepted but not shown.
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
     parser._optionals._group_actions.sort(
         key=lambda action: order.index(action.dest) if action.dest in order else len(order)
@@ -117,9 +116,9 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
 
 def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | None = None) -> list[str | Callable]:
     """
-    Return reward functions by name, as `trl grpo` looks them up: names of TRL's, or dotted import paths, for which the
-    working directory comes first; before them a reward model, which the trainer loads. `ValueError` is raised for
-    what is neither, or cannot be imported, and when there is no reward at all.
+    Return reward functions by name, as in `trl grpo`: TRL's names, or dotted import paths, for which the working
+    directory comes first. A reward model, which the trainer loads, comes before them. `ValueError` is raised for
+    other names, for failed imports, and without any reward.
     """
     check_rewards(names, reward_model_name_or_path)
     sys.path.insert(0, os.getcwd())
@@ -131,15 +130,15 @@ def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | No
         except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"Could not import reward function {name!r}: {error}.") from error
         if name == "get_soft_overlong_punishment":
-            # With the lengths that `trl grpo` has.
+            # The lengths are those of `trl grpo`.
             reward = reward(max_completion_len=1280, soft_punish_cache=256)
         reward_funcs.append(reward)
     return reward_funcs
 
 
 def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path | None:
-    """Return the folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for
-    `"none"`. `ValueError` is raised for one that holds other weights, or will."""
+    """Return the folder for the low-bit policy after training, by default `output_dir/scheme`; `None` for `"none"`.
+    `ValueError` is raised for a folder that holds, or will hold, other weights."""
     from ..checkpoint.export import check_export_dir
 
     if export_dir is not None and export_dir.lower() == "none":
@@ -152,7 +151,7 @@ def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path
 
 
 def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
-    """Return `"true"` and `"last"` as `True` (the Trainer's last checkpoint), `"false"` as `None`, a path as it is."""
+    """Return `True` (the last checkpoint) for `"true"` and `"last"`, `None` for `"false"`, and a path unchanged."""
     return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
 
 
@@ -172,7 +171,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         pushes_policy = training_args.push_to_hub and exports_policy(training_args.hub_export)
         if export_dir is None and pushes_policy:
             raise ValueError(
-                f"--export_dir=none with --push_to_hub and --hub_export={training_args.hub_export}: what is pushed is the export. "
+                f"--export_dir=none with --push_to_hub and --hub_export={training_args.hub_export}: the push uploads the export. "
                 "Leave `--export_dir` out, or push the masters: `--hub_export master`."
             )
         quantization_config = get_quantization_config(model_args)
@@ -208,7 +207,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
     failure = None
     if training_args.push_to_hub:
-        # It saves and exports before it uploads.
+        # The push saves and exports first.
         try:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         except PushFailed as error:
@@ -255,13 +254,13 @@ def _split(dataset, script_args, option: str):
 if __name__ == "__main__":
     exit_on_signals()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A rank is not asked to end: it may be waiting for another one that has ended.
+        # SIGKILL, because a rank may be waiting for another one that has ended.
         end_with_parent(signal.SIGKILL)()
     with configuration_errors():
         parsed = make_parser().parse_args_and_config(fail_with_unknown_args=False)
     try:
         main(*parsed)
     except KeyboardInterrupt:
-        # Python's own exit by SIGINT is forgotten when a library runs code while the interpreter ends, as torch does.
+        # Set the exit code here: Python's own is lost if a library, such as torch, runs code at exit.
         traceback.print_exc()
         sys.exit(128 + signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Checks of what `trl-qarl train` is told to train, before anything is launched."""
+"""Checks of model, rewards and dataset of `trl-qarl train`, before anything is launched."""
 
 import os
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": 
 
 
 def check_inputs(options: Mapping[str, Any]) -> None:
-    """Check the options that were given, by name, as far as it can be seen without torch: `ValueError` is raised
-    without a model, a reward or a dataset, and for a reward or a local dataset that there is not."""
+    """Check the given options, by name, as far as possible without torch: `ValueError` is raised if model, reward or
+    dataset is missing, and for a reward or a local dataset that does not exist."""
     if not options.get("model_name_or_path"):
         raise ValueError("No model: give `--model_name_or_path`.")
     check_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
@@ -35,14 +35,14 @@ def check_rewards(names: list[str] | str, reward_model: str | None) -> None:
                 f"`my_rewards.{name}`."
             )
         package = module_path.partition(".")[0]
-        # A YAML file may set PYTHONPATH, which counts in the training process.
+        # A YAML file may set PYTHONPATH for the training process.
         folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         if package and not (find_spec(package) or PathFinder.find_spec(package, folders)):
             raise ValueError(f"Could not import reward function {name!r}: No module named {package!r}.")
 
 
 def as_list(names: list[str] | str) -> list[str]:
-    """A YAML file may name one reward without a list, and TRL's parser leaves it so."""
+    # A YAML file may name one reward without a list, and TRL's parser does not convert it.
     return [names] if isinstance(names, str) else [*map(str, names)]
 
 

@@ -1,4 +1,4 @@
-"""`trl-qarl vllm-serve`: start vLLM's OpenAI server for a trainer, quantized as the learner will be."""
+"""`trl-qarl vllm-serve`: starts vLLM's OpenAI server for a trainer, with the learner's quantization."""
 
 import os
 import shlex
@@ -48,14 +48,14 @@ def make_parser(prog: str) -> ArgumentParser:
         "--numerics",
         default="fast",
         choices=["fast", "engine"],
-        help="the learner's; `engine` makes a GPU's engine slower and repeatable, and changes nothing on a CPU, where every "
-        "engine is (default: %(default)s)",
+        help="the learner's; `engine` makes an engine on a GPU slower and repeatable, and has no effect on a CPU, where every "
+        "engine is repeatable (default: %(default)s)",
     )
     add(
         "--cpu_weights",
         default="expanded",
         choices=["expanded", "packed"],
-        help="the learner's: on a CPU, weights as numbers in bf16 or, with less memory and slower, as codes (default: %(default)s)",
+        help="the learner's: on a CPU, weights as bf16 numbers or, slower and with less memory, as codes (default: %(default)s)",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
@@ -70,7 +70,7 @@ def make_parser(prog: str) -> ArgumentParser:
     )
     add(
         "--token_file",
-        help="file with the secret that a trainer must know, made if there is none; for a trainer on another host, "
+        help="file with the secret that a trainer must know, created if missing; for a trainer on another host, "
         "copy it there and name the copy with --vllm_token_file (default: in the transfer directory)",
     )
     add("--trust_remote_code", action="store_true", help="run code that comes with the model")
@@ -112,10 +112,11 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     if args.print_command:
         return 0
     if args.host not in LOCAL_HOSTS:
+        has_tls = any(argument.replace("_", "-").startswith("--ssl-certfile") for argument in vllm_args)
         print(
-            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Only who knows the secret "
-            f"in {token_file} can change its weights, but everybody there can generate"
-            f"{'' if _has_tls(vllm_args) else ', and nothing is encrypted (--ssl-certfile, --ssl-keyfile)'}; "
+            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Changing its weights needs the "
+            f"secret in {token_file}, but everybody on the network can generate"
+            f"{'' if has_tls else ', and nothing is encrypted (--ssl-certfile, --ssl-keyfile)'}; "
             "keep the network closed.",
             file=sys.stderr,
             flush=True,
@@ -125,17 +126,12 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             make_transfer_dir(directory)
         make_token_file(token_file)
         read_token_file(token_file)
-    # vLLM installs its handlers late, and process 1 hears of no signal without one.
+    # vLLM installs its signal handlers late, and process 1 gets no signals without handlers.
     python, module_option, *module = argv
     os.execve(python, [python, module_option, "trl_qarl.processes", *module], {**os.environ, **environment})
 
 
-def _has_tls(vllm_args: list[str]) -> bool:
-    return any(argument.replace("_", "-").startswith("--ssl-certfile") for argument in vllm_args)
-
-
 def _shapes(args: Namespace):
-    """Return the model without its weights."""
     from ..doctor.memory import shapes_of
 
     model = shapes_of(args.model, args.trust_remote_code, "--model")
@@ -149,8 +145,8 @@ def _shapes(args: Namespace):
 
 
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
-    """Return what the learner's `quantization_config` will be, from only the shapes of the model, which is quantized
-    in place."""
+    """Return the `quantization_config` of the future learner from the shapes of the model, which is quantized in
+    place."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model
@@ -167,7 +163,7 @@ def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
 
 
 def _linear_layers(model) -> list[str]:
-    """Return the last components of the names of the layers that an adapter may be added to."""
+    """Return the last components of the names of layers that can have an adapter."""
     from torch import nn
 
     head = model.get_output_embeddings()

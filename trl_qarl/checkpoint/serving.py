@@ -26,12 +26,11 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def engine_rank(rank: int) -> int:
     """Return the smallest `max_lora_rank` with which vLLM serves an adapter of this rank; a smaller adapter is padded
     with 0. `ValueError` is raised if there is none."""
-    for largest in ENGINE_RANKS:
-        if rank <= largest:
-            return largest
-    raise ValueError(
-        f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
-    )
+    if rank > ENGINE_RANKS[-1]:
+        raise ValueError(
+            f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
+        )
+    return min(largest for largest in ENGINE_RANKS if rank <= largest)
 
 
 def adapter_rank(folder: str | Path) -> int | None:

@@ -28,17 +28,8 @@ NO_BOUNDS: Bounds = (None, None)
 
 
 class Loss(NamedTuple):
-    """
-    Result of an objective with its own loss.
-
-    Args:
-        value (`torch.Tensor`):
-            The loss, to be minimised.
-        kl_ratio (`torch.Tensor`):
-            Ratio that makes a token-level KL term unbiased, `(B, 1)` or `(B, T)`.
-        metrics (`dict[str, torch.Tensor]`):
-            Metrics of each sequence, `(B,)`, NaN if the sequence does not count, for [`reduce_metrics`].
-    """
+    """The loss of an objective, to be minimised; the ratio that makes a token-level KL term unbiased, `(B, 1)` or
+    `(B, T)`; and metrics of each sequence for [`reduce_metrics`], `(B,)`, NaN if the sequence does not count."""
 
     value: "torch.Tensor"
     kl_ratio: "torch.Tensor"

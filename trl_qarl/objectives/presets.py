@@ -34,13 +34,8 @@ __all__ = ["COMPARISON", "TRLS_LOSSES", "Preset"]
 
 @dataclass(frozen=True)
 class Preset(Objective):
-    """
-    An objective in TRL's options, with `loss_type="grpo"`.
-
-    Args:
-        is_positive_only (`bool`, *optional*, defaults to `False`):
-            Whether completions with a negative advantage are left out.
-    """
+    """An objective in TRL's options, with `loss_type="grpo"`. `is_positive_only` leaves out completions with a negative
+    advantage."""
 
     is_positive_only: bool = False
 

@@ -74,19 +74,10 @@ class EstimatedBands:
 
     Updates whose ratios are all 1 carry no information: those on a fresh batch, and those after an update with a
     learning rate of 0. They are left out, but keep their place in the window, which therefore always spans whole
-    generation batches.
+    generation batches, of `batch_size` completions over all processes and with `updates_per_batch`.
 
-    Args:
-        share (`float`):
-            Share of the completions with a changed ratio to drop.
-        batch_size (`int`):
-            Completions of a generation batch, over all processes.
-        updates_per_batch (`int`):
-            Updates that each generation batch makes.
-
-    Attributes:
-        bands (`Bands`):
-            Current bands, the same in every process; open until there is enough to estimate them from.
+    `share` is the share of completions with a changed ratio to drop. `bands` are the current bands, the same in every
+    process, open until there is enough to estimate them from.
     """
 
     def __init__(self, share: float, batch_size: int, updates_per_batch: int):

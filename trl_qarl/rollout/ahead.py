@@ -49,19 +49,10 @@ class InFlight(BackgroundCall):
 @dataclass
 class Pending:
     """
-    A generation batch of this process that is drawn before its turn.
-
-    Args:
-        prompt_ids (`list[list[int]]`):
-            Token ids of the prompts, each repeated for its completions.
-        versions (`list[tuple[int, KeptVersion]]`):
-            The update whose weights draw the batch, and these weights, followed by versions that were published
-            meanwhile.
-        completion_ids, logps, seconds:
-            Completions and the log-probs of their tokens, once they have arrived, and the engine's time, which only
-            the main process knows.
-        in_flight ([`InFlight`], *optional*):
-            The pending request.
+    A generation batch of this process that is drawn before its turn. `versions` are the update whose weights draw the
+    batch, and these weights, followed by versions that were published meanwhile. Prompts are repeated for each of
+    their completions. Completions and log-probs are there once they have arrived; only the main process knows the
+    engine's `seconds`.
     """
 
     prompt_ids: list[list[int]]
@@ -130,20 +121,10 @@ class NextPrompts:
 
 class Ahead:
     """
-    Generation batches that are drawn before their turn, and the weights that draw them. Every process has such an
-    object, and all processes have to make the same calls.
-
-    Args:
-        generation ([`~trl_qarl.rollout.generation.QaRLVLLMGeneration`]):
-            Generation backend of a server.
-        args ([`QaRLConfig`]):
-            Configuration of the run.
-
-    Attributes:
-        pending (`deque[Pending]`):
-            Batches in the order of their turns.
-        drawn (`Pending` or `None`):
-            The batch in progress until it is scored, if it was drawn ahead.
+    Generation batches that are drawn before their turn by `generation`, a
+    [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, and the weights that draw them. Every process
+    has such an object, and all processes have to make the same calls. `pending` are batches in the order of their
+    turns, `drawn` is the batch in progress until it is scored, if it was drawn ahead.
     """
 
     def __init__(self, generation: Any, args: Any):

@@ -13,16 +13,9 @@ __all__ = ["BackgroundCall"]
 
 class BackgroundCall:
     """
-    One call at a time in a daemon thread. The interpreter joins threads of `concurrent.futures` when it ends, so a
-    trainer that dies would wait for its server.
-
-    Args:
-        in_thread (`bool`, *optional*, defaults to `True`):
-            With `False`, `start` returns after the end of the call.
-
-    Attributes:
-        seconds (`float`):
-            Duration of the call.
+    One call at a time in a daemon thread, with its duration in `seconds`. The interpreter joins threads of
+    `concurrent.futures` when it ends, so a trainer that dies would wait for its server. Without `in_thread`, `start`
+    returns after the end of the call.
     """
 
     def __init__(self, in_thread: bool = True):

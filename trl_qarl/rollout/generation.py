@@ -49,14 +49,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
     TRL's backend for a learner prepared by [`prepare_model`].
 
     Args:
-        options ([`QaRLConfig`]):
-            Options of the server and of the connection to it.
-        dtype (`torch.dtype`):
-            Dtype in which the engine runs the model.
+        options ([`QaRLConfig`]), dtype (`torch.dtype`):
+            Options of server and connection, and dtype in which the engine runs the model.
         weight_version (`Callable[[], str]`):
             Returns the name of the learner's current weights.
-        args, kwargs:
-            Arguments of the parent class.
 
     Attributes:
         publication (`dict[str, float]`):

@@ -24,13 +24,8 @@ __all__ = ["ServerEngine", "server_process", "start_command"]
 
 
 class ServerEngine:
-    """
-    The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas.
-
-    Attributes:
-        is_drawing (`Callable[[], bool]`):
-            Returns whether this trainer has requests in flight that will continue with newly published weights.
-    """
+    """The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas. `is_drawing` returns whether this
+    trainer has requests in flight that will continue with newly published weights."""
 
     def __init__(self, client, channel: Channel):
         self.client, self.channel = client, channel

@@ -135,10 +135,9 @@ def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
 
 
 def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
-    values = _recent(rows, "mismatch/abs_logp_mean")
-    if not values:
+    mean, (fine, bad) = _recent_mean(rows, "mismatch/abs_logp_mean"), mismatch_bands(settings)
+    if mean is None:
         return None
-    mean, (fine, bad) = statistics.fmean(values), mismatch_bands(settings)
     threshold = (
         f"rounding up to {fine:g} nats per token, two policies above {bad:g}" if bad else "0 with these numerics"
     )
@@ -211,14 +210,12 @@ def _flips(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
 
 
 def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
-    values = _recent(rows, "mismatch/effective_sample_size")
-    if not values:
+    share = _recent_mean(rows, "mismatch/effective_sample_size")
+    if share is None:
         return None
-    share = statistics.fmean(values)
     level = _rising(-share, -EFFECTIVE_FINE, -EFFECTIVE_BAD)
-    value, threshold = f"{share:.0%} of the batch", f"at least {EFFECTIVE_FINE:.0%}"
     advice = "A few completions carry the batch. Lower the mismatch first, then `mismatch_cap`."
-    return level, value, threshold, advice
+    return level, f"{share:.0%} of the batch", f"at least {EFFECTIVE_FINE:.0%}", advice
 
 
 def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
@@ -247,9 +244,9 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
 
 def _text(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     shares = {
-        name: statistics.fmean(values)
+        name: share
         for name, metric in (("repetitive", "rollout/repetition_share"), ("garbled", "rollout/garbled_share"))
-        if (values := _recent(rows, metric))
+        if (share := _recent_mean(rows, metric)) is not None
     }
     if not shares:
         return None
@@ -263,17 +260,15 @@ def _text(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
 
 
 def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
-    values = _recent(rows, "frac_reward_zero_std")
-    if len(values) < 4:
+    share = _recent_mean(rows, "frac_reward_zero_std", least=4)
+    if share is None:
         return None
-    share = statistics.fmean(values)
     level = _rising(share, ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD)
     advice = (
         "All completions of such a prompt earn the same, so it teaches nothing. Take problems of another difficulty, a finer "
         "reward, or a larger `num_generations`."
     )
-    value, threshold = f"{share:.0%} of the prompts without any", f"up to {ZERO_SPREAD_WATCH:.0%}"
-    return level, value, threshold, advice
+    return level, f"{share:.0%} of the prompts without any", f"up to {ZERO_SPREAD_WATCH:.0%}", advice
 
 
 RULES = {
@@ -299,8 +294,12 @@ def _recent(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[flo
     return values[-max(4, len(values) // 4) :]
 
 
+def _recent_mean(rows: Sequence[Mapping[str, float | None]], metric: str, least: int = 1) -> float | None:
+    values = _recent(rows, metric)
+    return statistics.fmean(values) if len(values) >= least else None
+
+
 def _ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return first and last quarter of at least eight values."""
     quarter = len(values) // 4
     return values[:quarter], values[-quarter:]
 

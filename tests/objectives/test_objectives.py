@@ -185,14 +185,9 @@ def test_bounds_of_trls_losses_stand_at_their_level(loss, level, positive, negat
         vllm_importance_sampling_mode="sequence_mask",
     )
     bounds = find_objective(loss).histogram_bounds(config)
-    of_tokens = {sign: pair for name, sign, pair in bounds if name == "token_ratio"}
-    of_sequences = find_objective(loss).sequence_bounds(config)
-    found = of_tokens if level == "token" else of_sequences["ratio"]
-    assert found == {"positive": positive, "negative": negative}
-    if level == "token":
-        assert of_sequences is None
-    else:
-        assert of_tokens == {"positive": (None, None), "negative": (None, None)}
+    of_tokens, of_sequences = ({s: pair for n, s, pair in bounds if n == name} for name in ("token_ratio", "ratio"))
+    expected, none = {"positive": positive, "negative": negative}, {"positive": (None, None), "negative": (None, None)}
+    assert (of_tokens, of_sequences) == ((expected, {}) if level == "token" else (none, expected))
 
 
 def test_names_are_those_of_the_objects_in_the_same_order():

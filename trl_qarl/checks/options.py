@@ -13,7 +13,6 @@ import torch
 
 from ..checkpoint.uploads import problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
-from ..objectives.options import default
 from ..objectives.registry import get_objective
 from ..options import CHOICES
 from ..quantization.precisions import parse_precisions, problems_of_precisions
@@ -75,7 +74,7 @@ def check_numerics(config) -> Iterator[str]:
 
 def check_choices(config) -> Iterator[str]:
     for name, known in _CHOICES.items():
-        if (value := getattr(config, name)) not in known and value != default(type(config), name):
+        if (value := getattr(config, name)) not in known and value != getattr(type(config), name):
             yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
 
 
@@ -106,7 +105,7 @@ def check_probe(config) -> Iterator[str]:
 def _check_transport(config) -> Iterator[str]:
     is_server, url = config.use_vllm and config.vllm_mode == "server", config.vllm_server_base_url
     for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
-        if getattr(config, name) not in (default(type(config), name), False) and not is_server:
+        if getattr(config, name) not in (getattr(type(config), name), False) and not is_server:
             yield (
                 f"{said(config, name)} is for weights that are sent to a server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in "
                 "this process gets the tensors directly. Remove it, or set vllm_mode='server'."
@@ -143,7 +142,7 @@ def check_vllm(config) -> Iterator[str]:
         if not 0 < getattr(config, name) < math.inf:
             yield (
                 f"{said(config, name)} must be a positive number of seconds: a server that never answers would block the run forever. "
-                f"The default is {default(type(config), name):g}."
+                f"The default is {getattr(type(config), name):g}."
             )
     if not config.use_vllm:
         if config.vllm_server_autostart:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..forward import Batch
 
 
-__all__ = ["NO_BOUNDS", "Bounds", "Loss", "Objective", "both_signs", "reduce_metrics"]
+__all__ = ["NO_BOUNDS", "Bounds", "Loss", "Objective", "reduce_metrics"]
 
 Bounds = tuple[float | None, float | None]
 """Lower and upper bound; `None` for no bound."""
@@ -148,26 +148,27 @@ class Objective:
             return config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
         return NO_BOUNDS
 
-    def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]] | None:
-        """Return the bounds of the sequence-level `"ratio"` and `"mismatch_weight"`, for `"positive"` and `"negative"`
+    def sequence_bounds(self, config: Any) -> dict[str, tuple[Bounds, Bounds]] | None:
+        """Return the bounds of the sequence-level `"ratio"` and `"mismatch_weight"`, for positive and for negative
         advantages; `None` for an objective of token ratios."""
         if config.importance_sampling_level != "sequence":
             return None
         weight: Bounds = NO_BOUNDS
         if self.rejects_by_product(config):
             weight = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
-        return {"ratio": both_signs(*self.ratio_bounds(config)), "mismatch_weight": both_signs(weight)}
+        return {"ratio": self.ratio_bounds(config), "mismatch_weight": (weight, weight)}
 
     def histogram_bounds(self, config: Any) -> list[tuple[str, str, Bounds]]:
         """Return quantity, sign of the advantage and bounds of each histogram: of tokens, and for an objective of
         sequence ratios also of sequences. The token ratio of the latter has no bounds."""
-        is_of_tokens = config.importance_sampling_level == "token"
+        is_of_tokens, weight = config.importance_sampling_level == "token", self.token_weight_bounds(config)
         bounds = {
-            "token_ratio": both_signs(*self.ratio_bounds(config)) if is_of_tokens else both_signs(NO_BOUNDS),
-            "token_mismatch_weight": both_signs(self.token_weight_bounds(config)),
+            "token_ratio": self.ratio_bounds(config) if is_of_tokens else (NO_BOUNDS, NO_BOUNDS),
+            "token_mismatch_weight": (weight, weight),
             **(self.sequence_bounds(config) or {}),
         }
-        return [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
+        signs = ("positive", "negative")
+        return [(name, *signed) for name, pairs in bounds.items() for signed in zip(signs, pairs, strict=True)]
 
     def contradictions(self, config: Any) -> Iterator[str]:
         """Yield the given options that contradict the objective's name."""
@@ -198,11 +199,6 @@ class Objective:
                 f"contradicts objective={config.objective!r}, which makes one update per generation batch: it must equal "
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}. Remove it."
             )
-
-
-def both_signs(positive: Bounds, negative: Bounds | None = None) -> dict[str, Bounds]:
-    """Return bounds by the sign of the advantage, the same for both unless `negative` is given."""
-    return {"positive": positive, "negative": positive if negative is None else negative}
 
 
 def reduce_metrics(metrics: "Mapping[str, torch.Tensor]") -> dict[str, float]:

@@ -1,6 +1,5 @@
 """TRL's options of a loss: their defaults, and the options that some objectives do not use."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ __all__ = [
     "RESHAPES_SAMPLING",
     "UNSET",
     "clip_offsets",
-    "default",
     "is_unused",
     "refuse_changed",
     "trl_default",
@@ -50,15 +48,11 @@ BOUNDS_OF_MISMATCH = (
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
 
 
-def default(config_class: type, name: str) -> Any:
-    return next(f.default for f in dataclasses.fields(config_class) if f.name == name)
-
-
 def trl_default(name: str) -> Any:
     """Return the default of TRL's own configuration."""
     from trl import GRPOConfig
 
-    return default(GRPOConfig, name)
+    return getattr(GRPOConfig, name)
 
 
 def clip_offsets(config: Any) -> tuple[float, float]:

@@ -29,7 +29,7 @@ import torch
 from typing_extensions import override
 
 from ..forward import Batch
-from .objective import NO_BOUNDS, Bounds, Loss, both_signs
+from .objective import NO_BOUNDS, Bounds, Loss
 from .options import BOUNDS_OF_MISMATCH, OF_TRLS_LOSS, clip_offsets, refuse_changed
 from .presets import Preset
 from .ratios import geometric_mask, kpop_weight, mismatch_ratio
@@ -143,10 +143,10 @@ class _GeoMask(_Band):
         return geometric_mask(*batch.rollout, config.mismatch_low, config.mismatch_high)
 
     @override
-    def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
+    def sequence_bounds(self, config: Any) -> dict[str, tuple[Bounds, Bounds]]:
         """Bounds only the weight: the ratio is one of tokens."""
-        band = both_signs((config.mismatch_low, config.mismatch_high))
-        return {"ratio": both_signs(NO_BOUNDS), "mismatch_weight": band}
+        band = config.mismatch_low, config.mismatch_high
+        return {"ratio": (NO_BOUNDS, NO_BOUNDS), "mismatch_weight": (band, band)}
 
 
 class _KPop(_SamplerRule):

@@ -34,8 +34,8 @@ __all__ = ["COMPARISON", "TRLS_LOSSES", "Preset"]
 
 @dataclass(frozen=True)
 class Preset(Objective):
-    """An objective in TRL's options, with `loss_type="grpo"`. `is_positive_only` leaves out completions with a negative
-    advantage."""
+    """An objective made of TRL's options, with `loss_type="grpo"`. With `is_positive_only`, completions with negative
+    advantages are left out."""
 
     is_positive_only: bool = False
 

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 from .objective import Objective
-from .options import default
 
 
 __all__ = ["OBJECTIVES", "all_objectives", "find_objective", "get_objective", "options_of_others"]
@@ -109,7 +108,7 @@ def options_of_others(config: Any, objective: Objective) -> Iterator[str]:
         for name in other.own_options:
             users.setdefault(name, []).append(f"objective={other.name!r}")
     for name, owners in users.items():
-        if name not in objective.own_options and getattr(config, name) != default(type(config), name):
+        if name not in objective.own_options and getattr(config, name) != getattr(type(config), name):
             yield (
                 f"{name}={getattr(config, name)!r} belongs to {' and '.join(owners)}, but "
                 f"objective={config.objective!r}. Remove it or change the objective."

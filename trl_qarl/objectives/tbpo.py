@@ -27,8 +27,8 @@ import torch
 from typing_extensions import override
 
 from ..forward import Batch
-from .objective import Bounds, Loss, Objective, both_signs
-from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, default, is_unused, trl_default
+from .objective import Bounds, Loss, Objective
+from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, is_unused, trl_default
 from .ratios import mismatch_weight, sequence_log_ratio
 from .trust_bands import MAX_LOG_RATIO, MIN_TAIL, Bands, EstimatedBands
 
@@ -229,14 +229,12 @@ class _TBPO(Objective):
             self.estimate.load(state)
 
     @override
-    def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
+    def sequence_bounds(self, config: Any) -> dict[str, tuple[Bounds, Bounds]]:
         high, negative_low, negative_high = self._bands(config)
         bounds = (1 + high, 1 - negative_low, 1 + negative_high)
         high, negative_low, negative_high = (bound if math.isfinite(bound) else None for bound in bounds)
-        return {
-            "ratio": both_signs((None, high), (negative_low, negative_high)),
-            "mismatch_weight": both_signs((1 / config.mismatch_cap, config.mismatch_cap)),
-        }
+        weight = 1 / config.mismatch_cap, config.mismatch_cap
+        return {"ratio": ((None, high), (negative_low, negative_high)), "mismatch_weight": (weight, weight)}
 
     @override
     def contradictions(self, config: Any) -> Iterator[str]:
@@ -260,7 +258,7 @@ class _TBPO(Objective):
     def problems(self, config: Any) -> Iterator[str]:
         for name in ("positive_epsilon_high", "negative_epsilon_high", "negative_epsilon_low"):
             value, upper = getattr(config, name), 1.0 if name == "negative_epsilon_low" else math.inf
-            if config.trust_band == "auto" and value != default(type(config), name):
+            if config.trust_band == "auto" and value != getattr(type(config), name):
                 yield (
                     f"{name}={value!r} contradicts trust_band='auto', which estimates the bands. Remove it, or remove `trust_band` to "
                     "set the bands by hand."
@@ -273,7 +271,7 @@ class _TBPO(Objective):
                 f"trust_band_share={config.trust_band_share!r} must be between 0 and 1, both excluded: it is the share of completions "
                 "to drop."
             )
-        elif config.trust_band == "fixed" and config.trust_band_share != default(type(config), "trust_band_share"):
+        elif config.trust_band == "fixed" and config.trust_band_share != type(config).trust_band_share:
             yield (
                 f"trust_band_share={config.trust_band_share!r} belongs to trust_band='auto', but trust_band='fixed': the bands determine "
                 "the share. Set trust_band='auto', or remove it."

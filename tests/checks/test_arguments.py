@@ -162,7 +162,7 @@ def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"peft_config": object()}, "must be a `peft.LoraConfig`, got object"),
+        ({"peft_config": object()}, "peft_config=object"),
         ({"quantization_config": object()}, "high precision"),
         ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, r"`prompt`.*question"),
         ({"args": GRPOConfig("x", use_cpu=True)}, "QaRLConfig"),

@@ -53,7 +53,7 @@ def levels(findings):
 )
 def test_versions_outside_the_bounds_are_named(changes, expected, text):
     installed = {name: version for name, version in (GOOD | changes).items() if version is not None}
-    findings = doctor.check_versions(OURS, TRL, installed)
+    findings = [*doctor.check_versions(OURS, TRL, installed)]
     assert levels(findings) == expected
     assert any(text in str(finding) and (not expected or finding.level in expected) for finding in findings)
 
@@ -85,7 +85,7 @@ def test_bounds_are_those_of_the_installed_packages():
     ],
 )
 def test_gpus_that_lack_what_the_scheme_needs(capability, scheme, expected, text):
-    findings = doctor.check_gpu(Gpu(capability, "NVIDIA X1", "0.32.0"), scheme and [get_scheme(scheme)])
+    findings = [*doctor.check_gpu(Gpu(capability, "NVIDIA X1", "0.32.0"), scheme and [get_scheme(scheme)])]
     assert levels(findings) == expected and text in "\n".join(map(str, findings))
     assert findings[0].text.startswith(f"NVIDIA X1 (compute capability {capability[0]}.{capability[1]}) with vLLM")
 
@@ -110,8 +110,8 @@ def test_zero_points_that_transformers_does_not_read_are_a_warning(monkeypatch):
     zero_points, other = [get_scheme("w8a16-asym")], [get_scheme("w4a16")]
     (finding,) = doctor.check_zero_points(zero_points, is_asked_for=True)
     assert finding.level == "warning" and finding.remedy.startswith("pip install 'transformers<5.23'")
-    assert doctor.check_zero_points(other, is_asked_for=False) == [finding]
-    assert doctor.check_zero_points(other, is_asked_for=True) == []
+    assert [*doctor.check_zero_points(other, is_asked_for=False)] == [finding]
+    assert [*doctor.check_zero_points(other, is_asked_for=True)] == []
 
 
 def meta_model(**sizes):

@@ -105,7 +105,7 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
     assert (described["scheme"], described["layers"]) == ("w4a16-w8a8", mapping)
     assert described["options"]["high_precision_first"] == 1
     card = (run / "README.md").read_text()
-    assert "the low-bit policy made of them (w4a16-w8a8)" in " ".join(card.split()) and json.dumps(mapping) in card
+    assert "low-bit policy made from them (w4a16-w8a8)" in " ".join(card.split()) and json.dumps(mapping) in card
     exported = {path.name: load_file(path) for path in (run / "w4a16-w8a8").glob("*.safetensors")}
 
     run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", str(run / "checkpoint-2")])

@@ -103,10 +103,8 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
 def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
     """Yield problems of `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and with `is_served` for
     vLLM."""
-    if not hasattr(config, "peft_type"):
-        yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
-        return
-    if getattr(config.peft_type, "value", config.peft_type) != "LORA":
+    peft_type = getattr(config, "peft_type", None)
+    if getattr(peft_type, "value", peft_type) != "LORA":
         yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."
         return
     usual = type(config)()

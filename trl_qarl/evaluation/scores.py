@@ -16,7 +16,6 @@ from typing import Any
 __all__ = [
     "Sampler",
     "add_to_card",
-    "compare_scores",
     "cut_at",
     "encode",
     "evaluate_problems",
@@ -178,11 +177,6 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean over problems and its standard error, `None` for a single one."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.fmean(values), error
-
-
-def compare_scores(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of `ours - theirs` over the same problems, and its standard error."""
-    return mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])
 
 
 def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..evaluation.scores import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
+from ..evaluation.scores import add_to_card, evaluate_problems, format_score, mean_and_error
 from ..packages import installed
 from . import export
 from .errors import check_folder, configuration_errors
@@ -75,7 +75,7 @@ def main(args: Namespace) -> None:
         print("difference of the first from the second, on the same problems:")
         result["differences"] = {}
         for row, other in zip(ours, rows[len(ours) :], strict=True):
-            difference, error = compare_scores(row["scores"], other["scores"])
+            difference, error = mean_and_error([a - b for a, b in zip(row["scores"], other["scores"], strict=True)])
             print(f"  {row['task']}: {format_score(difference, error)}")
             result["differences"][row["task"]] = {"mean": difference, "standard_error": error}
     output.write_text(json.dumps(result, indent=2) + "\n")

@@ -33,7 +33,6 @@ from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .quantization.precisions import precision_at
-from .quantization.swap import SwapReport
 from .quantization.versions import at_version
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
@@ -57,17 +56,10 @@ class PreparesPolicy(_BaseTrainer):
         check_launch(self.accelerator, self.args, self.model)
         with all_or_none(self.accelerator):
             self.policy.prepare(self.model, sharded_by(self.accelerator))
+        self.swap_report, self.numerics = self.policy.swap_report, self.policy.numerics
         check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})
         if self.is_fsdp_enabled:
             shard_when_prepared(self.accelerator, keep_no_products)
-
-    @property
-    def swap_report(self) -> SwapReport:
-        return self.policy.swap_report
-
-    @property
-    def numerics(self) -> str:
-        return self.policy.numerics
 
 
 class RefreshReference(TrainerCallback):

@@ -27,12 +27,8 @@ UNSET = (
 RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 OF_ONE_LOSS = (
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
+    *("sapo_temperature_neg", "sapo_temperature_pos"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
 
 OF_TRLS_LOSS = ("delta", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")

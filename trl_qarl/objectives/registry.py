@@ -15,26 +15,9 @@ __all__ = ["OBJECTIVES", "all_objectives", "find_objective", "get_objective", "o
 
 OBJECTIVES = (
     "tbpo",
-    "grpo-tis",
-    "positive-only",
-    "on-policy",
-    "dual-clip",
-    "gspo",
-    "mis-gspo",
-    "icepop",
-    "kpop",
-    "geo-mask",
-    "bypass",
-    "dppo-tv",
-    "acr",
-    "grpo",
-    "bnpo",
-    "dr_grpo",
-    "dapo",
-    "cispo",
-    "sapo",
-    "luspo",
-    "vespo",
+    *("grpo-tis", "positive-only", "on-policy", "dual-clip", "gspo", "mis-gspo"),
+    *("icepop", "kpop", "geo-mask", "bypass", "dppo-tv", "acr"),
+    *("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
 )
 """TBPO, the paper's comparison, methods of other projects against the mismatch, and TRL's own losses by their
 `loss_type` names."""

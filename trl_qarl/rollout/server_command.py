@@ -122,7 +122,7 @@ def build_server_command(
     arguments |= {
         "host": host,
         "port": port,
-        # Needed for log-probs over the whole vocabulary.
+        # Allows log-probs of a whole prompt.
         "max_logprobs": -1,
         "weight_transfer_config": {"backend": FILE_BACKEND if transport == "file" else NCCL_BACKEND},
         "middleware": GATE,

@@ -129,7 +129,7 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0"]
     assert cli.main([*command, "--gpu_memory", "1", "--write", str(path)]) == 0
     assert "Launch with ddp." in capsys.readouterr().out
-    assert yaml.safe_load(path.read_text()) == dict(launch_configuration("ddp", 8))
+    assert yaml.safe_load(path.read_text()) == launch_configuration("ddp", 8)
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64))
     sizes = [sum(parts[launch].values()) / 1e9 for launch in LAUNCHES]
     assert sizes[1] < sizes[0]

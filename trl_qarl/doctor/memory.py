@@ -6,11 +6,12 @@ the allocator of a GPU need additional memory. The memory of the state is exact.
 accelerate lets FSDP2 add up whole gradients before they are sharded.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -135,28 +136,14 @@ def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
     return 2 * largest[0] + 2 * outside + (gradients if has_gradients else 0)
 
 
-def launch_configuration(launch: str, num_gpus: int, has_adapter: bool = False) -> Mapping[str, Any]:
+def launch_configuration(launch: str, num_gpus: int, has_adapter: bool = False) -> dict[str, Any]:
     """Return the content of a file for `accelerate launch --config_file` on one machine, to train masters or an
-    adapter."""
-    common = {
-        "compute_environment": "LOCAL_MACHINE",
-        "mixed_precision": "bf16",
-        "num_machines": 1,
-        "num_processes": num_gpus,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "use_cpu": False,
-    }
-    if launch == "ddp":
-        return {"distributed_type": "MULTI_GPU" if num_gpus > 1 else "NO", **common}
-    sharding = {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    adapter: TRL's file, with settings of this launch."""
+    name = "fsdp2" if launch == "fsdp2" else "multi_gpu" if num_gpus > 1 else "single_gpu"
+    configuration = yaml.safe_load((files("trl") / f"accelerate_configs/{name}.yaml").read_text())
+    configuration["num_processes"] = num_gpus
+    if launch == "fsdp2":
+        configuration["fsdp_config"]["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
         # With an adapter every process quantizes the base before it is sharded.
-        "fsdp_cpu_ram_efficient_loading": not has_adapter,
-        "fsdp_offload_params": False,
-        "fsdp_activation_checkpointing": False,
-    }
-    return {"distributed_type": "FSDP", "fsdp_config": sharding, **common}
+        configuration["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = not has_adapter
+    return configuration

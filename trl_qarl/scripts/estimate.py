@@ -104,7 +104,7 @@ def main(args: Namespace) -> int:
         import yaml
 
         with open(args.write, "w") as file:
-            yaml.safe_dump(dict(launch_configuration(fitting, args.gpus, args.use_peft)), file, sort_keys=False)
+            yaml.safe_dump(launch_configuration(fitting, args.gpus, args.use_peft), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0
 

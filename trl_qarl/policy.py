@@ -57,16 +57,12 @@ class Policy:
             Whether the policy is trained on a dataset with pictures.
 
     Attributes:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model, after it has been prepared.
-        has_adapter (`bool`):
-            Whether an adapter is trained over a frozen base.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]), has_adapter (`bool`):
+            The prepared model, and whether an adapter is trained over a frozen base.
         dtype (`torch.dtype`):
             Dtype of scales, and of everything in the engine that is not quantized.
-        swap_report ([`SwapReport`]):
-            Layers that were quantized, with their formats, and layers that were not.
-        numerics (`str`):
-            Arithmetic of the learner: `"engine"` or `"fast"`.
+        swap_report ([`SwapReport`]), numerics (`str`):
+            Those of [`QaRLTrainer`].
         precision (`int`, `dict[str, int]` or `None`):
             Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):

@@ -54,17 +54,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
         weight_version (`Callable[[], str]`):
             Returns the name of the learner's current weights.
 
-    Attributes:
-        publication (`dict[str, float]`):
-            Measurements of the last publication.
-        published_version (`str` or `None`):
-            Version that the last publication has stamped on the engine's weights.
-        engine ([`~trl_qarl.rollout.engine.Engine`]):
-            The engine; with a server only in the main process.
-        description (`dict[str, Any]`):
-            The engine's description of itself.
-        server ([`ServerProcess`] or `None`):
-            The server that the main process has started, and restarts when it ends.
+    The main process has the `engine` of a server, and other processes do not; `description` is what it was built for.
+    A `server` that was started here is restarted when it ends. `publication` are measurements of the last publication,
+    `published_version` is the version that it has stamped on the engine's weights.
     """
 
     def __init__(self, *args, options: Any, dtype: torch.dtype, weight_version: Callable[[], str], **kwargs):

@@ -57,10 +57,9 @@ class Publisher:
     Publishes one model to one engine.
 
     Args:
-        model (`nn.Module`):
-            The learner, prepared by [`prepare_model`] or unquantized.
-        dtype (`torch.dtype`):
-            Dtype in which the engine runs the model; tensors that are not quantized are rounded to it.
+        model (`nn.Module`), dtype (`torch.dtype`):
+            The learner, prepared by [`prepare_model`] or unquantized, and the dtype in which the engine runs it;
+            tensors that are not quantized are rounded to this dtype.
         engine ([`Engine`], *optional*):
             `None` in a process that only takes part in gathering ([`~Publisher.join`]).
         tokenizer (*optional*):

@@ -55,7 +55,9 @@ class Relay:
 
     def __init__(self, folder: str | Path, output_dir: str | Path, resumed_at: int | None = None):
         self._folder, self._output_dir = Path(folder), Path(output_dir)
-        self._run = _name_of_run(self._output_dir)
+        path = self._output_dir.resolve()
+        digest = hashlib.sha256(f"{socket.gethostname()}:{path}".encode()).hexdigest()
+        self._run = f"{path.name}-{digest[:8]}"
         self._held = PatchBook()
         self._lock = hold(self._folder / LOCK_FILE, "publish_dir")
         # Left by a trainer that was killed while writing.
@@ -284,11 +286,6 @@ def _base_folder(entry: Mapping[str, Any]) -> str:
     """Return the folder of a complete version; the empty string for a patch."""
     name = f"base-{entry['version']}"
     return name if all(Path(file).parts[0] == name for file in entry["files"]) else ""
-
-
-def _name_of_run(output_dir: Path) -> str:
-    path = output_dir.resolve()
-    return f"{path.name}-{hashlib.sha256(f'{socket.gethostname()}:{path}'.encode()).hexdigest()[:8]}"
 
 
 def _remove(path: Path) -> None:

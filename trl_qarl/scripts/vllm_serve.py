@@ -90,7 +90,11 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         model = _shapes(args)
         chunk = largest_chunk(model, getattr(torch, args.dtype))
         pictures = engine_arguments(model)
-        lora = arguments_for(args.max_lora_rank, _linear_layers(model)) if args.max_lora_rank else {}
+        lora = {}
+        if args.max_lora_rank:
+            head = model.get_output_embeddings()
+            linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+            lora = arguments_for(args.max_lora_rank, sorted({name.rpartition(".")[2] for name in linears}))
         spec = EngineSpec(
             args.model, _quantization_config(args, model), args.dtype, lora, pictures, numerics=args.numerics
         )
@@ -160,12 +164,3 @@ def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
         return low_bit
     prepare_model(model, plan, exclude_modules=args.exclude_modules)
     return quantization_config(Inventory.of(model))
-
-
-def _linear_layers(model) -> list[str]:
-    """Return the last components of the names of layers that can have an adapter."""
-    from torch import nn
-
-    head = model.get_output_embeddings()
-    layers = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    return sorted(layers)

@@ -159,7 +159,7 @@ def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
         ({"zero_optimization": zero}, {}, "offload_optimizer_device='nvme' with DeepSpeed: .* Use none or cpu"),
         ({"fp16": {"enabled": True}}, {}, r"fp16.enabled=true .* rounds the model's weights to 16 bits"),
         ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled=true"),
-        ({"optimizer": {}}, {}, "'optimizer' in DeepSpeed's configuration: `optim` chooses it"),
+        ({"optimizer": {}}, {}, "'optimizer' in DeepSpeed's configuration: `optim`"),
         ({"scheduler": {}}, {}, "'scheduler' in DeepSpeed's configuration"),
         ({}, {"optim": "muon"}, "optim='muon' with DeepSpeed: .* Use 'adamw_torch_fused'"),
         ({}, {"optim": "adafactor"}, "optim='adafactor' with DeepSpeed"),

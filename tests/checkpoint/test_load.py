@@ -179,7 +179,7 @@ def test_groups_whose_codes_no_masters_give_back_are_counted_and_keep_their_weig
     tensors[f"{name}.weight_packed"][3, :4] = 0x77777777
     save_file(tensors, folder / "model.safetensors")
     again, frozen = load_masters(str(folder)), load_frozen_model(str(folder))
-    assert "weights 0 start with one code moved by one, and 1 with another scale" in caplog.text
+    assert "weights 0 start with one code changed by one, and 1 with another scale" in caplog.text
     kept = quantized_layers(frozen)[name].low_bit_weight().dequantize(torch.float32)
     assert torch.equal(again.get_submodule(name).weight[3, :32], kept[3, :32])
     assert prepare_model(again, scheme, scale_dtype=torch.bfloat16).converted == report.converted

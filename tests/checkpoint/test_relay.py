@@ -95,7 +95,7 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_trained(run, tmp_
         Relay(tmp_path / "other", tmp_path)
     relay = Relay(run / "relay", run / "out", 4)
     changed = {name: t + 1 for name, t in load_file(run / "resumed" / "4" / "model.safetensors").items()}
-    with pytest.raises(ValueError, match="has version 4 with other weights than those from which this run goes on"):
+    with pytest.raises(ValueError, match="has version 4 with other weights"):
         relay.write(4, changed, None)
     relay.close()
     assert (run / "relay" / "manifest.json").read_text() == manifest
@@ -106,7 +106,7 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_trained(run, tmp_
     ("options", "message"),
     [
         (["--version", "3"], r"has no version 3; it has \[0, 2, 4\]"),
-        (["--scheme", "w8a8", "--bits", "3"], "given with --scheme, --bits, but a version is what was trained"),
+        (["--scheme", "w8a8", "--bits", "3"], "given with --scheme, --bits"),
     ],
 )
 def test_what_a_version_cannot_be_is_refused(run, tmp_path, capsys, options, message):
@@ -233,7 +233,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(written,
     with pytest.raises(ValueError, match="holds versions of run 'run-"):
         Relay(written, tmp_path / "elsewhere")
     relay = Relay(written, tmp_path / "run")
-    assert "versions [0, 1, 2, 3] are of this run before it left a checkpoint and are dropped" in caplog.text
+    assert "versions [0, 1, 2, 3] were written by this run before its first checkpoint and are dropped" in caplog.text
     assert not any(path.name.startswith(("base-", "patch-")) for path in written.iterdir())
     write(relay, 0, 1)
     relay.close()

@@ -23,6 +23,7 @@ from typing import Any
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="smollm2-135m", help="shapes of the model, whose weights are random")
+    parser.add_argument("--model", type=Path, help="folder of a model, in place of random weights")
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--delay", type=float, nargs="+", default=[0.0], help="seconds added to each generation")
     parser.add_argument("--pairs", type=int, default=3, help="runs with and without, for each delay")
@@ -32,6 +33,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=2, help="updates of a generation batch")
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--length", type=int, default=200, help="tokens of a completion")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="float32 on a processor without bf16"
+    )
     return parser.parse_args()
 
 
@@ -81,13 +85,13 @@ def run(options: argparse.Namespace, folder: Path, port: int, delay: float, ahea
 
     clock = Clock()
     trainer = QaRLTrainer(
-        str(folder / "model"),
+        str(options.model or folder / "model"),
         digits,
         QaRLConfig(
             str(folder / "run"),
             scheme=options.scheme,
             use_cpu=True,
-            bf16=True,
+            bf16=options.dtype == "bfloat16",
             use_vllm=True,
             vllm_mode="server",
             vllm_server_base_url=f"http://127.0.0.1:{port}",
@@ -181,12 +185,14 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as directory:
         folder, port, runs = Path(directory), free_port(), []
-        tokenizer = AutoTokenizer.from_pretrained(
-            write_random_model(options.shapes), eos_token="<300>", pad_token="<301>"
-        )
-        tokenizer.save_pretrained(folder / "model")
-        random_model(make_config(options.shapes), torch.float32).cpu().save_pretrained(folder / "model")
-        server = start_server(str(folder / "model"), options.scheme, folder, port)
+        if options.model is None:
+            tokenizer = AutoTokenizer.from_pretrained(
+                write_random_model(options.shapes), eos_token="<300>", pad_token="<301>"
+            )
+            tokenizer.save_pretrained(folder / "model")
+            random_model(make_config(options.shapes), torch.float32).cpu().save_pretrained(folder / "model")
+        model = str(options.model or folder / "model")
+        server = start_server(model, options.scheme, folder, port, options.dtype)
         try:
             for delay in options.delay:
                 for number in range(2 * options.pairs):

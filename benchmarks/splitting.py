@@ -48,7 +48,8 @@ def split_outlier_channels(
         `int`: number of channels added to each layer.
 
     Raises:
-        ValueError: for another share, a scheme without groups of integer codes, or a model whose MLPs have other projections or sizes.
+        ValueError: for another share, a scheme without groups of integer codes, or a model whose MLPs have other
+        projections or sizes.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share={share} is not in (0, 1]. A few hundredths split the channels that matter.")

@@ -1,7 +1,7 @@
 """
-Global scales, such as NVFP4's ([`trl_qarl.quantization.formats.fp4`]), chosen when a model is prepared and then
-constant: one for all layers that vLLM fuses into one matrix. It takes the largest of such a matrix for all of it, so
-with several it would multiply by other weights than were trained.
+Global scales, such as NVFP4's ([`trl_qarl.quantization.formats.fp4`]): chosen when a model is prepared, then constant,
+with one for all layers that vLLM fuses into one matrix. vLLM applies the largest scale to the whole matrix, so layers
+with different scales would run with other weights than were trained.
 """
 
 from collections import defaultdict
@@ -16,8 +16,8 @@ __all__ = ["check_global_scales", "share_global_scales"]
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
-    """Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its
-    largest weight. `known` must not lack a layer."""
+    """Set the global scale of each group of fused layers: the one in `known`, by layer name, else the one for the
+    group's largest weight. `ValueError` is raised if `known` lacks a layer."""
     for names in _groups(name for name, layer in layers.items() if layer.scheme.container.has_global_scale):
         weights = [weight for name in names for weight in layers[name].quantized_weights.values()]
         if known is not None:
@@ -44,13 +44,13 @@ def check_global_scales(scales: Mapping[str, float]) -> None:
         group = {name: scales[name] for name in names}
         if len(set(group.values())) > 1:
             raise ValueError(
-                f"The global scales {group} differ, and vLLM would take one for all, as it holds these layers in one matrix. Prepare the "
-                "model as a whole (`prepare_model`)."
+                f"The global scales {group} differ, but vLLM holds these layers in one matrix and would apply one scale to all. Prepare "
+                "the model as a whole (`prepare_model`)."
             )
 
 
 def _groups(names: Iterable[str]) -> Iterable[list[str]]:
-    """Names of layers, those together that vLLM holds as one matrix."""
+    """Group the names of layers by matrices of vLLM."""
     groups = defaultdict(list)
     for name in names:
         parent, _, leaf = name.rpartition(".")

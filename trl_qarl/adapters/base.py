@@ -173,7 +173,8 @@ def base_fingerprint(model: nn.Module) -> str:
         for name, linear in layer.linears.items():
             digest.update(f"{name}{tuple(linear.weight.shape)}".encode())
             if isinstance(linear, QuantizedLinear):
-                held = linear.quantize(linear.weight) if linear.holds_adapter else linear.low_bit_weight()
+                weight = linear.quantized_weights["weight"]
+                held = weight.quantize(linear.weight) if linear.holds_adapter else weight.low_bit_weight()
                 _add_grid(digest, held)
             elif not inventory.layers:
                 # Other layers are in high precision in a run and in 16 bits in its export.

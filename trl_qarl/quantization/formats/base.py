@@ -176,7 +176,7 @@ class Format:
         return None
 
     def release(self, x: torch.Tensor, weight: Any) -> None:
-        """Drop the operands that [`~Format.multiply`] keeps for `weight`, unless it also multiplies `x` in training."""
+        """Drop the operands that [`~Format.multiply`] keeps for `weight` unless training on `x` needs them too."""
 
     def to_checkpoint(
         self, qdata: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor

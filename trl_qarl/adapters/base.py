@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
+from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model
@@ -179,10 +180,10 @@ def base_fingerprint(model: nn.Module) -> str:
             elif not inventory.layers:
                 # Other layers are in high precision in a run and in 16 bits in its export.
                 _add(digest, linear.weight[0].bfloat16())
-        for name, experts in layer.experts.items():
-            for leaf, weight in experts.quantized_weights.items():
+        for name, weight in layer.quantized.items():
+            if isinstance(weight.layer, QuantizedExperts):
                 held = weight.low_bit_weight()
-                digest.update(f"{name}.{leaf}{tuple(held.scale.shape)}".encode())
+                digest.update(f"{name}{tuple(held.scale.shape)}".encode())
                 _add_grid(digest, held)
     return digest.hexdigest()[:16]
 

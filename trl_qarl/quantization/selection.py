@@ -72,7 +72,9 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             elif problem := problem_of_experts(module):
                 reasons[name] = f"{kind}: {problem}"
             elif isinstance(model, PreTrainedModel) and f"{name}.{GATE_UP}" not in inventory.names.experts:
-                reasons[name] = f"{kind}: checkpoints stack the matrices of all experts, which has no low-bit form"
+                reasons[name] = (
+                    f"{kind}: checkpoints stack the matrices of all experts in one tensor, which has no low-bit form"
+                )
         elif module is head or leaf == "lm_head":
             reasons[name] = "output head"
         elif id(module.weight) in embedding_weights:

@@ -23,7 +23,7 @@ import os
 import secrets
 from typing import Any
 
-from ..wire.handshake import TOKEN_FILE_VARIABLE, is_proof, proof, server_token
+from ..wire.handshake import TOKEN_FILE_VARIABLE, is_proof, json_object, proof, server_token
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE, UPLOAD_PATH
 from .uploads import Uploads
 
@@ -141,7 +141,7 @@ class PublicationGate:
         }
 
     async def _hold_session(self, receive, send) -> None:
-        request = _parse(await _read_body(receive, _SESSION_BYTES))
+        request = json_object(await _read_body(receive, _SESSION_BYTES))
         trainer, nonces = str(request.get("trainer", "an unnamed trainer"))[:200], [request.get("nonce"), self._nonce]
         is_known = is_proof(request.get("proof"), self._token, "trainer", nonces, trainer)
         if is_known:
@@ -172,7 +172,7 @@ class PublicationGate:
             return None if answer is None else await _respond(send, *answer)
         if path == "/collective_rpc":
             body = await _read_body(receive)
-            called = _parse(body).get("method")
+            called = json_object(body).get("method")
             # A list is not hashable.
             if not isinstance(called, str) or called not in WORKER_METHODS:
                 error = f"{called!r} cannot be called through this server, only {sorted(WORKER_METHODS)}."
@@ -206,15 +206,6 @@ def _is_from_a_page(headers: dict[bytes, bytes], wanted: bytes) -> bool:
     type."""
     media_type = headers.get(b"content-type", wanted).partition(b";")[0].strip().lower()
     return b"origin" in headers or b"sec-fetch-site" in headers or media_type != wanted
-
-
-def _parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`, or an empty one without such an object."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _receive_again(body: bytes, receive):

@@ -41,7 +41,7 @@ def merge_adapters(model: PeftModel) -> int:
             "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
         )
     for module in adapters.values():
-        module.base_layer.source = LoraSource(module)
+        module.base_layer.quantized_weights["weight"].source = LoraSource(module)
         module.base_layer.invalidate()
     return len(adapters)
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
-from .weight import OWN_ATTRIBUTES, MasterSource, QuantizedLayer, check_can_be_quantized, sharing_state
+from .weight import OWN_ATTRIBUTES, QuantizedLayer, check_can_be_quantized, sharing_state
 
 
 __all__ = ["QuantizedLinear"]
@@ -55,7 +55,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         """Return the `nn.Linear` that replaces this layer, with its masters. An adapter in the low-bit weight runs
         next to the layer again, unless the layer is frozen with it."""
         if not self.is_frozen:
-            self.source.release()
+            self._first.source.release()
         return sharing_state(nn.Linear, self, without=OWN_ATTRIBUTES)
 
     @override
@@ -63,26 +63,17 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         self.freeze()
         return self.restored()
 
-    @property
-    def source(self) -> MasterSource:
-        """Source of the weight that is quantized; it can be replaced."""
-        return self._first.source
-
-    @source.setter
-    def source(self, source: MasterSource) -> None:
-        self._first.source = source
-
     def low_bit_weight(self) -> LowBitTensor:
         """Return [`QuantizedWeight.low_bit_weight`] of the layer's only weight."""
         return self._first.low_bit_weight()
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+        weight, source = self.weight, self._first.source
         if not self.use_quantized_forward:
-            return F.linear(x, self.source.value(weight).to(weight.dtype), self.bias)
+            return F.linear(x, source.value(weight).to(weight.dtype), self.bias)
         takes_gradient = torch.is_grad_enabled() and not self.is_frozen
-        master = self.source.gradient(weight) if takes_gradient else None
+        master = source.gradient(weight) if takes_gradient else None
         return straight_through_linear(x, self.low_bit_weight(), self.bias, master, self._multiply)
 
     def _multiply(self, rows, low_bit, bias):

@@ -101,42 +101,16 @@ class _LowBitExperts(FusedMoEMethodBase):
         return low_bit.row_blocks(layer.local_num_experts)
 
 
-class QaRLInt4Experts(_LowBitExperts, CompressedTensorsWNA16MoEMethod):
-    """INT4 weights, also on coarser grids, with 16- or 32-bit activations."""
-
-    scheme = "w4a16"
-
-
-class QaRLInt4Int8Experts(QaRLInt4Experts):
-    """INT4 weights, also on coarser grids, with dynamic per-token INT8 activations."""
-
-    scheme = "w4a8-int8"
-
-
-class QaRLInt8WeightExperts(_LowBitExperts, CompressedTensorsWNA16MoEMethod):
-    """INT8 weights with 16- or 32-bit activations."""
-
-    scheme = "w8a16"
-
-
-class QaRLInt8Experts(_LowBitExperts, CompressedTensorsW8A8Int8MoEMethod):
-    """INT8 weights with dynamic per-token INT8 activations."""
-
-    scheme = "w8a8"
-
-
-class QaRLFp8Experts(_LowBitExperts, CompressedTensorsW8A8Fp8MoEMethod):
-    """FP8 weights with dynamic per-token FP8 activations."""
-
-    scheme = "fp8"
-
-
 _METHODS = {
-    (False, 4, False): QaRLInt4Experts,
-    (False, 4, True): QaRLInt4Int8Experts,
-    (False, 8, False): QaRLInt8WeightExperts,
-    (False, 8, True): QaRLInt8Experts,
-    (True, 8, True): QaRLFp8Experts,
+    weights_and_activations: type(name, (_LowBitExperts, base), {"scheme": scheme})
+    for weights_and_activations, name, base, scheme in (
+        # Codes on a coarser grid have the same product.
+        ((False, 4, False), "QaRLInt4Experts", CompressedTensorsWNA16MoEMethod, "w4a16"),
+        ((False, 4, True), "QaRLInt4Int8Experts", CompressedTensorsWNA16MoEMethod, "w4a8-int8"),
+        ((False, 8, False), "QaRLInt8WeightExperts", CompressedTensorsWNA16MoEMethod, "w8a16"),
+        ((False, 8, True), "QaRLInt8Experts", CompressedTensorsW8A8Int8MoEMethod, "w8a8"),
+        ((True, 8, True), "QaRLFp8Experts", CompressedTensorsW8A8Fp8MoEMethod, "fp8"),
+    )
 }
 """Methods by `(weights are floating-point numbers, bits of weights, activations are quantized)`."""
 

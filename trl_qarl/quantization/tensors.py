@@ -136,6 +136,11 @@ class LowBitTensor(TorchAOBaseTensor):
         """True if FSDP2 has gathered codes and scales."""
         return self.gathered_shape is not None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and the format's operands."""
+        return sum(part.nbytes for part in self.parts())
+
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the dense weight in `output_dtype` or `orig_dtype`: the exact product of scale and code, rounded

@@ -100,7 +100,7 @@ def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping
     Raises:
         ValueError: if the block is damaged, or made for other tensors. Nothing is written in this case.
     """
-    checksum, content = int.from_bytes(block[4:8], "little"), block[8:]
+    checksum, content = int.from_bytes(block[4:8], "little"), memoryview(block)[8:]
     if block[:4] != _MAGIC or zlib.crc32(content) != checksum:
         raise ValueError("The block of changes is damaged: its beginning or its checksum is wrong. Send it again.")
     start = 4 + int.from_bytes(content[:4], "little")

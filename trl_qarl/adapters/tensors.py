@@ -122,5 +122,4 @@ def _runs_beside(model: nn.Module) -> bool:
 
 
 def _targets(model: nn.Module) -> list[str]:
-    """Return the last components of the names of adapted layers."""
     return sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)})

@@ -198,12 +198,12 @@ def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     [engine_base] = llm.apply_model(lambda engine: engine.model)
     with _outputs(engine_base, names) as engine:
         llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1), use_tqdm=False)
-    name = next((name for name in names if not _is_equal(learner[name], engine[name])), None)
+    name = next((n for n in names if not torch.equal(learner[n], engine[n][: len(learner[n])])), None)
     if name is None:
         return None
     text = f"{name!r} is the first layer whose output differs"
     ours, theirs = (outputs.get(f"router of {name}") for outputs in (learner, engine))
-    if ours is None or theirs is None or _is_equal(ours, theirs):
+    if ours is None or theirs is None or torch.equal(ours, theirs[: len(ours)]):
         return text
     token = int((ours[: len(theirs)] != theirs[: len(ours)]).any(dim=1).nonzero()[0])
     return f"{text}: token {token} goes to experts {ours[token].tolist()} in the learner, {theirs[token].tolist()} in the engine"
@@ -245,7 +245,3 @@ def _watch_router(stack: ExitStack, module: nn.Module, outputs: dict[str, torch.
         stack.callback(router.set_capture_fn, None)
     elif isinstance(operation_of(module), Router):
         stack.callback(module.register_forward_hook(lambda module, args, output: keep(output[2])).remove)
-
-
-def _is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.equal(ours, theirs[: len(ours)])

@@ -112,8 +112,6 @@ class _Expanded:
 
 
 class _Int8:
-    """INT8 by INT8, with exact sums."""
-
     name = "vllm::int8_scaled_mm_with_quant"
     scheme = "w8a8"
 

@@ -127,10 +127,8 @@ def grouped_experts(
     down: _Operand,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """
-    Return the result of [`experts_product`] with gradients to masters. `gate_up` is a low-bit weight `(E * 2 I, H)`
-    and the master `(E, 2 I, H)` if it takes a gradient; `down` has shapes `(E * H, I)` and `(E, H, I)`.
-    """
+    """Return the result of [`experts_product`] with gradients to masters. `gate_up` is a low-bit weight `(E * 2 I, H)`
+    and the master `(E, 2 I, H)` if it takes a gradient; `down` has shapes `(E * H, I)` and `(E, H, I)`."""
 
     def product(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)

@@ -145,7 +145,6 @@ class QuantPlan:
     def _check_patterns(
         self, names: list[str], skipped: Mapping[str, str], parts: Mapping[str, Sequence[Sequence[str]]]
     ) -> dict[str, list[str]]:
-        """Return the layers of each pattern."""
         found = {}
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:

@@ -1,5 +1,6 @@
 """
-Turn a model's linear layers into quantized ones and back, or into frozen low-bit ones, and say what was done.
+Replaces a model's linear layers and experts by quantized ones and back, or by frozen low-bit ones, and reports the
+result.
 
 The weight of a *prepared* layer is the master, which the forward quantizes; that of a *converted* one is a frozen
 [`LowBitTensor`] in an ordinary `nn.Linear`. torchao's `quantize_` (https://github.com/pytorch/ao) passes every linear

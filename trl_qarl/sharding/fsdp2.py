@@ -249,7 +249,6 @@ def shard_low_bit(model: nn.Module) -> int:
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield FSDP2's groups of parameters that are gathered together, with their parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:

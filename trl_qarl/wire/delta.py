@@ -125,7 +125,6 @@ def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping
 
 
 def _take(streams: dict[str, np.ndarray], name: str, count: int) -> np.ndarray:
-    """Remove the next `count` numbers from a stream, and return them."""
     taken, streams[name] = streams[name][:count], streams[name][count:]
     return taken
 
@@ -165,7 +164,6 @@ def _changes(old: np.ndarray, new: np.ndarray) -> dict[str, list[np.ndarray]]:
 
 
 def _positions(distances: np.ndarray, far: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the positions of changes, in chunks."""
     last = -1
     for start in range(0, len(distances), _CHUNK):
         steps = distances[start : start + _CHUNK].astype(np.int64)

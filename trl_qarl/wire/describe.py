@@ -66,10 +66,8 @@ def group_name(index: int, scheme: QuantScheme) -> str:
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
-    """
-    Return the scheme of a group of a `quantization_config` with its [`group_name`]; `None` if it is not in
-    [`SCHEMES`]. The bits are those of the container or, after `trl-qarl export --compact`, of the grid.
-    """
+    """Return the scheme of a group of a `quantization_config` with its [`group_name`]; `None` if it is not in
+    [`SCHEMES`]. The bits are those of the container or, after `trl-qarl export --compact`, of the grid."""
 
     def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
         if not ours or not theirs:

@@ -37,10 +37,8 @@ def transfer_bases() -> list[Path]:
 
 
 def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
-    """
-    Return the directory of one user and port: in shared memory if it has room for the largest chunk, `num_bytes`, else
-    in the temporary directory, else in the one with more room. Containers often have 64 MiB of shared memory.
-    """
+    """Return the directory of one user and port: in shared memory if it has room for the largest chunk, `num_bytes`,
+    else in the temporary directory, else in the one with more room. Containers often have 64 MiB of shared memory."""
     free = {base: shutil.disk_usage(base).free for base in transfer_bases()}
     # Metadata of the file and the page that each file system rounds up to.
     needed = num_bytes + num_bytes // 8 + 2**20

@@ -7,7 +7,6 @@ names, hooks and ties do not change.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
+from trl.trainer.utils import FusedCausalLMOutput
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.inventory import Inventory
@@ -133,16 +133,6 @@ def _true_positions(module, args, kwargs):
     return args, kwargs
 
 
-@dataclass
-class _LogProbsOutput(ModelOutput):
-    """Output of a call with `fused_lm_head=True` for TRL: log-probs and entropies `(B, T - 1)`, 0 where the label is
-    -100, and the load-balancing loss of a mixture if router logits were requested."""
-
-    log_probs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
-
-
 def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
     """
     Return the model's keyword arguments for a padded batch with all tokens in one row, where positions separate the
@@ -212,8 +202,8 @@ class _ModelForward(EngineOperation):
         weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
         product = operation_of(head).product(weight)
         values = ops.head_log_probs(hidden, weight, bias, product, labels[scored], self.temperature)
-        values = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
-        return _LogProbsOutput(*values, self._aux_loss(outputs, mask))
+        log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=self._aux_loss(outputs, mask))
 
     def _aux_loss(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return Mixtral's load-balancing loss, which TRL and all mixtures of transformers use."""

@@ -102,7 +102,9 @@ def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping
     """
     checksum, content = int.from_bytes(block[4:8], "little"), memoryview(block)[8:]
     if block[:4] != _MAGIC or zlib.crc32(content) != checksum:
-        raise ValueError("The block of changes is damaged: its beginning or its checksum is wrong. Send it again.")
+        raise ValueError(
+            "The block of changes is damaged: its beginning or its checksum is wrong. Send or copy it again."
+        )
     start = 4 + int.from_bytes(content[:4], "little")
     header = json.loads(zlib.decompress(content[4:start]))
     for name, base, length, itemsize, _ in header["tensors"]:

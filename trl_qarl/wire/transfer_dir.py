@@ -76,7 +76,7 @@ def confined_path(directory: str | None, name: str) -> Path:
     """Return the path of `name` in `directory`, or raise `ValueError` unless it is a regular `.safetensors` file."""
     if not directory:
         raise ValueError(
-            f"This server takes no weights from files: {TRANSFER_DIR_VARIABLE} is not set. Start it with `trl-qarl "
+            f"This server does not accept weights from files: {TRANSFER_DIR_VARIABLE} is not set. Start it with `trl-qarl "
             "vllm-serve`, or set the variable to a directory that only you can write to."
         )
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors", name):

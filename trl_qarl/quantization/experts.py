@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from .experts_product import experts_product, grouped_experts, reason_against_grouping
+from .experts_product import experts_product, grouped_experts, is_grouping_faster
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
 from .schemes import QuantScheme, get_scheme
@@ -119,11 +119,11 @@ class QuantizedExperts(QuantizedLayer):
         return weight.low_bit_weight(), weight.source.gradient(weight.parameter) if takes_gradient else None
 
     def _is_grouped(self, tokens: torch.Tensor, top_k_index: torch.Tensor) -> bool:
-        # Engine numerics need the bits of their own product.
-        if self.product is not low_bit_linear:
-            return False
         sizes = tokens.shape[-1], self.down_proj.shape[-1]
-        return reason_against_grouping(tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme) is None
+        # Engine numerics need the bits of their own product.
+        return self.product is low_bit_linear and is_grouping_faster(
+            tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme
+        )
 
     @override
     def extra_repr(self) -> str:

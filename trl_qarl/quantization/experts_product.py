@@ -35,7 +35,7 @@ from .schemes import QuantScheme
 from .tensors import LowBitTensor
 
 
-__all__ = ["experts_product", "grouped_experts", "reason_against_grouping", "routed"]
+__all__ = ["experts_product", "grouped_experts", "is_grouping_faster", "routed"]
 
 
 def experts_product(
@@ -99,23 +99,22 @@ def routed(
 _Operand = tuple[LowBitTensor, torch.Tensor | None]
 
 
-def reason_against_grouping(
+def is_grouping_faster(
     x: torch.Tensor, num_rows: int, num_experts: int, sizes: tuple[int, int], scheme: QuantScheme
-) -> str | None:
-    """Return the reason to multiply experts one by one, or `None` if a grouped product is possible and faster.
-    `x` are tokens in the compute dtype with `num_rows` rows of all experts together, `sizes` are the hidden and the
-    intermediate size."""
-    if scheme.activation is not None:
-        return "activations are quantized"
-    if x.device.type != "cuda":
-        return "on CPUs torch also multiplies expert by expert, after expanding all weights"
-    if x.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "torch supports it for bfloat16 from compute capability 8.0"
-    if any(size % 8 for size in sizes):
-        return "torch needs rows of multiples of 16 bytes"
-    if num_rows < num_experts:
-        return "most experts are idle, and their weights would be expanded"
-    return None
+) -> bool:
+    """Return whether a grouped product is possible and faster than one product per expert, for tokens `x` in the
+    compute dtype with `num_rows` rows of all experts together; `sizes` are the hidden and the intermediate size."""
+    return (
+        scheme.activation is None
+        # On CPUs torch also multiplies expert by expert, after expanding all weights.
+        and x.device.type == "cuda"
+        and x.dtype is torch.bfloat16
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        # torch needs rows of multiples of 16 bytes.
+        and all(size % 8 == 0 for size in sizes)
+        # With fewer rows most experts are idle, and their weights would be expanded.
+        and num_rows >= num_experts
+    )
 
 
 def grouped_experts(

@@ -52,7 +52,7 @@ def test_every_scheme_has_a_kernel_or_a_reason_and_something_else_to_choose(sche
     [
         ("fp8", (8, 0), "'w8a8'"),
         ("w8a8", (10, 0), "'fp8'"),
-        ("w8a8", (12, 0), "INT8 on Blackwell"),
+        ("w8a8", (12, 0), "has no INT8 on Blackwell"),
         ("w4a8", (8, 9), "'w4a16'"),
         ("w4a8", (10, 0), "needs compute capability 9.0"),
         ("w8a16-asym", (8, 9), "Humming.*Choose 'w4a16-asym'"),

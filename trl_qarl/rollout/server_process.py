@@ -17,7 +17,7 @@ from pathlib import Path
 from ..processes import end_with_parent, exit_on_signals
 from ..wire.handshake import TOKEN_VARIABLE, make_token
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
-from ..wire.transfer_dir import make_transfer_dir, remove_leftovers, transfer_bases
+from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
 
 
 __all__ = ["ServerProcess", "free_port"]
@@ -65,9 +65,7 @@ class ServerProcess:
         _check_port_is_free(int(self.argv[self.argv.index("--port") + 1]))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
-            # Of servers whose trainers were killed.
-            for base in transfer_bases():
-                remove_leftovers(base)
+            remove_leftover_dirs()
             make_transfer_dir(directory)
         self._restore_signals = exit_on_signals()
         with self.log_file.open("ab") as log:

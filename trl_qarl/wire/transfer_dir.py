@@ -23,6 +23,7 @@ __all__ = [
     "default_transfer_dir",
     "make_transfer_dir",
     "owned_prefix",
+    "remove_leftover_dirs",
     "remove_leftovers",
     "transfer_bases",
 ]
@@ -112,6 +113,12 @@ def remove_leftovers(directory: str | Path, also: str | None = None) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
+
+
+def remove_leftover_dirs() -> None:
+    """Remove the transfer directories of servers whose trainers were killed."""
+    for base in transfer_bases():
+        remove_leftovers(base)
 
 
 def _host() -> str:

@@ -28,8 +28,7 @@ class Int8(Format):
     def kernels(self, scheme, gpu):
         if gpu.capability >= (10, 0):
             return KernelChoice(
-                refusal="vLLM's kernel (CutlassInt8ScaledMMLinearKernel) does not support INT8 on Blackwell and throws at the first "
-                "forward",
+                refusal="vLLM's kernel (CutlassInt8ScaledMMLinearKernel) has no INT8 on Blackwell and throws at the first forward",
                 instead="'fp8', 'w8a16' or 'w4a16'",
             )
         return KernelChoice(("CutlassInt8ScaledMMLinearKernel",), ("TritonExperts",))

@@ -230,7 +230,10 @@ def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> Non
         found = {name: schemes.get(name, _HIGH_PRECISION) for name in group}
         if len(set(found.values())) > 1:
             listed = ", ".join(f"{name} is {_described(scheme)}" for name, scheme in found.items())
-            raise ValueError(f"{listed}: vLLM holds them in one matrix, which has one scheme. Give them the same.")
+            leaves = " and ".join(name.rpartition(".")[2] for name in group)
+            raise ValueError(
+                f"{listed}: vLLM holds {leaves} of a layer in one matrix, which has one scheme. Give them the same."
+            )
 
 
 def fused_layers(names: Iterable[str]) -> Iterable[list[str]]:

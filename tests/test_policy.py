@@ -129,4 +129,6 @@ def test_evaluation_and_export_have_the_bits_of_the_scheme(tiny_model, tmp_path)
     trainer.set_precision(None)
     for name, layer in quantized_layers(trainer.model).items():
         assert layer.scheme.name == SIGNED[4]
-        assert torch.equal(exported[f"{name}.weight_packed"], layer.checkpoint_tensors()["weight_packed"])
+        assert torch.equal(
+            exported[f"{name}.weight_packed"], layer.low_bit_weight().checkpoint_tensors()["weight_packed"]
+        )

@@ -136,7 +136,7 @@ def test_after_a_difference_that_is_no_error_rollouts_are_scored_in_a_resumed_ru
     first, second, third = logged(trainer, "mismatch/abs_logp_max")
     assert first == third == 0.0 and second == pytest.approx(2**-10, rel=1e-3)
     (message,) = [record.message for record in caplog.records if "the largest mismatch" in record.message]
-    assert message.endswith("From the next batch on a forward of its own scores each rollout.")
+    assert message.endswith("From the next batch on, each rollout is scored by an additional forward.")
     assert trainer.policy.exactness.has_differed
     resumed = make_trainer(tiny_model, tmp_path, **(ENGINE | ONE_BY_ONE | saving))
     assert not resumed.policy.exactness.has_differed

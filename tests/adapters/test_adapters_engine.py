@@ -79,7 +79,7 @@ def test_the_ranks_are_those_of_the_installed_vllm():
 @pytest.mark.parametrize(
     ("lora", "adapter", "message"),
     [
-        (None, {}, "the learner trains one of rank 4, the engine was started without LoRA. .*--max_lora_rank 8"),
+        (None, {}, "the learner trains one of rank 4, but the engine was started without LoRA. .*--max_lora_rank 8"),
         ({}, {"r": 12}, "learner rank 12, engine at most 8. Start it with `--max_lora_rank 16`"),
         ({}, {"target_modules": ["q_proj", "up_proj"]}, "'up_proj'"),
         ({"dtype": "float16"}, {}, "round it to float16, its weights are bfloat16"),

@@ -104,7 +104,7 @@ def test_low_bit_weight_follows_the_adapter_and_is_computed_once_per_change(monk
     assert layer.low_bit_weight() is first
     optimizer.step()
     second = layer.low_bit_weight()
-    assert layer.num_flipped_codes > 0 and is_same(second, expected_low_bit(model))
+    assert layer.quantized_weights["weight"].num_flipped_codes > 0 and is_same(second, expected_low_bit(model))
     for change in (
         lambda: b.mul_(2),
         lambda: a.copy_(torch.randn_like(a)),
@@ -130,7 +130,7 @@ def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached(
     with model.disable_adapter():
         assert layer.low_bit_weight() is without
     # Going back and forth does not flip a code.
-    assert layer.num_flipped_codes is None
+    assert layer.quantized_weights["weight"].num_flipped_codes is None
 
 
 def test_merging_with_peft_gives_the_same_weight():

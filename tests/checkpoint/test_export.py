@@ -55,8 +55,8 @@ def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, ar
     )
     compressor = BaseCompressor.get_value_from_registry(config["format"])
     for fqn, layer in quantized_layers(model).items():
-        local = {key: tensors.pop(f"{fqn}.{key}") for key in layer.checkpoint_tensors()}
-        for key, value in layer.checkpoint_tensors().items():
+        local = {key: tensors.pop(f"{fqn}.{key}") for key in layer.low_bit_weight().checkpoint_tensors()}
+        for key, value in layer.low_bit_weight().checkpoint_tensors().items():
             assert local[key].dtype is value.dtype
             assert torch.equal(local[key].view(torch.uint8), value.view(torch.uint8)), (fqn, key)
         weight = compressor.decompress(local, scheme)["weight"]

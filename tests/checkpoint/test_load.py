@@ -148,10 +148,10 @@ def test_masters_of_a_checkpoint_of_llm_compressor_start_on_its_own_grid(name, s
     num_words = num_weights = 0
     for layer in layers:
         assert low_bit[layer].scheme.name == scheme
-        tensors = layers[layer].checkpoint_tensors()
+        tensors = layers[layer].low_bit_weight().checkpoint_tensors()
         words = tensors["weight_packed"] != theirs[f"{layer}.weight_packed"]
         num_words += words.sum().item()
-        for leaf, tensor in low_bit[layer].checkpoint_tensors().items():
+        for leaf, tensor in low_bit[layer].low_bit_weight().checkpoint_tensors().items():
             # Frozen, as below an adapter, all of it is the file's.
             assert torch.equal(tensor, theirs[f"{layer}.{leaf}"]), (layer, leaf)
             assert leaf == "weight_packed" or torch.equal(tensors[leaf], tensor), (layer, leaf)

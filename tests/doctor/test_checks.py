@@ -79,7 +79,7 @@ def test_bounds_are_those_of_the_installed_packages():
             "fp8 must not run in vLLM on this GPU: vLLM leaves activations in 16 bits",
         ),
         ((8, 9), "w4a8", ["error"], "needs compute capability 9.0 -> choose 'w4a16'"),
-        ((10, 0), "w8a8", ["error"], "w8a8 must not run in vLLM on this GPU: the kernel that vLLM takes"),
+        ((10, 0), "w8a8", ["error"], "w8a8 must not run in vLLM on this GPU: vLLM's kernel"),
         ((10, 0), None, ["warning"] * 3, "w8a16-asym must not run in vLLM"),
         ((7, 5), None, ["warning"] * 3, "this GPU has no bf16 arithmetic"),
     ],

@@ -73,7 +73,7 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path, kind, ar
         "padded": {"attention_mask": torch.ones_like(ids)},
         "packed": {"position_ids": torch.arange(65)[None]},
     }[kind]
-    with pytest.raises(ValueError, match=r"has 65 tokens, and the model positions for 64 \(max_position_embeddings\)"):
+    with pytest.raises(ValueError, match=r"has 65 tokens, .* 64 positions \(max_position_embeddings\)"):
         model(ids, **arguments)
     assert model(ids[:, :64]).logits.isfinite().all()
 
@@ -110,5 +110,5 @@ def test_a_window_hides_what_is_before_it_and_has_no_cache():
     assert relative_error(logits, fast.double()) < 0.02
     is_equal = (logits[0] == logits[1]).all(dim=-1)
     assert is_equal[59:].all() and not is_equal[:59].any()
-    with pytest.raises(ValueError, match="a window of 20 tokens, and a cache drops keys before it"):
+    with pytest.raises(ValueError, match="a window of 20 tokens"):
         model.generate(ids, max_new_tokens=2)

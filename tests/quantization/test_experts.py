@@ -178,7 +178,7 @@ SINGLE = "model.layers.0.mlp.experts.3.gate_proj"
 @pytest.mark.parametrize("pattern", [SINGLE, "down_proj", "re:.*gate_proj", "model.layers.0.mlp.experts.down_proj"])
 def test_patterns_that_split_the_experts_of_a_layer_are_refused(pattern):
     model = make_mixture()
-    message = "not all of it: the experts of a layer are quantized as one"
+    message = "not all parts"
     if pattern != "down_proj":
         with pytest.raises(ValueError, match=message):
             prepare_model(model, {pattern: "w8a8", "_default": "w4a16"})
@@ -203,7 +203,7 @@ def test_patterns_name_experts_as_a_whole():
 
 OTHER_LAYOUTS = {
     "gpt_oss": ({"num_local_experts": 4}, "stored transposed"),
-    "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 64}, "no interface"),
+    "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 64}, "interface"),
     "granitemoe": ({"num_local_experts": 4}, "in one tensor"),
 }
 
@@ -231,4 +231,4 @@ def test_experts_with_a_gate_of_their_own_biases_or_other_sizes_are_refused(mixt
     experts.num_experts = 7
     assert "do not fit 7 experts" in problem_of_experts(experts)
     own = type("Own", (type(experts),), {"_apply_gate": lambda self, gate_up: gate_up})
-    assert "activation of its own" in problem_of_experts(own(mixtures["qwen3_moe"].config))
+    assert "its own activation" in problem_of_experts(own(mixtures["qwen3_moe"].config))

@@ -114,7 +114,7 @@ def test_a_step_that_changes_nothing_keeps_the_same_low_bit_object():
     layer(torch.randn(8, 256)).sum().backward()
     low_bit = layer.low_bit_weight()
     optim.step()
-    assert layer.low_bit_weight() is low_bit and layer.num_flipped_codes == 0
+    assert layer.low_bit_weight() is low_bit and layer.quantized_weights["weight"].num_flipped_codes == 0
 
 
 def test_load_state_dict_invalidates_the_cache():

@@ -93,7 +93,7 @@ def test_experts_and_an_encoder_of_pictures_are_no_decoder_layers():
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"), (["head"], "tell of none")],
+    [(["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"), (["head"], "are \\[\\]")],
 )
 def test_names_without_one_stack_of_layers_are_refused(names, message):
     with pytest.raises(ValueError, match=message):
@@ -101,7 +101,7 @@ def test_names_without_one_stack_of_layers_are_refused(names, message):
 
 
 def test_more_edges_than_layers_are_refused():
-    with pytest.raises(ValueError, match="leave none of 3 decoder layers"):
+    with pytest.raises(ValueError, match="high_precision_first=2 and high_precision_last=1"):
         get_plan("w8a8", high_precision_first=2, high_precision_last=1).assign(NAMES, HEAD)
 
 

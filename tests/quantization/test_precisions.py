@@ -63,7 +63,7 @@ def test_codes_alone_give_the_nearest_code_of_fewer_bits(bits):
 
 def test_codes_that_hold_no_others_and_scales_that_cannot_grow_are_refused():
     four = LowBitTensor.from_hp(torch.randn(8, 128), get_scheme(FOUR), torch.float16)
-    with pytest.raises(ValueError, match=f"codes of '{SIGNED[2]}' hold none of '{FOUR}'"):
+    with pytest.raises(ValueError, match=f"Codes of '{SIGNED[2]}' .* '{FOUR}'"):
         four.coarser(at_bits(four.scheme, 2)).coarser(four.scheme)
     with pytest.raises(ValueError, match="does not nest"):
         four.coarser(get_scheme(UNSIGNED))

@@ -79,9 +79,9 @@ def test_activations_of_4_bits_are_refused_by_name(name):
     [
         ("W4A16_ASYM", "Did you mean 'w4a16-asym'"),
         ("W8A16_ASYM", "Did you mean 'w8a16-asym'"),
-        ("w4a8-asym", "no kernel has them with others"),
+        ("w4a8-asym", "Zero points"),
         ("nvfp4a16-asym", "'w4a16-asym'"),
-        ("w3a16-asym", "fewer bits do not nest"),
+        ("w3a16-asym", "Zero points"),
     ],
 )
 def test_zero_points_are_refused_where_there_are_none(name, message):

@@ -84,7 +84,7 @@ def test_what_cannot_be_copied_names_layer_tensor_kernel_and_release(model, chan
     change(model[0])
     problems = addresses.restore()
     assert problems
-    pattern = rf"{message}.*CUDA graphs go on reading.*layer Layer, vLLM {vllm.__version__}.*enforce_eager=True"
+    pattern = rf"{message}.*CUDA graphs keep reading.*layer Layer, vLLM {vllm.__version__}.*enforce_eager=True"
     assert re.search(pattern, problems[0]), problems
 
 

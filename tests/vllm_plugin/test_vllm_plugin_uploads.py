@@ -104,7 +104,7 @@ async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directo
     header = f"{DIGEST} {len(CONTENT)} 0"
     changed = CONTENT[:-1] + b"x"
     status, answer = await upload(server, token, 0, changed, header=header)
-    assert status == 400 and "another hash" in answer["error"]
+    assert status == 400 and "announced hash" in answer["error"]
     assert files(directory) == []
     assert "file" in (await upload(server, token, 0, CONTENT))[1]
 
@@ -116,7 +116,7 @@ async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directo
         (f"{DIGEST} 7", "must be the SHA-256"),
         (f"{DIGEST} -7 0", "must be the SHA-256"),
         (f"../{DIGEST[3:]} 7 0", "must be the SHA-256"),
-        (f"{DIGEST} {2**33} 0", "A file of 8589934592 bytes is refused: this server takes up to 4294967296"),
+        (f"{DIGEST} {2**33} 0", "A file of 8589934592 bytes is refused: this server accepts up to 4294967296"),
         (f"{DIGEST} 0 0", "A file of 0 bytes is refused"),
         (f"{DIGEST} 5 0", "the end of the file, at 5 bytes"),
         (f"{DIGEST} {len(CONTENT)} 9000", "the end of the file"),
@@ -151,7 +151,7 @@ def test_a_server_without_room_or_directory_says_so(directory, monkeypatch):
 
 async def no_directory(server, token):
     status, answer = await upload(server, token, 0, CONTENT)
-    assert status == 400 and "takes no weights over HTTP" in answer["error"]
+    assert status == 400 and "does not accept weights over HTTP" in answer["error"]
 
 
 @served

@@ -126,37 +126,18 @@ def test_changes_are_for_what_was_confirmed_and_nothing_else():
 
 
 def test_no_damage_is_taken_for_the_new_tensors():
-    """Cut off at any place, or with one bit flipped: an error, with everything as it was, or another fingerprint."""
+    """A block that is cut off at any place, continued, or changed in one bit is an error that changes nothing."""
     old, new = make_layer(16)
     block, _ = pack(old, new)
-    wanted = {name: fingerprint(new[name]) for name in ("q.weight_packed", "q.weight_scale", "norm.weight")}
-    draw, num_errors, num_harmless = random.Random(0), 0, 0
+    draw = random.Random(0)
     damaged = [block[:length] for length in (0, 3, 7, 20, len(block) // 2, len(block) - 1)] + [block + b"x"]
     for bit in draw.sample(range(8 * len(block)), min(800, 8 * len(block))):
         changed = bytearray(block)
         changed[bit // 8] ^= 1 << bit % 8
         damaged.append(bytes(changed))
-    for number, data in enumerate(damaged):
-        copies = {name: tensor.clone() for name, tensor in old.items()}
-        held = {name: elements(tensor) for name, tensor in copies.items()}
-        try:
-            apply_delta(data, held, {name: fingerprint(tensor) for name, tensor in old.items()})
-        except ValueError:
-            num_errors += 1
-            assert all(np.array_equal(elements(old[name]), held[name]) for name in old)
-        else:
-            # A bit of the padding at the end of a stream says nothing; all others show in the fingerprints.
-            assert number >= 7
-            num_harmless += all(fingerprint(copies[name]) == value for name, value in wanted.items())
-    assert num_errors > 400 and num_harmless <= 5 * 7
-
-
-@pytest.mark.parametrize(
-    "header", [b"", b"[]", b'{"tensors": []}', b'{"tensors": [["a"]], "streams": []}', b'{"tensors": 1}']
-)
-def test_a_header_that_says_nonsense_is_an_error(header):
-    import zlib
-
-    packed = zlib.compress(header)
-    with pytest.raises(ValueError, match="damaged"):
-        apply_delta(b"QDL1" + len(packed).to_bytes(4, "little") + packed, {}, {})
+    base = {name: fingerprint(tensor) for name, tensor in old.items()}
+    for data in damaged:
+        held = {name: elements(tensor.clone()) for name, tensor in old.items()}
+        with pytest.raises(ValueError, match="damaged"):
+            apply_delta(data, held, base)
+        assert all(np.array_equal(elements(old[name]), held[name]) for name in old)

@@ -47,7 +47,7 @@ def test_a_link_takes_no_weights(tmp_path):
     for name, target in (("link", "elsewhere"), ("dangling", "nowhere")):
         (tmp_path / name).symlink_to(tmp_path / target)
         for check in (make_transfer_dir, check_transfer_dir):
-            with pytest.raises(ValueError, match="is a link or no directory"):
+            with pytest.raises(ValueError, match="is a link or not a directory"):
                 check(tmp_path / name)
     assert not (tmp_path / "nowhere").exists()
 

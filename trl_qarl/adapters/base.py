@@ -1,4 +1,4 @@
-"""The base model of an adapter: loads it, freezes it and tells it from other bases."""
+"""The base model of an adapter: loading, freezing and fingerprints."""
 
 import hashlib
 import logging
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
+from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any]) -> nn.Module:
-    """Load what is trained for `model="..."`: a folder with an adapter on the base it names, to go on training; a
-    low-bit checkpoint that gets an adapter without a high-precision copy; everything else as TRL does."""
+    """Load the policy for `model="..."`: a folder with an adapter, on the base that it names, to continue training; a
+    low-bit checkpoint that gets an adapter, without a high-precision copy; other models like TRL."""
     if is_adapter_folder(name_or_path):
         return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
     if peft_config is not None and is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
@@ -47,7 +48,7 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
     """Return the base model, in the precision of its checkpoint: low-bit without masters, or high."""
-    # Without a `device_map` one is chosen, which several processes must not have.
+    # TRL would choose a missing `device_map`, which several processes must not have.
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
         return create_model_from_path(name_or_path, **kwargs)
@@ -56,7 +57,7 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
 
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
-    """Return the adapter in `folder` as a `PeftModel` on its base, loaded too; `ValueError` if it names none."""
+    """Load the adapter in `folder` with its base as a `PeftModel`; `ValueError` is raised if it names no base."""
     from peft import PeftModel
 
     config = saved_adapter_config(folder)
@@ -67,7 +68,7 @@ def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_train
 
 
 def _as_linear(config: "PeftConfig") -> "PeftConfig":
-    """Let PEFT treat a layer without masters as an ordinary linear layer and not as one of torchao's."""
+    """Have PEFT treat a layer without masters as an ordinary linear layer instead of one of torchao's."""
     from peft.tuners.lora import Linear
 
     config._register_custom_module({QuantizedLinear: Linear})
@@ -77,9 +78,9 @@ def _as_linear(config: "PeftConfig") -> "PeftConfig":
 def prepare_base(
     model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
-    """Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop masters
-    that are not needed, unless they are to be kept. `ValueError` is raised as by [`prepare_model`] and
-    [`merge_adapters`], and if a low-bit checkpoint has other schemes."""
+    """Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop unneeded
+    masters unless `keep_masters`. `ValueError` is raised by [`prepare_model`] and [`merge_adapters`], and if a low-bit
+    checkpoint has other schemes."""
     plan = get_plan(scheme)
     layers = Inventory.of(model).layers
     if any(layer.is_frozen for layer in layers.values()):
@@ -92,7 +93,7 @@ def prepare_base(
         _hide_from_ddp(model)
         return report_frozen(model, None if plan.is_uniform else plan)
     if not plan.is_quantized:
-        # Also a base that bitsandbytes has quantized.
+        # The base may be quantized by bitsandbytes.
         return SwapReport(plan, {}, {}, 0, 0, 0)
     report = prepare_model(model, plan, **arguments)
     if is_merged:
@@ -107,8 +108,8 @@ def prepare_base(
 
 
 def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to
-    nothing; `loaded` has the values of an adapter that was loaded, others keep what the rounding left."""
+    """Keep adapters on a base of 4 bits in float32 instead of TRL's bfloat16, in which most updates would round to
+    nothing. `loaded` has the values of a loaded adapter; other adapters keep their rounded values."""
     if getattr(base_model(model), "is_loaded_in_4bit", False):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -116,8 +117,7 @@ def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -
 
 
 def _hide_from_ddp(model: nn.Module) -> None:
-    # It would broadcast what it finds, which codes and scales in one object cannot be; each process quantizes the same
-    # base.
+    # DDP would broadcast them, which a tensor subclass does not support; each process quantizes the same base.
     names = [name for name, p in model.named_parameters() if isinstance(p, LowBitTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
@@ -130,12 +130,12 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
         )
     if exclude_modules:
         raise ValueError(
-            f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
+            f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint determines which layers are quantized. "
             "Remove it."
         )
     inventory = Inventory.of(model)
     layers = inventory.layers
-    # Only with one scheme does the checkpoint say which layers have it.
+    # With one scheme, the checkpoint determines which layers have it.
     if plan.is_uniform and plan.schemes:
         ours = dict.fromkeys(layers, plan.schemes[0])
     else:
@@ -165,23 +165,24 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
 
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str:
-    """Return 16 hexadecimal digits that are others for another base or scheme: over names, shapes, and scales and
-    zero points of quantized layers, or, where nothing is quantized, the first row of each layer."""
+    """Return 16 hexadecimal digits that differ for another base or scheme: over names, shapes, and scales and zero
+    points of quantized layers, or, if nothing is quantized, the first row of each layer."""
     digest = hashlib.sha256()
     inventory = Inventory.of(model)
     for layer in inventory.walk():
         for name, linear in layer.linears.items():
             digest.update(f"{name}{tuple(linear.weight.shape)}".encode())
             if isinstance(linear, QuantizedLinear):
-                held = linear.quantize(linear.weight) if linear.holds_adapter else linear.low_bit_weight()
+                weight = linear.quantized_weights["weight"]
+                held = weight.quantize(linear.weight) if linear.holds_adapter else weight.low_bit_weight()
                 _add_grid(digest, held)
             elif not inventory.layers:
-                # Other layers are in high precision in a run and in 16 bits in its export.
+                # Layers in high precision have 16 bits in an export.
                 _add(digest, linear.weight[0].bfloat16())
-        for name, experts in layer.experts.items():
-            for leaf, weight in experts.quantized_weights.items():
+        for name, weight in layer.quantized.items():
+            if isinstance(weight.layer, QuantizedExperts):
                 held = weight.low_bit_weight()
-                digest.update(f"{name}.{leaf}{tuple(held.scale.shape)}".encode())
+                digest.update(f"{name}{tuple(held.scale.shape)}".encode())
                 _add_grid(digest, held)
     return digest.hexdigest()[:16]
 
@@ -193,7 +194,7 @@ def _add_grid(digest, weight: LowBitTensor) -> None:
         if operand.per_group:
             _add(digest, tensor)
         else:
-            # A base and twice that base may have the same codes and scales.
+            # Twice the base may have the same codes and scales.
             digest.update(str(tensor[0].item()).encode())
 
 

@@ -14,26 +14,30 @@ __all__ = ["MergeLoss", "merge_adapter"]
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """The effect of quantizing the merged weight on an adapter `D` next to the low-bit base `Q(W)`: `|Q(W + D) - (Q(W)
-    + D)| / |D|` over all quantized layers, 0 if the merged policy is the one that was trained, 1 if nothing is left of
-    the adapter; and the share of the codes in which `Q(W + D)` and `Q(W)` differ."""
+    """
+    Effect of quantizing the merged weight on an adapter `D` that was trained next to the low-bit base `Q(W)`.
+
+    `relative_error` is `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized layers: 0 if the merged policy is the
+    trained one, 1 if nothing is left of the adapter. `flipped_share` is the share of codes in which `Q(W + D)` and
+    `Q(W)` differ.
+    """
 
     relative_error: float
     flipped_share: float
 
     def __str__(self) -> str:
         return (
-            f"The merged policy is not the one that was trained: merged and quantized again, the adapter's layers are off by "
-            f"{self.relative_error:.0%} of what the adapter changes in them, and {self.flipped_share:.2%} of their codes changed. "
-            "Serve the adapter next to the base instead, where nothing is lost."
+            f"The merged policy is not the trained one: quantization changes the merged layers by {self.relative_error:.0%} of the "
+            f"adapter's own change, and {self.flipped_share:.2%} of their codes differ from the base's. Serve the adapter next to the "
+            "base instead, where nothing is lost."
         )
 
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
     """Add the adapter of `model`, a `PeftModel`, to the masters of its prepared base, and to layers in high precision.
-    Return the base model without adapters, prepared as before, and what was lost. `ValueError` is raised if the
-    masters are gone."""
+    Return the base model without adapters, prepared as before, and the loss. `ValueError` is raised if the masters are
+    gone."""
     inventory = Inventory.of(model)
     frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]
     if frozen:

@@ -4,10 +4,11 @@ LoRA inside the low-bit weight: base and adapter are quantized together, and the
     forward   y = kernel(Q(x), Q(W + s B A)) + b                  one low-bit product, without a second branch
     backward  dA = s B.T @ dW,  dB = s dW @ A.T,  dW = dy.T @ x'          straight through both quantizers
 
-`W` is frozen in the precision it was loaded in; the sum is computed in float32. An adapter whose product stays below
-half a quantization step changes no code, and so nothing: `quant/code_flip_rate` shows it.
+`W` is frozen in the precision in which it was loaded; the sum is computed in float32. An adapter whose product stays
+below half a quantization step changes no code and has no effect, which `quant/code_flip_rate` shows.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,30 +37,32 @@ def merge_adapters(model: PeftModel) -> int:
     rates = {getattr(dropout, "p", 0.0) for module in adapters.values() for dropout in module.lora_dropout.values()}
     if any(rates):
         raise ValueError(
-            f"lora_dropout={max(rates)} with lora_mode='merged': it drops inputs of the adapter's branch, which does not exist here. Use "
+            f"lora_dropout={max(rates)} with lora_mode='merged': dropout needs the adapter's branch, which merging removes. Use "
             "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
         )
     for module in adapters.values():
-        module.base_layer.source = LoraSource(module)
+        module.base_layer.quantized_weights["weight"].source = LoraSource(module)
         module.base_layer.invalidate()
     return len(adapters)
 
 
 class LoraSource(MasterSource):
     """
-    `W + s B A` of the active adapter of a LoRA layer around the quantized one, whose own weight stays `W`. While
-    adapters are disabled, which is how TRL gets its reference policy, it is `W`. The LoRA layer leaves everything to
-    the one inside it until [`~LoraSource.release`].
+    `W + s B A` of the active adapter of a LoRA layer around the quantized layer, whose weight stays `W`. While
+    adapters are disabled, as for TRL's reference policy, it is `W`. Until [`~LoraSource.release`], the LoRA layer only
+    calls the layer inside it.
     """
 
     holds_adapter = True
 
     def __init__(self, adapter: LoraLinear):
         self.adapter = adapter
-        # Set on the instance, where torch and PEFT look first.
-        adapter.forward = _BaseLayer(adapter)
+        # Set on the instance, where torch and PEFT look first, in a form that can be copied and pickled.
+        adapter.forward = partial(_forward_without_branch, adapter)
         # PEFT writes through `.data`.
-        adapter.merge, adapter.unmerge = _Invalidating(adapter, "merge"), _Invalidating(adapter, "unmerge")
+        adapter.merge, adapter.unmerge = (
+            partial(_call_and_invalidate, adapter, name) for name in ("merge", "unmerge")
+        )
 
     @override
     def active(self) -> tuple[str, ...]:
@@ -76,7 +79,8 @@ class LoraSource(MasterSource):
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """`W + s B A` in float32 with gradients to `A` and `B`; where they are sharded this process' rows, without."""
+        """Return `W + s B A` in float32 with gradients to `A` and `B`; if sharded, this process' rows, without
+        gradients."""
         storage = storage_of(weight)
         delta = self._delta() if storage.is_whole else self._delta_of_rows()
         weight = storage.value(weight)
@@ -84,7 +88,7 @@ class LoraSource(MasterSource):
 
     @override
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """`s B A`: the gradient of the sum is that of the adapter's product."""
+        """Return `s B A`, whose gradient is that of the sum."""
         return self._delta()
 
     @override
@@ -110,7 +114,7 @@ class LoraSource(MasterSource):
 
     @torch.no_grad()
     def _delta_of_rows(self) -> torch.Tensor | None:
-        # The rows of `B` are sharded as those of `W`; of `A`, which is small, every process needs all.
+        # The rows of `B` are sharded like those of `W`; every process needs the whole `A`, which is small.
         parts = []
         for name in self.active():
             a, b = self._factors((name,))
@@ -118,22 +122,10 @@ class LoraSource(MasterSource):
         return sum(parts[1:], parts[0]) if parts else None
 
 
-class _BaseLayer:
-    """The forward of a LoRA layer without its branch: the base layer's weight holds the adapter."""
-
-    def __init__(self, adapter: LoraLinear):
-        self.adapter = adapter
-
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.adapter.base_layer(x, *args, **kwargs)
+def _forward_without_branch(adapter: LoraLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return adapter.base_layer(x, *args, **kwargs)
 
 
-class _Invalidating:
-    """A method of a LoRA layer's class, after which the layer inside it quantizes again."""
-
-    def __init__(self, adapter: LoraLinear, name: str):
-        self.adapter, self.name = adapter, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        getattr(type(self.adapter), self.name)(self.adapter, *args, **kwargs)
-        self.adapter.base_layer.invalidate()
+def _call_and_invalidate(adapter: LoraLinear, name: str, *args: Any, **kwargs: Any) -> None:
+    getattr(type(adapter), name)(adapter, *args, **kwargs)
+    adapter.base_layer.invalidate()

@@ -1,4 +1,4 @@
-"""The adapter that is trained, as PEFT writes it and an engine reads it, and the adapters that vLLM cannot serve."""
+"""The trained adapter in the formats of PEFT and engines, and the reasons why vLLM cannot serve an adapter."""
 
 import json
 import math
@@ -35,11 +35,11 @@ CONFIG_FILE = "adapter_config.json"
 """PEFT's description of a saved adapter."""
 
 ADAPTER_NAME = "default"
-"""Name of the adapter that is trained; TRL may add `ref`, a copy of where training started."""
+"""Name of the trained adapter; TRL may add `ref`, a copy from the start of training."""
 
 
 def is_adapter_folder(name_or_path: Any) -> bool:
-    """Return whether PEFT has saved an adapter there."""
+    """Return whether the path is a folder with an adapter saved by PEFT."""
     return isinstance(name_or_path, (str, Path)) and (Path(name_or_path) / CONFIG_FILE).is_file()
 
 
@@ -51,24 +51,24 @@ def saved_adapter_config(folder: str | Path) -> "PeftConfig":
 
 
 def adapter_tensors(model: "PeftModel") -> dict[str, torch.Tensor]:
-    """Return the trained adapter under the names of `adapter_model.safetensors`, detached; `model` is not wrapped by
-    accelerate."""
+    """Return the trained adapter with the names in `adapter_model.safetensors`, detached. `model` must not be wrapped
+    by accelerate."""
     from peft import get_peft_model_state_dict
 
-    # Embeddings are never targets here, so PEFT need not look for changed ones.
+    # Embeddings are never targets here, so PEFT need not look for changed embeddings.
     tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def adapter_config(model: "PeftModel") -> dict[str, Any]:
-    """Content of the trained adapter's `adapter_config.json`, which is JSON."""
-    # As PEFT writes it: a saved adapter is for inference unless it is loaded as trainable.
+    """Return the content of the trained adapter's `adapter_config.json`."""
+    # Like PEFT: a saved adapter is for inference unless it is loaded as trainable.
     config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(config, default=sorted))
 
 
 def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
-    """Return mode, size and layers of the adapter of `model` for a record of the run; nothing without an adapter."""
+    """Return mode, size and layers of the adapter of `model` for a record of the run; empty without an adapter."""
     if not is_peft_model(model):
         return {}
     config = adapter_config(model)
@@ -77,9 +77,8 @@ def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
 
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A and B of the adapter next to the layers of `model`, if it has one, as the engine holds them, in `dtype`,
-    in which it runs the model: B multiplied by the scaling and then rounded. Where FSDP2 has sharded them, every
-    process has to go through all."""
+    """Yield A and B of the adapter next to the layers of `model`, if it has one, in the engine's `dtype`: B is
+    multiplied by the scaling and then rounded. If FSDP2 has sharded them, every process has to iterate over all."""
     if not _runs_beside(model):
         return
     config = adapter_config(model)
@@ -90,23 +89,23 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
 
 
 def lora_arguments(model: nn.Module) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for the adapter of `model`; empty without an adapter."""
+    """Return the arguments of `vllm.LLM` for the adapter of `model`; empty without an adapter."""
     return arguments_for(adapter_config(model)["r"], _targets(model)) if _runs_beside(model) else {}
 
 
 def arguments_for(rank: int, targets: list[str]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an adapter of a rank, next to layers whose names end in `targets`."""
+    """Return the arguments of `vllm.LLM` for an adapter of `rank` next to layers whose names end in `targets`."""
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(rank), "lora_target_modules": targets}
 
 
 def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasons why an engine that describes itself as `engine` could not serve the adapter of `model`."""
+    """Yield the reasons why an engine with the description `engine` could not serve the adapter of `model`."""
     if not _runs_beside(model):
         return
     lora, rank = engine.get("lora"), adapter_config(model)["r"]
     add = f"Start it with `--max_lora_rank {engine_rank(rank)}`"
     if lora is None:
-        yield f"adapter: the learner trains one of rank {rank}, the engine was started without LoRA. {add}"
+        yield f"adapter: the learner trains one of rank {rank}, but the engine was started without LoRA. {add}"
         return
     if rank > lora["max_rank"]:
         yield f"adapter: learner rank {rank}, engine at most {lora['max_rank']}. {add}"
@@ -118,10 +117,9 @@ def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[st
 
 
 def _runs_beside(model: nn.Module) -> bool:
-    """Return whether `model` has an adapter that is not a part of its low-bit weights."""
+    """Return whether `model` has an adapter outside its low-bit weights."""
     return is_peft_model(model) and not any(getattr(module, "holds_adapter", False) for module in model.modules())
 
 
 def _targets(model: nn.Module) -> list[str]:
-    """Last components of the names of the layers that have an adapter."""
     return sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)})

@@ -1,13 +1,12 @@
 """
-Putting the engine's operations into a transformers model, and taking them out.
+Attaches the engine's operations to a transformers model, and detaches them.
 
-A module gets an operation as the `forward` of its instance, a quantized layer a product. Its class stays, so do
-parameters, names, hooks and ties.
+A module gets an operation as the `forward` of its instance, a quantized layer gets a product. Classes, parameters,
+names, hooks and ties do not change.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
+from trl.trainer.utils import FusedCausalLMOutput
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.inventory import Inventory
@@ -49,12 +49,11 @@ def attach_engine_numerics(
     adapter_rank: int | None = None,
 ) -> None:
     """
-    Have `model` compute every log-prob as the engine does, bit for bit; with gradients.
+    Have `model` compute every log-prob like the engine, bit for bit, with gradients.
 
-    Layers that are quantized run the engine's product of their scheme; all other parameters stay float32 masters which
-    are rounded to `dtype` wherever they are used. Autocast has no effect on the model any more. Logits come in
-    `dtype`; take log-probs with [`~trl_qarl.numerics.ops.token_log_probs`], or give `labels` and `fused_lm_head=True`,
-    as TRL does.
+    Quantized layers run the engine's product of their scheme; all other parameters stay float32 masters that are
+    rounded to `dtype` at each use. Autocast has no effect on the model. Logits are in `dtype`; compute log-probs with
+    [`~trl_qarl.numerics.ops.token_log_probs`], or pass `labels` and `fused_lm_head=True` like TRL.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
@@ -66,8 +65,8 @@ def attach_engine_numerics(
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, for calls with `fused_lm_head=True`.
         adapter_rank (`int`, *optional*):
-            Rank to which the engine fills up adapters next to the layers with zeros, on which the last bit depends.
-            Defaults to their own.
+            Rank to which the engine pads adapters next to the layers with zeros, which affects the last bit. Defaults
+            to their own rank.
 
     Raises:
         ValueError: from [`~trl_qarl.numerics.availability.check_engine_numerics`], or if they are attached already.
@@ -110,10 +109,7 @@ def has_engine_numerics(model: nn.Module) -> bool:
 
 
 def keep_no_products(model: nn.Module) -> None:
-    """
-    Have operations round and pack weights at each use: FSDP2 gathers other values into the same tensors without a
-    trace.
-    """
+    """Have operations round and pack weights at each use, because FSDP2 changes gathered values without a trace."""
     for module in model.modules():
         if (operation := operation_of(module)) is not None:
             operation.keeps_products = False
@@ -121,7 +117,7 @@ def keep_no_products(model: nn.Module) -> None:
 
 @contextmanager
 def engine_numerics(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """[`attach_engine_numerics`] while the context is open."""
+    """While open, `model` has [`attach_engine_numerics`]."""
     attach_engine_numerics(model, dtype)
     try:
         yield
@@ -130,31 +126,18 @@ def engine_numerics(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16)
 
 
 def _true_positions(module, args, kwargs):
-    """Positions count a sequence's own tokens: padding on the left must not shift them, as it would by default."""
+    """Count positions without padding on the left, which shifts transformers' default positions."""
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is None and mask is not None and kwargs.get("past_key_values") is None:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_(min=0)
     return args, kwargs
 
 
-@dataclass
-class _LogProbsOutput(ModelOutput):
-    """
-    The fields that TRL reads from a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100; and
-    the load-balancing loss of a mixture of experts, where router logits were asked for.
-    """
-
-    log_probs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
-
-
 def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
     """
-    Return the inputs of a padded batch, the model's keyword arguments, with all its tokens in one row, told apart by
-    their positions: their bits do not depend on what they are computed with, and nothing is computed for padding.
-    `None` if there is none, or the inputs are of another form. `scored`, `(B, T - 1)`, says whether the next token is
-    scored at a position.
+    Return the model's keyword arguments for a padded batch with all tokens in one row, where positions separate the
+    sequences: their bits stay the same, and padding costs nothing. `None` without padding, or for inputs of another
+    form. `scored`, `(B, T - 1)`, is true at positions whose next token is scored.
     """
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if ids is None or mask is None or mask.shape != ids.shape or mask.all():
@@ -166,27 +149,27 @@ def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None
     own = mask.cumsum(-1) - 1
     given = kwargs.get("position_ids")
     counts_from_zero = given is None or torch.equal(given.expand_as(own)[mask], own[mask])
-    # Without any token of a sequence, or before a token that is scored, there is nothing to take its place.
+    # An empty sequence, or a scored token after padding, cannot be packed.
     if not (counts_from_zero and mask.any(dim=1).all() and mask[:, :-1][scored].all()):
         return None
     return kwargs | {"input_ids": ids[mask][None], "position_ids": own[mask][None], "attention_mask": None}
 
 
 class _ModelForward(EngineOperation):
-    """The model's forward, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the
-    engine's."""
+    """The model's forward, which returns the engine's log-probs for calls with `fused_lm_head` (TRL's
+    `add_fused_lm_head`)."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str, temperature: float):
         super().__init__(model, dtype, device)
         self.temperature = temperature
-        # TRL or accelerate may have set one on the instance.
+        # TRL or accelerate may have set a forward on the instance.
         self.original = vars(model).get("forward")
         self.attention = model.config._attn_implementation
         model.config._attn_implementation = ATTENTION
         self.position_hook = model.base_model.register_forward_pre_hook(_true_positions, with_kwargs=True)
 
     def detach(self) -> None:
-        """Undo what making it and setting it changed."""
+        """Restore the model's forward, attention and positions."""
         model = self.module
         model.config._attn_implementation = self.attention
         self.position_hook.remove()
@@ -212,18 +195,18 @@ class _ModelForward(EngineOperation):
             hidden, mask = hidden[:, :-1][scored], kwargs.get("attention_mask")
         else:
             places = kwargs["attention_mask"].bool().flatten().cumsum(0).view(len(labels), -1) - 1
-            # Of tokens without padding the loss for balance needs no mask.
+            # Without padding the load-balancing loss needs no mask.
             hidden, mask = hidden[0].index_select(0, places[:, :-1][scored]), None
         head = model.get_output_embeddings()
-        # FSDP2 gathers the head with the last norm; with an adapter only where the head itself is called.
+        # FSDP2 gathers the head with the last norm, but with an adapter only when the head itself is called.
         weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
         product = operation_of(head).product(weight)
         values = ops.head_log_probs(hidden, weight, bias, product, labels[scored], self.temperature)
-        values = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
-        return _LogProbsOutput(*values, self._aux_loss(outputs, mask))
+        log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=self._aux_loss(outputs, mask))
 
     def _aux_loss(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The load-balancing loss, as TRL and all mixtures of transformers take it from Mixtral."""
+        """Return Mixtral's load-balancing loss, which TRL and all mixtures of transformers use."""
         logits = getattr(outputs, "router_logits", None)
         if not logits:
             return None

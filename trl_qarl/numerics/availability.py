@@ -1,8 +1,7 @@
 """
-Decides if the learner of a run can compute as the engine does, bit for bit, and says why not. Everything that is asked
-or refused on that account is answered here: by the options ([`contradicting_options`]), by a model
-([`check_engine_numerics`]), and for a run ([`choose_numerics`]). Whether the engine that answered has the same
-arithmetic is seen in [`trl_qarl.numerics.exact`].
+Decides if the learner of a run can compute like the engine, bit for bit, and gives the reasons if it cannot: by its
+options ([`contradicting_options`]), by its model ([`check_engine_numerics`]), and for the run ([`choose_numerics`]).
+[`trl_qarl.numerics.exact`] compares the arithmetic of the running engine.
 """
 
 from collections.abc import Iterator
@@ -43,20 +42,20 @@ COVERED_CLASSES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Model classes whose operations are all known here."""
+"""Model classes with engine numerics for all their operations."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels take in whole vectors."""
 
 ROPE_TYPES = ("default", "llama3")
-"""Kinds of rotary embeddings whose table vLLM computes from the frequencies that transformers has."""
+"""Kinds of rotary embeddings whose table vLLM computes from the same frequencies as transformers."""
 
 
 def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
-    """Return `config.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why. `ValueError`
-    is raised if engine numerics were asked for and the kernels they need turn out not to be there."""
+    """Return the numerics and the reason: `config.numerics`, or if that is `None` a choice for `model`, computed in
+    `dtype`. `ValueError` is raised if engine numerics are configured, but their kernels are not available."""
     if config.numerics == "engine":
-        # The configuration has checked everything that needs no vLLM.
+        # The configuration has made all checks that do not load vLLM.
         for problem in contradicting_options(config, loads_vllm=True):
             raise ValueError(f"numerics='engine' contradicts {problem}, or use numerics='fast'.")
     if config.numerics is not None:
@@ -67,16 +66,15 @@ def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[
 
 def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """
-    Yield why a learner does not compute as the engine does where nobody has asked for it. The last that are looked for
-    load vLLM.
+    Yield the reasons against engine numerics as the default choice. Later ones load vLLM.
 
-    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be
-    gained or nobody has looked: without vLLM, and on a GPU.
+    Where it is available, `"engine"` costs no more than `"fast"` (docs/alignment.md). It is not chosen without vLLM,
+    where it has no advantage, and on a GPU, where it is untested.
     """
     if not config.use_vllm:
         yield "rollouts are the learner's own"
     if not config.use_cpu:
-        yield "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them"
+        yield "engine numerics are untested on GPUs; numerics='engine' selects them, and exact='require' checks them"
     for problem in contradicting_options(config, loads_vllm=True):
         yield f"engine numerics contradict {problem.partition('. ')[0]}"
     reason = _obstacle_of_model(model, dtype)
@@ -85,12 +83,10 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
 
 
 def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
-    """
-    Yield options with which a learner cannot compute as the engine does, as `name=value`, and why. With `loads_vllm`
-    vLLM may be loaded to see whether its kernels can be called, which a configuration does not do while it is made.
-    """
+    """Yield options with which a learner cannot compute like the engine, as `name=value`, and why. `loads_vllm` allows
+    loading vLLM to test its kernels, which the constructor of a configuration avoids."""
     against_gpu = against_cpu = None
-    # A run on a CPU must not wake a GPU.
+    # Do not initialize CUDA in a CPU run.
     if not config.use_cpu:
         against_gpu = cuda.reason_against() if loads_vllm else cuda.reason_against_installation()
     elif config.use_vllm:
@@ -102,7 +98,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         (
             config.quantize_learner,
             "quantize_learner=False",
-            "the learner would compute with other weights than the engine. Leave it out",
+            "the learner would compute with other weights than the engine. Remove it",
         ),
         (
             config.use_cpu or all(map(cuda.covers, _schemes(config))),
@@ -122,7 +118,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         (
             config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
             f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
-            "sums over several processes are rounded otherwise. Set it to 1",
+            "sums over several processes are rounded differently. Set it to 1",
         ),
         (
             against_cpu is None,
@@ -136,15 +132,15 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
 
 
 def _schemes(config: Any) -> tuple[QuantScheme, ...]:
-    """Return the quantized schemes of a configuration; none where it is wrong, which its checks say."""
+    """Return the quantized schemes of a configuration; none if it is invalid, which other checks report."""
     with suppress(ValueError):
         return config.plan.schemes
     return ()
 
 
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Raise `ValueError`, naming what is not covered, and what is, unless `model` can compute with the engine's
-    arithmetic in `dtype` here."""
+    """Raise `ValueError`, naming the unsupported part and supported ones, unless `model` can compute with the engine's
+    arithmetic in `dtype` in this process."""
     reason = _obstacle_of_model(model, dtype)
     if reason is not None:
         raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
@@ -155,10 +151,10 @@ def _obstacle_of_model(model: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
-    """Yield pairs of a condition and the reason to give where it is not met; later ones rely on earlier ones."""
+    """Yield conditions and the reason if each is not met; later conditions rely on earlier ones."""
     model = base_model(model)
     name = class_of(model).__name__
-    yield name in COVERED_CLASSES, f"the operations of {name} are not known, those of {', '.join(COVERED_CLASSES)} are"
+    yield name in COVERED_CLASSES, f"{name} is not supported, only {', '.join(COVERED_CLASSES)}"
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
@@ -190,7 +186,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"
     for path, layer in adapters_beside(model):
-        yield not on_gpu, f"{path!r} has an adapter next to it, whose product on a GPU has not been compared"
+        yield not on_gpu, f"{path!r} has an adapter next to it, whose product is untested on GPUs"
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
         yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
         rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
@@ -202,14 +198,14 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
         if path in ("", model.base_model_prefix):
             continue
         if class_of(module) not in known:
-            yield False, f"{path!r} is a {class_of(module).__name__}, whose operations are not known"
+            yield False, f"{path!r} is a {class_of(module).__name__}, whose operations are not supported"
         yield (
             "forward" not in vars(module),
-            f"{path!r} has a `forward` of its own on the instance, as accelerate's `device_map` sets one",
+            f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`",
         )
         is_low_bit = isinstance(module, QuantizedExperts)
         if is_low_bit or has_stacked_matrices(path, module):
-            yield not on_gpu, f"{path!r} are experts, whose routing and product on a GPU have not been compared"
+            yield not on_gpu, f"{path!r} are experts, whose routing and product are untested on GPUs"
             sizes = tuple(module.down_proj.shape[-2:])
             yield (
                 is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes),
@@ -219,7 +215,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
             scheme = module.scheme
             yield (
                 not on_gpu or cuda.covers(scheme),
-                f"{path!r} has scheme {scheme.name!r}, whose product on a GPU has not been compared",
+                f"{path!r} has scheme {scheme.name!r}, whose product is untested on GPUs",
             )
         if isinstance(module, QuantizedLinear):
             yield (
@@ -229,7 +225,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
 
 
 def adapters_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield PEFT's layers whose adapter is not a part of the low-bit weight inside."""
+    """Yield PEFT's layers whose adapter is outside the low-bit weight."""
     for name, layer in adapted_layers(model):
         if not getattr(layer.base_layer, "holds_adapter", False):
             yield name, layer

@@ -1,9 +1,9 @@
 """
-A release of vLLM against the learner: products, an attention and on GPUs norms, each by the learner's function and by
-the class or function that vLLM's own layers call. All bits must be equal, also for other numbers of rows.
+Comparison of the installed vLLM with the learner: products, an attention and on GPUs norms are computed by the
+learner's function and by the class or function that vLLM's layers call. All bits must be equal for any number of rows.
 
-This stands in for a list of releases: what has moved or changed is named, whatever the release is called. What is not
-compared here (norms, rotation, sampling) shows in the first batch, every one of which is checked
+The comparison replaces a list of releases and names the operation that has moved or changed. Operations that are not
+compared here (norms, rotation, sampling) show in the first batch, because every batch is checked
 ([`trl_qarl.numerics.exact`]).
 """
 
@@ -24,19 +24,19 @@ from ..quantization.tensors import LowBitTensor
 __all__ = ["first_difference_on_cpu", "first_difference_on_gpu"]
 
 ROWS = (1, 5, 40)
-"""Decoding of one sequence and of several, and a prefill."""
+"""Numbers of rows for decoding of one sequence and of several, and for a prefill."""
 
 HEADS, KEY_HEADS, HEAD_DIM, SCALE, NUM_KEYS = 4, 2, 64, 0.125, 150
-"""Of the attentions that are compared."""
+"""Sizes of the compared attentions."""
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""What the learner computes, and what vLLM does."""
+"""Results of the learner and of vLLM."""
 
 
 @torch.no_grad()
 def first_difference_on_cpu(kernels: Any) -> str | None:
-    """Return what an engine on a CPU computes otherwise than the learner, in words, or `None`. `kernels` are the
-    learner's functions, [`trl_qarl.numerics.cpu`]."""
+    """Describe the first operation that differs between an engine on a CPU and the learner, or return `None`.
+    `kernels` are the learner's functions, [`trl_qarl.numerics.cpu`]."""
     random = partial(_random, torch.Generator().manual_seed(0), torch.device("cpu"))
     return _first_difference(
         {
@@ -48,8 +48,8 @@ def first_difference_on_cpu(kernels: Any) -> str | None:
 
 @torch.no_grad()
 def first_difference_on_gpu(kernels: Any, device: torch.device) -> str | None:
-    """Return the same of a batch-invariant engine on a GPU. `kernels` are [`trl_qarl.numerics.cuda`], whose
-    environment is set."""
+    """Return the same for a batch-invariant engine on a GPU. `kernels` are [`trl_qarl.numerics.cuda`], in its
+    environment."""
     random = partial(_random, torch.Generator().manual_seed(0), device)
     return _first_difference(
         {
@@ -83,7 +83,7 @@ def _products(kernels, random) -> Pairs:
     layer = nn.Module()
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
     layer.bias = nn.Parameter(bias, requires_grad=False)
-    # As an engine gives its layers a product that is told to use the learner's.
+    # Like an engine that is told to use the learner's product.
     kernels.dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, False)
     ours = kernels.PackedLinear(weight)(x, bias)
     for rows in ROWS:
@@ -94,7 +94,7 @@ def _cpu_attentions(kernels, random) -> Pairs:
     import vllm._custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn
 
-    # All that the engine's attention asks of its configuration.
+    # The only part of the configuration that the engine's attention reads.
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
     with patch.object(cpu_attn, "get_current_vllm_config", lambda: config, create=True):
         engine = cpu_attn.CPUAttentionBackendImpl(HEADS, HEAD_DIM, SCALE, KEY_HEADS, None, None, "auto")
@@ -121,7 +121,7 @@ def _cpu_attentions(kernels, random) -> Pairs:
 
 
 def _attentions(attention, engine, layer, block_size, make_metadata, random) -> Pairs:
-    """`engine` is vLLM's attention of a `layer`; `make_metadata` has what it is told of a batch."""
+    """Compare the learner's `attention` with `engine`, vLLM's attention of a `layer`."""
     query, key, value = random(*((NUM_KEYS, count, HEAD_DIM) for count in (HEADS, KEY_HEADS, KEY_HEADS)))
     ours = attention(query, key, value, (NUM_KEYS,), (NUM_KEYS,), SCALE)
     num_blocks = -(-NUM_KEYS // block_size)
@@ -146,7 +146,7 @@ def _attentions(attention, engine, layer, block_size, make_metadata, random) -> 
 
 
 def _fused_products(linear, random) -> Pairs:
-    """An engine has query, key and value in one matrix, the learner in three."""
+    """Compare an engine's fused query, key and value with the learner's three matrices."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     x, weight, bias = random((max(ROWS), 256), (96, 256), (96,))
@@ -160,7 +160,7 @@ def _fused_products(linear, random) -> Pairs:
 
 
 def _products_in_batches(low_bit_linear, random) -> Pairs:
-    """The engine's product is the learner's: what can differ is a row among others."""
+    """Compare a row in different batches; the engine's product is the learner's."""
     for scheme in ("w4a16", "fp8"):
         x, weight, bias = random((max(ROWS), 256), (64, 256), (64,))
         low_bit = LowBitTensor.from_hp(weight, get_scheme(scheme), torch.bfloat16)
@@ -170,11 +170,11 @@ def _products_in_batches(low_bit_linear, random) -> Pairs:
 
 
 def _norms(rms_norm, random) -> Pairs:
-    """One norm, and one of the residual stream that is added to; the learner's is summed already."""
+    """Compare a norm, and one that adds to the residual stream, which the learner has summed already."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     x, stream, weight = random((max(ROWS), 256), (max(ROWS), 256), (256,))
-    # All that its method for GPUs reads.
+    # The attributes that its method for GPUs reads.
     layer: Any = SimpleNamespace(weight=nn.Parameter(weight, requires_grad=False), variance_epsilon=1e-6)
     layer.variance_size_override, layer.pass_weight, layer.pass_weight_add = None, True, True
     alone, of_stream = rms_norm(x, weight, 1e-6), rms_norm((x + stream).float(), weight, 1e-6)
@@ -192,7 +192,7 @@ def _flash_attentions(kernels, device, random) -> Pairs:
     required = [f.name for f in fields(flash_attn.FlashAttentionMetadata) if f.default is MISSING]
 
     def make_metadata(**batch):
-        # One split, as their builder has it in this mode.
+        # Like their builder in this mode.
         return flash_attn.FlashAttentionMetadata(**(dict.fromkeys(required) | batch | {"max_num_splits": 1}))
 
     layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)

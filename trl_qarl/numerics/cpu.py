@@ -1,8 +1,7 @@
 """
-Forward kernels of vLLM on a CPU, without gradients, in forms that give a token the same bits whatever it is computed
-with.
+Forward kernels of vLLM on a CPU, without gradients, with the same bits for a token in any batch.
 
-A rollout computes a token in a batch of one or of many rows (decode, prefill), scoring and loss in other batches;
+A rollout computes a token in a batch of one or of many rows (decode, prefill), scoring and loss in other batches, so
 equal log-probs need kernels whose result for a row does not depend on the number of rows. Measured on a Xeon with AMX,
 with vLLM 0.31 and one or two threads:
 
@@ -15,10 +14,9 @@ with vLLM 0.31 and one or two threads:
 | `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
 
-[`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
-[`dispatch_row_invariant`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
-
-[`trl_qarl.numerics.backends`] says what each function takes, and what computes where vLLM's kernels cannot be called.
+[`PackedLinear`] is the unquantized product of both sides; the engine runs it through [`dispatch_row_invariant`].
+Products of low-bit weights are in [`trl_qarl.numerics.low_bit`]. [`trl_qarl.numerics.backends`] documents each function, and
+the alternatives where vLLM's kernels are not available.
 """
 
 import sys
@@ -55,19 +53,19 @@ __all__ = [
 
 
 MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
-"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`), and oneDNN sum a row in
+"""With fewer rows `weight_packed_linear` takes another kernel with AMX (`can_use_brgemm`), and oneDNN sums a row in
 another order."""
 
 
 def has_engine_kernels() -> bool:
-    """Return whether vLLM's kernels for CPUs can be called in this process, and compute what its layers do."""
+    """Return whether vLLM's kernels for CPUs can be called in this process and agree with vLLM's layers."""
     return reason_against() is None
 
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the
-    learner here."""
+    """Return why the kernels cannot be used in this process, or `None`. The installed vLLM of any release is compared
+    with the learner."""
     if reason := reason_not_to_call():
         return reason
     difference = first_difference_on_cpu(sys.modules[__name__])
@@ -75,17 +73,16 @@ def reason_against() -> str | None:
 
 
 def reason_against_installation() -> str | None:
-    """Return why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or
-    `None`."""
+    """Return why vLLM's kernels for CPUs cannot be called, as far as known without loading vLLM, or `None`."""
     if find_spec("vllm") is None:
         return "vLLM for CPUs is not installed"
-    # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
+    # Without AVX512 oneDNN has no product in bfloat16, and vLLM's rotation has other bits.
     return None if torch.cpu._is_avx512_supported() else "this processor has no AVX512"
 
 
 @lru_cache(maxsize=1)
 def reason_not_to_call() -> str | None:
-    """Return why they cannot be called in this process at all, or `None`."""
+    """Return why the kernels cannot be called in this process at all, or `None`."""
     if reason := reason_against_installation():
         return reason
     from vllm.platforms import current_platform
@@ -93,9 +90,9 @@ def reason_not_to_call() -> str | None:
     # Loads the build for this processor's instructions, which registers its operators.
     current_platform.import_kernels()
     if not current_platform.is_cpu() or not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
-        return "the vLLM that is installed is not built for CPUs"
+        return "the installed vLLM is not built for CPUs"
     if torch.cpu._is_amx_tile_supported():
-        # A process must ask Linux for the tile registers; whoever uses them unasked is killed (SIGILL).
+        # Linux kills a process that uses the tile registers without asking for them (SIGILL).
         torch.cpu._init_amx()
     return None
 
@@ -105,8 +102,8 @@ def vllm_version() -> str:
 
 
 class PackedLinear:
-    """`y = x @ weight.T + bias` in the dtype of `weight`, with the same bits for any number of rows. `weight`, `(N,
-    K)` bfloat16, or float32 without AMX, is copied: later changes have no effect."""
+    """Product `y = x @ weight.T + bias` in the dtype of `weight`, with the same bits for any number of rows. `weight`,
+    `(N, K)` bfloat16, or float32 without AMX, is copied: later changes have no effect."""
 
     def __init__(self, weight: torch.Tensor):
         self.num_outputs, num_inputs = weight.shape
@@ -122,12 +119,12 @@ class PackedLinear:
             self._handler = ops.create_onednn_mm(weight.t(), 32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
-        # Nothing changes it, and vLLM frees a handle once for each object that has it: two of them end the process.
+        # vLLM frees a handle once for each object that has it, so that a copy would crash the process.
         return self
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` `(..., K)` in the dtype of the weight, `bias` `(N,)` in any dtype, or `None`."""
+        """Multiply `x`, `(..., K)` in the dtype of the weight, and add `bias`, `(N,)` in any dtype or `None`."""
         import vllm._custom_ops as ops
 
         rows = x.reshape(-1, x.shape[-1])
@@ -147,9 +144,9 @@ class PackedLinear:
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return what an adapter, `(R, K)` and `(N, R)`, adds to `rows`, `(M, K)`, all bfloat16, as vLLM's
-    `torch_ops.bgmv_shrink` and `bgmv_expand` compute it, where each row has an adapter of its own: one product for
-    each row, `rows @ a.T`, summed in float32 and rounded, and its product with `b.T`, `(M, R)` and `(M, N)`.
+    Apply an adapter, `(R, K)` and `(N, R)`, to `rows`, `(M, K)`, all bfloat16, like vLLM's `torch_ops.bgmv_shrink` and
+    `bgmv_expand`, which have an adapter per row: one product for each row. Return `rows @ a.T`, `(M, R)`, summed in
+    float32 and rounded, and its product with `b.T`, `(M, N)`.
     """
     inner = torch.bmm(rows.float()[:, None], a.float().t().expand(len(rows), -1, -1))[:, 0].to(rows.dtype)
     return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]
@@ -158,13 +155,13 @@ def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """[`~trl_qarl.numerics.backends.Backend.rotate`]."""
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    # The kernel rotates queries and keys at once; queries without keys are allowed.
+    # The kernel rotates queries and keys together, or queries without keys.
     torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
     return y.view_as(x)
 
 
 def dispatch_row_invariant(original, is_ours):
-    """vLLM's choice of an unquantized product, with [`PackedLinear`] in its place where `is_ours()`."""
+    """Return vLLM's choice of an unquantized product, replaced by [`PackedLinear`] if `is_ours()`."""
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
@@ -177,7 +174,7 @@ def dispatch_row_invariant(original, is_ours):
         ):
             original(layer, remove_weight)
             return
-        # A release whose products differ from the learner's still gives every row the same bits here.
+        # Even if a release's products differ from the learner's, a row keeps its bits in any batch.
         product = (PackedLinear if reason_not_to_call() is None else portable.PackedLinear)(weight.detach())
         layer.cpu_linear = lambda x, weight, bias: product(x, bias)
         if remove_weight:

@@ -1,4 +1,4 @@
-"""vLLM's attention for CPUs, in requests whose bits do not depend on what else is computed."""
+"""vLLM's attention for CPUs, split into requests whose bits do not depend on the rest of the batch."""
 
 from functools import lru_cache
 
@@ -8,16 +8,16 @@ import torch
 __all__ = ["IN_ONE_PASS", "KV_BLOCK_SIZE", "attention", "blocks_of_keys", "one_pass_requests", "queries_in_one_pass"]
 
 IN_ONE_PASS = "requests of one pass"
-"""Version string of an engine whose attention runs as in [`one_pass_requests`]."""
+"""Identifier of engines whose attention runs in [`one_pass_requests`]."""
 
 KV_BLOCK_SIZE = 128
 
 PASS_ROWS = {"amx": 32, "vec": 8}
-"""Rows of queries that vLLM's attention takes at once, by its name of the instructions (`MaxQHeadNumPerIteration`)."""
+"""Rows of queries per pass of vLLM's attention, by its name of the instructions (`MaxQHeadNumPerIteration`)."""
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """Compute what [`~trl_qarl.numerics.backends.Backend.attention`] says with vLLM's kernel."""
+    """[`~trl_qarl.numerics.backends.Backend.attention`] with vLLM's kernel."""
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
@@ -51,18 +51,18 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None)
 
 def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int, has_window: bool = False) -> int:
     """
-    Number of queries of a sequence that vLLM's attention computes in one pass over the keys; they have the bits of
-    each alone.
+    Return the number of queries of a sequence that vLLM's attention computes in one pass over the keys; each query has
+    the same bits as in a request of its own.
 
-    The kernel sizes a tile of keys such that it, the queries and the scores fit half the L2 cache, so that sums over
-    several tiles depend on the number of queries. Up to one pass of rows it counts a whole pass, and lets the keys
-    stream (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`). A window moves the first tile
-    with the first query, so there each is alone.
+    The kernel chooses a tile of keys so that tile, queries and scores fit half the L2 cache; therefore sums over
+    several tiles depend on the number of queries. Up to one pass of rows it assumes a whole pass and streams the keys
+    (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`). With a window, the first tile depends
+    on the first query, so each query has its own request.
     """
     if has_window:
         return 1
     rows, heads = PASS_ROWS.get(isa, 1), num_heads // num_key_heads
-    # Heads that share keys are rows of one pass if they fill it evenly, else each head has its own.
+    # Heads that share keys are rows of one pass if they fill it evenly, else each head has its own pass.
     return rows // heads if rows % heads == 0 else rows
 
 
@@ -70,10 +70,10 @@ def one_pass_requests(
     query_starts: torch.Tensor, key_lengths: torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Return requests of at most `size` queries, from [`queries_in_one_pass`], that together are those of a batch; each
-    sees the keys up to its last query. `query_starts`, `(R + 1,)` int32, is where the queries of each request begin;
-    they are its last positions of `key_lengths`, `(R,)` int32. The result is the same two for the new requests, and
-    the index of the request that each is part of.
+    Split the requests of a batch into requests of at most `size` queries, from [`queries_in_one_pass`]; each sees the
+    keys up to its last query. `query_starts`, `(R + 1,)` int32, has the first query of each request; its queries are
+    the last positions of `key_lengths`, `(R,)` int32. Return both tensors for the new requests, and the index of the
+    original request of each.
     """
     counts = query_starts.diff()
     parts = (counts + size - 1) // size
@@ -87,13 +87,13 @@ def one_pass_requests(
 def blocks_of_keys(
     query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where each key is among all blocks, which blocks each sequence has, where its queries start, and how many
-    keys it has: int64, and int32 the others."""
+    """Return the slot of each key among all blocks, int64, and, in int32, the blocks, the first query and the number
+    of keys of each sequence."""
     lengths = torch.tensor(key_lengths, dtype=torch.int32)
     num_blocks = (lengths + block_size - 1) // block_size
     first = num_blocks.cumsum(0) - num_blocks
     table = first[:, None] + torch.arange(int(num_blocks.max()))
-    # Beyond a sequence's blocks the table is not read; it must name blocks that exist nevertheless.
+    # The table is not read beyond a sequence's blocks, but must name existing blocks.
     table = table.clamp(max=int(num_blocks.sum()) - 1).int()
     slots = torch.cat([int(start) * block_size + torch.arange(n) for start, n in zip(first, key_lengths, strict=True)])
     query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
@@ -102,8 +102,7 @@ def blocks_of_keys(
 
 @lru_cache(maxsize=4)
 def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
-    """Return what all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the
-    threads."""
+    """Return the layout that all layers of a forward share: slots of keys, blocks of sequences, thread schedule."""
     import vllm._custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -123,7 +122,7 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
         causal=True,
         sliding_window_size=-1 if window is None else window,
         isa=isa,
-        # Sums over keys that depend on how many threads there are could not be repeated elsewhere.
+        # Sums over keys must not depend on the number of threads.
         enable_kv_split=False,
     )
     return isa, slots, table, query_starts, keys, schedule

@@ -1,19 +1,17 @@
 """
-Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients. They
-are what [`trl_qarl.numerics.cpu`] is for CPUs.
+Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients: the
+counterpart of [`trl_qarl.numerics.cpu`].
 
-**None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines.
-On a CPU the tests check what surrounds the kernels: arguments and layouts. On a GPU each process compares the release
-that is installed before it uses any of it ([`reason_against`]): from 0.32 on a bias is added before a product is
-rounded, in 0.31 after it.
+**Untested on GPUs.** The module follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines. Tests
+on a CPU check the arguments and layouts of the kernels. On a GPU each process compares the installed release before it
+uses the kernels ([`reason_against`]): from 0.32 on a bias is added before a product is rounded, in 0.31 after it.
 
 Differences from a CPU:
 
 - The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does
-  both at once; it gets zeros to add to a stream that is summed already. Norms of anything else are another kernel.
-- vLLM has no product of low-bit weights that gives a row the same bits in any batch. So the engine runs
-  [`low_bit_linear`], as the learner does ([`trl_qarl.vllm_plugin.linear_kernels`]). It computes more than vLLM's own
-  kernels: this mode is slower.
+  both; the learner has summed the stream already and passes zeros to add. Other norms use another kernel.
+- vLLM has no product of low-bit weights with the same bits for a row in any batch. So the engine also runs
+  [`low_bit_linear`] ([`trl_qarl.vllm_plugin.linear_kernels`]), which is slower than vLLM's own kernels.
 """
 
 import os
@@ -56,24 +54,24 @@ __all__ = [
 
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
-    # The newer one takes log-probs by another kernel.
+    # The second model runner computes log-probs with another kernel.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
-"""Variables of an engine that the learner repeats, and of the learner, whose kernels read the first one too."""
+"""Environment of an engine that the learner repeats, and of the learner, whose kernels read the first variable."""
 
 BLOCK_SIZE = 16
 ENGINE_ARGUMENTS: Mapping[str, Any] = {
-    # A compiled graph would norm and activate in kernels of its own.
+    # A compiled graph would have its own kernels for norms and activations.
     "enforce_eager": True,
     "attention_backend": "FLASH_ATTN",
-    # FlashAttention 3 takes another tile of keys where a block is one.
+    # FlashAttention 3 takes other tiles of keys if a block is a whole tile.
     "block_size": BLOCK_SIZE,
 }
 """Arguments of `vllm.LLM` for an engine that the learner repeats."""
 
 
 def reason_against_installation() -> str | None:
-    """Return why the kernels cannot be used here, as far as that can be said without loading vLLM, or `None`."""
+    """Return why the kernels cannot be used, as far as known without loading vLLM, or `None`."""
     if not torch.cuda.is_available():
         return "no CUDA device is available"
     if _vllm_version() is None:
@@ -85,13 +83,13 @@ def reason_against_installation() -> str | None:
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the
-    learner here."""
+    """Return why the kernels cannot be used in this process, or `None`. The installed vLLM of any release is compared
+    with the learner."""
     if reason := reason_against_installation():
         return reason
     from vllm import envs
 
-    # A question must not change the engine that is started.
+    # The comparison must not change the environment of an engine that is started later.
     with patch.dict(os.environ):
         prepare_process()
         difference = first_difference_on_gpu(sys.modules[__name__], torch.device("cuda"))
@@ -100,8 +98,8 @@ def reason_against() -> str | None:
 
 
 def describe_arithmetic(config=None) -> dict[str, Any]:
-    """Return what decides which bits an engine on this GPU computes, apart from its inputs. `config` is vLLM's of the
-    engine in this process; without it: what an engine has to say for the learner to repeat it."""
+    """Return the settings that determine the bits of an engine on this GPU. `config` is vLLM's configuration of the
+    engine in this process; without it, return the settings that the learner requires."""
     description = {
         "vllm": _vllm_version(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -127,10 +125,10 @@ def describe_arithmetic(config=None) -> dict[str, Any]:
 
 def use_one_tiling() -> None:
     """
-    Have every product take the same tiles of input features.
+    Have every product take the same tiles of input features, because other tiles give other sums.
 
-    vLLM has tables by the shape of a weight. The engine's fused query, key and value have another shape than the
-    learner's three layers, and other tiles are other sums.
+    vLLM has tables of tiles by the shape of a weight, and the engine's fused query, key and value have another shape
+    than the learner's three layers.
     """
     from vllm.model_executor.determinism import batch_invariant_configs as tables
 
@@ -139,12 +137,8 @@ def use_one_tiling() -> None:
 
 
 def prepare_process() -> None:
-    """
-    Do what a process needs before it calls the first kernel, or starts the engine.
-
-    vLLM's kernels read `VLLM_BATCH_INVARIANT` once: where an engine ran in this process without it, they go on
-    without.
-    """
+    """Set up a process before it calls the first kernel or starts the engine. vLLM's kernels read
+    `VLLM_BATCH_INVARIANT` once, so this has no effect after an engine without it."""
     from vllm import envs
 
     os.environ.update(ENVIRONMENT)
@@ -153,13 +147,13 @@ def prepare_process() -> None:
 
 
 def covers(scheme: QuantScheme) -> bool:
-    """Return whether learner and engine share the product of `scheme`, whatever its grid."""
+    """Return whether learner and engine share the product of `scheme`."""
     return scheme.is_quantized and scheme.activation in format_of(scheme.container).repeated_on_gpus
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`. vLLM decides
-    when it is added."""
+    """Return `x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` is `(N,)` in any dtype, or `None`. vLLM's
+    release determines when it is added."""
     return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
 
 
@@ -182,7 +176,7 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
         y = linear(x, weight.dequantize(x.dtype), bias)
         return y, (x,), "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
     if scheme.activation == INT8:
-        # Sums of integers are exact, whatever their order.
+        # Sums of integers are exact in any order.
         return gemm.low_bit_linear(x, weight, bias)
     codes, scale = quantize_activation(x, scheme)
     # TF32 holds E4M3 codes exactly; the sums are float32.
@@ -202,7 +196,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rms_norm`]; the residual stream is rounded before it."""
+    """[`~trl_qarl.numerics.backends.Backend.rms_norm`]; the residual stream is rounded first."""
     if x.dtype is not torch.float32:
         return _batch_invariant().rms_norm_batch_invariant(x, weight, epsilon)
     import vllm._custom_ops as ops
@@ -223,18 +217,18 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.log_softmax`], as the sampler of vLLM's first model runner takes it."""
+    """[`~trl_qarl.numerics.backends.Backend.log_softmax`] like the sampler of vLLM's first model runner."""
     logits = logits.float()
     if temperature != 1.0:
-        # By a tensor: on a GPU a number would be inverted and multiplied with.
+        # Division by a number would become a product with its inverse on a GPU.
         logits = logits / logits.new_full((len(logits), 1), temperature)
     return _batch_invariant().log_softmax(logits, -1)
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.attention`] by FlashAttention, keys and values in blocks and not split."""
+    """[`~trl_qarl.numerics.backends.Backend.attention`] by FlashAttention, with blocks of keys and without splits."""
     if window is not None:
-        raise NotImplementedError("Only vLLM's kernels for CPUs have attention to a window of keys.")
+        raise NotImplementedError("Only vLLM's kernels for CPUs support attention to a window of keys.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)

@@ -1,5 +1,4 @@
-"""The check that learner and sampler give every sampled token the same log-prob, and the search for where they
-part."""
+"""Check that learner and sampler give every sampled token the same log-prob, and search for the first difference."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -32,9 +31,10 @@ logger = logging.getLogger(__name__)
 
 class Exactness:
     """
-    The reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics.
-    `"require"` raises, `"warn"` logs each batch; `None` requires it of engine numerics that were asked for, and logs
-    the first such batch of others. Once it `has_differed`, log-probs of the sampler no longer stand for the learner's.
+    Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics. `exact`
+    is `"require"` to raise or `"warn"` to log each batch; `None` raises if engine numerics were configured, and logs
+    only the first such batch if they were chosen by default. After `has_differed`, the sampler's log-probs no longer
+    replace the learner's.
     """
 
     def __init__(self, exact: str | None, is_asked_for: bool):
@@ -51,9 +51,9 @@ class Exactness:
         score: Callable | None = None,
     ) -> None:
         """
-        Compare the log-probs of a generation batch, as TRL makes it and as [`~trl_qarl.forward.Batch`], on every
-        process, bit for bit; `llm` and `score` are those of [`describe_difference`]. Where exactness is required
-        `RuntimeError` names the token that differs.
+        Compare the log-probs of a generation batch bit for bit on every process. `output` is TRL's batch, `batch` the
+        same as a [`~trl_qarl.forward.Batch`]; `llm` and `score` are those of [`describe_difference`]. If exactness is
+        required, `RuntimeError` names the token that differs.
         """
         largest, *_ = largest_difference(*batch.rollout)
         overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
@@ -62,21 +62,21 @@ class Exactness:
         where = describe_difference(output, batch.mask, accelerator.unwrap_model(model), llm, score)
         message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
         if self.is_required:
-            raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
+            raise RuntimeError(f"{message} Set exact='warn' to train in spite of it.")
         if not self.has_differed:
-            message += " From the next batch on a forward of its own scores each rollout."
+            message += " From the next batch on, each rollout is scored by an additional forward."
         logger.warning(message)
         self.has_differed = True
 
 
 def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:
     """
-    Raise `ValueError`, naming both values of everything that differs, unless the engine computes with the kernels that
-    this process has. Under `"arithmetic"` it says of itself what [`~trl_qarl.numerics.low_bit.describe_arithmetic`] or
-    that of [`trl_qarl.numerics.cuda`] does. `adapter_rank` is the one to which the learner fills up adapters next to
+    Raise `ValueError`, naming both values of each difference, unless the engine has the kernels of this process. The
+    entry `"arithmetic"` of `engine` is [`~trl_qarl.numerics.low_bit.describe_arithmetic`] of the engine, or its
+    counterpart in [`trl_qarl.numerics.cuda`]. `adapter_rank` is the rank to which the learner pads adapters next to
     its layers.
     """
-    # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
+    # The learner never splits sums over threads, despite the environment of this process.
     ours = cuda.describe_arithmetic() if on_gpu else low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     theirs = engine.get("arithmetic") or {}
     if adapter_rank is not None:
@@ -96,10 +96,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
 def largest_difference(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[float, int, int]:
-    """
-    Return the largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column. NaN, a
-    log-prob that is not known, counts as infinite.
-    """
+    """Return the largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column. NaN, an
+    unknown log-prob, counts as infinite."""
     difference = (old_per_token_logps - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
     difference = difference.masked_fill(~mask.bool(), 0.0)
     index = int(difference.argmax())
@@ -110,12 +108,12 @@ def choose_versions(
     by_version: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Find which weights have drawn each token of completions in which weights changed: the first, not before those of
-    the token before, whose log-prob is the sampler's. Where there are none it is the closest, which is not equal.
+    Find the version of the weights that sampled each token, for completions during which weights changed: the first
+    version, from that of the previous token on, with the sampler's log-prob, else the one with the closest log-prob.
 
-    `by_version`, `(V, B, T)`, has the log-probs of the tokens by each of the weights, in the order in which they were
-    published; `mask`, `(B, T)`, is true for the tokens that count. The result is the log-probs `(B, T)` by the weights
-    of each token, and their place `(B, T)` in `by_version`.
+    `by_version`, `(V, B, T)`, has the log-probs of the tokens by each version, in the order of publication; `mask`,
+    `(B, T)`, is true for completion tokens. Return the log-probs `(B, T)` by the version of each token, and the index
+    `(B, T)` of that version in `by_version`.
     """
     difference = (by_version - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
     all_places = torch.arange(len(by_version), device=mask.device)[:, None]
@@ -137,10 +135,10 @@ def describe_difference(
     score: Callable[[list[list[int]]], list[list[dict[int, float]]]] | None = None,
 ) -> str:
     """
-    Return which token of a generation batch differs most, and the first layer, or else the first token, that differs
-    when the engine is given the whole sequence. `mask`, `(B, T)`, has the completion tokens that count; `llm` is the
-    engine, if it runs in this process; `score` asks another engine for the log-probs of sequences at temperature 1, as
-    `log_probs` of [`~trl_qarl.rollout.engine.Engine`] does.
+    Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
+    differs when the engine computes the whole sequence. `mask`, `(B, T)`, is true for completion tokens; `llm` is the
+    engine in this process, if any; `score` returns log-probs of sequences at temperature 1 from another engine, like
+    `log_probs` of [`~trl_qarl.rollout.engine.Engine`].
     """
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
@@ -148,7 +146,7 @@ def describe_difference(
         f"learner and sampler give token {column} of completion {row} (id {output['completion_ids'][row, column].item()}) "
         f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
     )
-    # With sharded masters, all processes have to compute together.
+    # With sharded masters, all processes would have to compute.
     if largest == 0 or is_sharded(model):
         return text
     prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
@@ -165,7 +163,7 @@ def describe_difference(
 
 @torch.no_grad()
 def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
-    """Return what an engine out of reach says when it computes a sequence at once."""
+    """Compare the learner with an engine in another process on a whole sequence."""
     device = next(model.parameters()).device
     tokens = torch.tensor([ids], device=device)
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
@@ -185,9 +183,9 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
 @torch.no_grad()
 def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     """
-    Return which of the learner's modules, of embedding, decoder layers and final norm, is the first whose output for
-    `ids`, tokens of one sequence, is not that of the engine in this process, and of a mixture which token its router
-    sends to other experts, if there is one. `None` if all agree.
+    Describe the first of the learner's embedding, decoder layers and final norm whose output for one sequence, `ids`,
+    differs from that of the engine in this process, and for a mixture the first token that its router sends to other
+    experts. Return `None` if all agree.
     """
     from vllm import SamplingParams
 
@@ -200,12 +198,12 @@ def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     [engine_base] = llm.apply_model(lambda engine: engine.model)
     with _outputs(engine_base, names) as engine:
         llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1), use_tqdm=False)
-    name = next((name for name in names if not _is_equal(learner[name], engine[name])), None)
+    name = next((n for n in names if not torch.equal(learner[n], engine[n][: len(learner[n])])), None)
     if name is None:
         return None
     text = f"{name!r} is the first layer whose output differs"
     ours, theirs = (outputs.get(f"router of {name}") for outputs in (learner, engine))
-    if ours is None or theirs is None or _is_equal(ours, theirs):
+    if ours is None or theirs is None or torch.equal(ours, theirs[: len(ours)]):
         return text
     token = int((ours[: len(theirs)] != theirs[: len(ours)]).any(dim=1).nonzero()[0])
     return f"{text}: token {token} goes to experts {ours[token].tolist()} in the learner, {theirs[token].tolist()} in the engine"
@@ -213,17 +211,15 @@ def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
 
 @contextmanager
 def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """
-    While open, the first output of each named module is kept, `(tokens, hidden_size)` float32, and under
-    `"router of "` and the name of a layer the experts `(tokens, k)` that its router chooses.
-    """
+    """While open, keep the first output of each named module, `(tokens, hidden_size)` float32, and as `"router of
+    NAME"` the experts `(tokens, k)` that the router of a layer chooses."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name):
         def hook(module, args, output):
             hidden, *residual = output if isinstance(output, tuple) else (output,)
             if name.startswith("layers") and residual:
-                # The engine leaves the sum to the next norm; the learner passes it on unrounded.
+                # The engine's next norm adds the residual; the learner returns the unrounded sum.
                 hidden = hidden.float() + residual[0].float()
             outputs.setdefault(name, hidden.float().reshape(-1, hidden.shape[-1]))
 
@@ -238,8 +234,7 @@ def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Ten
 
 
 def _watch_router(stack: ExitStack, module: nn.Module, outputs: dict[str, torch.Tensor], key: str) -> None:
-    """Keep the experts that `module` chooses, if it is a router of the learner or has one of vLLM's, until `stack` is
-    closed."""
+    """Until `stack` is closed, keep the experts that a router of the learner or of vLLM in `module` chooses."""
 
     def keep(ids):
         outputs.setdefault(key, ids.long())
@@ -250,7 +245,3 @@ def _watch_router(stack: ExitStack, module: nn.Module, outputs: dict[str, torch.
         stack.callback(router.set_capture_fn, None)
     elif isinstance(operation_of(module), Router):
         stack.callback(module.register_forward_hook(lambda module, args, output: keep(output[2])).remove)
-
-
-def _is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.equal(ours, theirs[: len(ours)])

@@ -1,13 +1,12 @@
 """
-Mixtures of experts as vLLM computes them on a CPU, with gradients: routing, and unquantized experts.
+Routing and unquantized experts with the arithmetic of vLLM on a CPU, and with gradients.
 
     values, ids = the k largest of the router's logits, in the order in which `topk` finds them
     weights     = softmax of the values                          in the dtype of the logits
     y[k]        = (silu(x @ gate[ids[k]].T) * (x @ up[ids[k]].T)) @ down[ids[k]].T
     out         = weights[0] * y[0] + weights[1] * y[1] + ...    in float32, in the order of `ids`, rounded once
 
-Experts with low-bit weights have one product on both sides
-([`~trl_qarl.quantization.experts_product.experts_product`]).
+Experts with low-bit weights use [`~trl_qarl.quantization.experts_product.experts_product`] on both sides.
 """
 
 import torch
@@ -22,14 +21,14 @@ from . import cpu as kernels
 __all__ = ["EXPERT_FEATURES", "PackedExperts", "experts", "route"]
 
 EXPERT_FEATURES = 32
-"""Number that hidden and intermediate sizes must be multiples of in vLLM's product of unquantized experts."""
+"""Divisor of hidden and intermediate sizes that vLLM's product of unquantized experts requires."""
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return which of the experts each token goes to, `(T, k)` int64, after its weights, `(T, k)` float32 with gradients
-    to `logits`, as vLLM's `CPURouter` does (`_softmax_topk`). `logits` are `(T, E)` in the engine's dtype, in which
-    weights are computed. The weights of a token sum to 1 with `renormalize`; else they are shares of all experts.
+    Return the weights, `(T, k)` float32 with gradients to `logits`, and the experts, `(T, k)` int64, of each token,
+    like vLLM's `CPURouter` (`_softmax_topk`). `logits` are `(T, E)` in the engine's dtype, in which weights are
+    computed. The weights of a token sum to 1 with `renormalize`; else all experts' weights sum to 1.
     """
     values, ids = torch.topk(logits, k=top_k, dim=-1, sorted=False)
     if renormalize:
@@ -40,8 +39,8 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
 
 
 class PackedExperts:
-    """The product of unquantized experts, with the same bits for a token whatever comes with it. `gate_up`, `(E, 2 I,
-    H)` bfloat16, has rows of the gate before those of `up`; `down` is `(E, H, I)`. Both are copied."""
+    """Product of unquantized experts with the same bits for a token in any batch. `gate_up`, `(E, 2 I, H)` bfloat16,
+    has the rows of the gate before those of `up`; `down` is `(E, H, I)`. Both are copied."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor):
         self._is_engine = kernels.has_engine_kernels()
@@ -56,7 +55,7 @@ class PackedExperts:
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`x` `(T, H)` bfloat16, `ids` and `weights` `(T, k)` from [`route`]; returns `(T, H)` bfloat16."""
+        """Return the output, `(T, H)` bfloat16, for `x`, `(T, H)` bfloat16, and `(T, k)` from [`route`]."""
         if not self._is_engine:
             return experts_product(x, ids, weights, *self._weights, linear=_linear_in_blocks)
         import vllm._custom_ops as ops
@@ -74,8 +73,8 @@ def _linear_in_blocks(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def experts(x, ids, weights, gate_up, down, product) -> torch.Tensor:
     """
     Return the output `(T, H)` of unquantized experts through `product`, made of the rounded matrices, with gradients
-    to `x`, `(T, H)` in the engine's dtype, `weights`, `(T, k)` float32, and the masters `(E, 2 I, H)` and `(E, H, I)`.
-    Experts without a token get a gradient of 0.
+    to `x`, `(T, H)` in the engine's dtype, `weights`, `(T, k)` float32, and the masters `(E, 2 I, H)` and `(E, H, I)`,
+    which are 0 for experts without a token.
     """
     return _Experts.apply(x, ids, weights, gate_up, down, product)
 
@@ -98,7 +97,7 @@ class _Experts(torch.autograd.Function):
         grads = [
             torch.zeros_like(w) if n else None for w, n in zip((gate_up, down), ctx.needs_input_grad[3:5], strict=True)
         ]
-        # Expert by expert: nothing is computed for those without a token, and rounded weights are those of one.
+        # One expert at a time, so that only its weights are held in rounded form.
         for expert, part in enumerate(order.split(counts)):
             if not len(part):
                 continue

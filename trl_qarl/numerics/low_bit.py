@@ -1,6 +1,6 @@
 """
-Products of low-bit weights that learner and engine share: of those that give a row the same bits among any others, the
-fastest that this processor has. A layer's operand is made once for each version of its weight.
+Products of low-bit weights shared by learner and engine: the fastest on this processor among those with the same bits
+for a row in any batch. A layer's operand is made once for each version of its weight.
 
 | weights by activations on a CPU | product | operand, bytes per weight |
 |---|---|---|
@@ -9,8 +9,8 @@ fastest that this processor has. A layer's operand is made once for each version
 | INT4 by INT8 | vLLM's `int4_scaled_mm_cpu`, the same | 0.5 |
 | all, without AVX512, without vLLM or not in bfloat16 | [`~trl_qarl.quantization.gemm.low_bit_linear`] | none in addition to the codes, or less than 1 |
 
-Codes and scales stay in memory in addition to the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the first row is left to
-the last one, which takes less memory and more time. Both sides have to agree on that, so an engine says which it has
+Codes and scales stay in memory in addition to the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the last row replaces
+the first one, which takes less memory and more time. Both sides have to agree, so an engine reports its products
 ([`describe_arithmetic`]).
 """
 
@@ -41,8 +41,8 @@ def low_bit_linear(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
     Return [`~trl_qarl.quantization.gemm.low_bit_linear`] of `rows`, `(M, K)` in the engine's dtype, and a weight `(N,
-    K)`, with the same bits for a row in any batch, in learner and engine; a bias `(N,)` is rounded to that dtype.
-    `MemoryError` is raised if the operand does not fit into the memory that is free.
+    K)`, with the same bits for a row in any batch, in learner and engine. A bias `(N,)` is rounded to that dtype.
+    `MemoryError` is raised if the operand does not fit into free memory.
     """
     if backends.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
@@ -55,7 +55,7 @@ def low_bit_linear(
 
 
 def multiply(rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return only the output of [`low_bit_linear`], on a CPU, for an engine."""
+    """Return only the output of [`low_bit_linear`] on a CPU, for an engine."""
     product = _product_of(low_bit, rows.dtype)
     return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)[0] if product is None else product(rows, bias)
 
@@ -66,7 +66,7 @@ def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:
 
 
 def describe_arithmetic() -> dict[str, Any]:
-    """Return what decides which bits a process on a CPU computes in bfloat16, apart from its inputs."""
+    """Return the settings that determine the bits of a process on a CPU in bfloat16."""
     from vllm import envs
 
     products = ((name, _fastest(get_scheme(name))) for name in ("w4a16", "fp8", "w8a8", "w4a8-int8"))
@@ -82,8 +82,8 @@ def describe_arithmetic() -> dict[str, Any]:
 
 
 class _Expanded:
-    """The dequantized weight in the product of unquantized layers; codes of activations are exact there, and their
-    scale comes after."""
+    """The dequantized weight in the product of unquantized layers. Codes of activations are exact in its dtype, and
+    their scale multiplies the result."""
 
     name = "expanded once + vLLM's product of unquantized layers"
 
@@ -104,22 +104,20 @@ class _Expanded:
         if self.scheme.activation is None:
             return self._product(rows.to(self.dtype), bias).to(rows.dtype)
         scale = e4m3_scale(rows)
-        # The values of `quantize_activation`'s codes, without a detour through codes. PyTorch's own mixed
-        # `bfloat16 * float32` is slower.
+        # The values of `quantize_activation`'s codes, without the codes. PyTorch's mixed `bfloat16 * float32` is
+        # slower.
         values = round_to_grid(rows.float().mul_(scale.reciprocal()))
         y = self._product(values.to(self.dtype)).float().mul_(scale).to(rows.dtype)
         return y if bias is None else y.add_(bias)
 
 
 class _Int8:
-    """INT8 by INT8: sums are exact, and so is a row's share of them."""
-
     name = "vllm::int8_scaled_mm_with_quant"
     scheme = "w8a8"
 
     def __init__(self, low_bit: LowBitTensor):
         self.num_outputs, num_inputs = low_bit.shape
-        # Output channels and input features come in blocks of 32; zeros change no sum, and no scale of a row.
+        # Output channels and input features come in blocks of 32; zeros change neither sums nor scales of rows.
         self._padding = -num_inputs % 32, -self.num_outputs % 32
         self._pack(low_bit, *self._padding)
 
@@ -140,7 +138,7 @@ class _Int8:
 
 
 class _Int4(_Int8):
-    """INT4 by INT8: exact sums within a group, those of groups in their order."""
+    """INT4 by INT8, with exact sums within a group and sums over groups in order."""
 
     name = "vllm::int4_scaled_mm_cpu"
     scheme = "w4a8-int8"
@@ -148,7 +146,7 @@ class _Int4(_Int8):
     def _pack(self, low_bit: LowBitTensor, pad_inputs: int, pad_outputs: int) -> None:
         import vllm._custom_ops as ops
 
-        # Groups fill blocks of input features. As GPTQ has it, zero points are stored less 1: each is 8.
+        # Groups fill blocks of input features. GPTQ stores zero points, here 8, less 1.
         words = F.pad(low_bit.qdata.t(), (0, pad_outputs)).contiguous()
         scale = F.pad(low_bit.scale.t(), (0, pad_outputs), value=1.0).contiguous()
         zeros = words.new_full((len(scale), words.shape[1] // 8), 0x77777777)
@@ -160,8 +158,7 @@ class _Int4(_Int8):
 
 
 def _fastest(scheme: QuantScheme) -> type | None:
-    """Return what makes the operand of a layer of `scheme`, or `None` where nothing beats the learner's own
-    product."""
+    """Return the class that makes the operand of a layer of `scheme`, or `None` for the learner's own product."""
     if reason_not_to_call() is not None:
         return None
     if scheme.activation == INT8:
@@ -173,8 +170,8 @@ def _fastest(scheme: QuantScheme) -> type | None:
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _computes(make: type) -> bool:
-    """Return whether a product of vLLM's is here, is right, and gives a row the same bits among others, on this
-    processor."""
+    """Return whether a product of vLLM is available and correct on this processor, with the same bits for a row in any
+    batch."""
     if not torch.cpu._is_vnni_supported():
         return False
     generator = torch.Generator().manual_seed(0)
@@ -185,7 +182,7 @@ def _computes(make: type) -> bool:
         product = make(low_bit)
         y = product(x, None)
         is_invariant = all(torch.equal(product(x[-rows:], None), y[-rows:]) for rows in (1, 2, 5, 33))
-    # A release may have moved, renamed or removed it.
+    # A release may have moved, renamed or removed the product.
     except Exception:
         return False
     return is_invariant and bool((y.float() - expected).norm() < 2**-6 * expected.norm())

@@ -1,8 +1,8 @@
 """
-The engine's operations, by the class of transformers' module whose forward they replace.
+The engine's operations by the class of transformers' module whose forward they replace.
 
-Decoder layers pass on the residual stream in float32, before the engine's rounding
-([`~trl_qarl.numerics.ops.add`]), so each layer stays one unit for gradient checkpointing and sharding.
+Decoder layers return the residual stream in float32, before the engine's rounding ([`~trl_qarl.numerics.ops.add`]), so
+each layer stays one unit for gradient checkpointing and sharding.
 """
 
 import inspect
@@ -49,8 +49,8 @@ ATTENTION = "qarl_engine"
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Number of last keys that a query of an attention layer sees, or `None` if it sees all, for which configurations
-    also have 0."""
+    """Return the number of last keys that a query of an attention layer sees, or `None` if it sees all keys, for which
+    configurations may have 0."""
     if isinstance(module, (mistral.MistralAttention, mixtral.MixtralAttention)):
         return module.config.sliding_window or None
     return getattr(module, "sliding_window", None) or None
@@ -58,9 +58,9 @@ def window_of(module: nn.Module) -> int | None:
 
 class EngineOperation:
     """
-    The forward of a module in the engine's arithmetic, in `dtype` on a type of device. As the attribute `forward` of
-    the instance it takes the place of that of the class, for torch, transformers and PEFT alike; it is copied and
-    pickled with the module. With `keeps_products` what is made of weights is kept for as long as their values stay.
+    The forward of a module in the engine's arithmetic, in `dtype` on a type of `device`. Set as the attribute
+    `forward` of the instance, it replaces the forward of the class for torch, transformers and PEFT, and is copied and
+    pickled with the module. With `keeps_products`, products are kept while the values of their weights do not change.
     """
 
     keeps_products = True
@@ -83,13 +83,13 @@ class EngineOperation:
 
 
 def class_of(module: nn.Module) -> type:
-    """Class of a module, of one that FSDP2 manages that which it had before."""
-    # torch gives such modules a class of their own, before `FSDPModule` and the former class.
+    """Return the class of a module, or its former class if FSDP2 manages it."""
+    # torch derives a class from `FSDPModule` and the former class.
     return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
 
 
 def operation_of(module: nn.Module) -> EngineOperation | None:
-    """The engine's operation in the place of the module's forward, if there is one."""
+    """Return the engine's operation that replaces the module's forward, if any."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, EngineOperation) else None
 
@@ -105,10 +105,8 @@ class _RMSNorm(EngineOperation):
 
 
 class _Packed(EngineOperation):
-    """
-    A module whose `weights` are not quantized. What `packing` makes of them, rounded to the engine's dtype, is kept
-    for as long as the masters' values stay.
-    """
+    """Operation with unquantized `weights`, of which `packing` makes a product after rounding to the engine's dtype.
+    The product is kept while the masters' values do not change."""
 
     weights: tuple[str, ...]
     packing: Callable[..., Any]
@@ -118,7 +116,7 @@ class _Packed(EngineOperation):
         self._product = self._versions = None
 
     def product(self, *masters: torch.Tensor) -> Any:
-        """Return what is made of `masters`, the module's own unless they are given."""
+        """Return the product of `masters`, by default the module's own."""
         masters = masters or tuple(getattr(self.module, name) for name in self.weights)
         versions = [weight_version(master) if self.keeps_products else None for master in masters]
         if None not in versions and versions == self._versions:
@@ -140,10 +138,8 @@ class _Linear(_Packed):
 
 
 class LoraOperation(EngineOperation):
-    """
-    PEFT's LoRA layer, whose adapter runs beside the layer inside it: factors are rounded as the engine is sent them, B
-    with its scaling, and filled up with zeros to `rank` as the engine holds them.
-    """
+    """PEFT's LoRA layer with the adapter next to the layer inside it. Like in the engine, factors are rounded, B with
+    its scaling, and padded with zeros to `rank`."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: str, rank: int | None):
         super().__init__(module, dtype, device)
@@ -162,15 +158,15 @@ class LoraOperation(EngineOperation):
 
 
 class _RotaryEmbedding(EngineOperation):
-    """Gives attention the table and the positions, where the original gives it cosines and sines."""
+    """Passes the table and the positions to attention, instead of cosines and sines."""
 
     def __init__(self, *args):
         super().__init__(*args)
         module = self.module
-        # Over all positions at once, as the engine computes it: the last bit may depend on the shape.
+        # For all positions at once, like the engine: the last bit may depend on the shape.
         is_plain = module.rope_type == "default"
         compute = module.compute_default_rope_parameters if is_plain else ROPE_INIT_FUNCTIONS[module.rope_type]
-        # On the device itself, as there: a GPU's powers and cosines are not a CPU's.
+        # On the device itself: powers and cosines of GPU and CPU differ.
         with module.inv_freq.device:
             frequencies, _ = compute(module.config)
             positions = torch.arange(module.config.max_position_embeddings, dtype=torch.float)
@@ -178,11 +174,11 @@ class _RotaryEmbedding(EngineOperation):
         self.table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)
 
     def forward(self, x, position_ids):
-        # The kernel would read on beyond the table.
+        # The kernel would read beyond the table.
         if (longest := int(position_ids.max()) + 1) > len(self.table):
             raise ValueError(
-                f"A sequence has {longest} tokens, and the model positions for {len(self.table)} (max_position_embeddings), as many "
-                "as the engine takes. Shorten prompts or completions."
+                f"A sequence has {longest} tokens, but model and engine have only {len(self.table)} positions "
+                "(max_position_embeddings). Shorten prompts or completions."
             )
         return self.table, position_ids.expand(x.shape[0], -1)
 
@@ -206,8 +202,8 @@ class _Attention(EngineOperation):
         if past_key_values is not None:
             if window is not None:
                 raise ValueError(
-                    f"Layers attend to a window of {window} tokens, and a cache drops keys before it: engine numerics have no "
-                    "decoding with a cache there. Take rollouts from vLLM (use_vllm=True), or the fast numerics."
+                    f"Layers attend to a window of {window} tokens, and a cache drops older keys: engine numerics do not support "
+                    "decoding with such a cache. Take rollouts from vLLM (use_vllm=True), or use the fast numerics."
                 )
             key, value = past_key_values.update(key, value, module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
@@ -232,8 +228,8 @@ class _MLP(EngineOperation):
 
 
 class Router(_Linear):
-    """Logits in the engine's dtype, weights in float32, and experts in the engine's order, which is not that of the
-    weights."""
+    """Returns logits in the engine's dtype, weights in float32, and experts in the engine's order, which is not sorted
+    by weight."""
 
     def forward(self, x):
         module = self.module
@@ -250,7 +246,7 @@ class _Experts(_Packed):
 
 
 class _SparseBlock(EngineOperation):
-    """Experts, and the expert that every token goes to where there is one."""
+    """Experts, and the shared expert if there is one."""
 
     def forward(self, hidden_states):
         module = self.module
@@ -305,18 +301,18 @@ Operations by the class of the module; quantized layers and experts keep their f
 [`~trl_qarl.numerics.low_bit.low_bit_linear`].
 """
 
-# Modules that compute nothing, or are not called any more.
+# Modules that compute nothing, or are no longer called.
 TRANSPARENT = (nn.ModuleList, SiLUActivation)
 
 
 def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, **kwargs):
     """
-    transformers' attention interface for the engine's kernel: `(B, T, heads, head_dim)`, 0 where there is no token,
-    and `None` for the weights.
+    Implement transformers' attention interface with the engine's kernel. Return `(B, T, heads, head_dim)`, 0 for
+    padding, and `None` in place of attention weights.
 
     `query` is `(B, heads, T, head_dim)`, `key` and `value` are `(B, key_heads, S, head_dim)`, with a cache `S > T`.
-    `attention_mask`, `(B, S)`, is true where there is a token; `None` if there is one everywhere. Where
-    `position_ids`, `(B, T)`, start again, without a mask, so does a sequence.
+    `attention_mask`, `(B, S)`, is true for tokens; `None` without padding. Without a mask, a new sequence begins where
+    `position_ids`, `(B, T)`, are 0.
     """
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -342,5 +338,5 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
 
 
 AttentionInterface.register(ATTENTION, _attend)
-# `(B, S)` as it came, or `None` if every position holds a token.
+# The mask `(B, S)` unchanged, or `None` if every position holds a token.
 AttentionMaskInterface.register(ATTENTION, flash_attention_mask)

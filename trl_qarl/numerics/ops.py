@@ -1,9 +1,8 @@
 """
-The engine's operations with gradients: forward, the engine's kernel; backward, the ordinary gradient of the
-mathematical operation at the same point, in high precision.
+The engine's operations with gradients. Forward runs the engine's kernel, backward computes the gradient of the
+mathematical operation at the same point in high precision.
 
-Parameters arrive as float32 masters; an operation rounds them to the engine's dtype itself and hands the gradient
-straight through that rounding.
+Operations round float32 masters to the engine's dtype and pass the gradient straight through that rounding.
 """
 
 import torch
@@ -27,29 +26,24 @@ __all__ = [
 ]
 
 LOGIT_ROWS = 1024
-"""Rows whose logits are held at a time, in the engine's dtype. Backward has the last of them from forward."""
+"""Rows of logits, in the engine's dtype, held at a time. Forward keeps the last of them for backward."""
 
 LOGITS_IN_CACHE = 2**18
-"""Logits of each thread that are in float32 at a time, so that what is computed of them stays in a processor's
-cache."""
+"""Logits in float32 per thread at a time, so that intermediate results stay in a processor's cache."""
 
 WINDOW_ROWS = 512
-"""Queries whose mask of a window is held at a time."""
+"""Queries per mask of a window."""
 
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """
-    Return the residual stream after a block, in float32: `x + residual`, both rounded to the engine's dtype already.
-
-    The engine on a CPU norms this sum, that on a GPU its rounded value; both store the rounded value. So it passes
-    from layer to layer unrounded.
-    """
+    """Return the residual stream after a block, `x + residual` in float32, of two tensors rounded to the engine's
+    dtype. Engines store the rounded sum, but on a CPU they norm the sum itself, so it is passed on unrounded."""
     return x.float() + residual.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients
-    to both."""
+    """[`~trl_qarl.numerics.backends.Backend.rms_norm`] of `x` with a master `weight`, rounded to `dtype`; gradients to
+    both."""
     return _RMSNorm.apply(x, weight, epsilon, dtype)
 
 
@@ -69,9 +63,7 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product):
-    """
-    `x @ weight.T + bias` through `product`, made of the rounded `weight`, with gradients to `x`, `weight` and `bias`.
-    """
+    """Return `x @ weight.T + bias` through `product`, made of the rounded `weight`, with gradients to all three."""
     return _Linear.apply(x, weight, bias, product)
 
 
@@ -96,18 +88,18 @@ def head_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Return [`token_log_probs`] of the output head's logits, and the entropies, `(N,)` float32, with gradients to
-    `hidden`, `weight` and `bias`, without holding the logits of more than [`LOGIT_ROWS`] rows: backward has those of
-    the last rows, and computes the others again.
+    `hidden`, `weight` and `bias`. At most [`LOGIT_ROWS`] rows of logits are held: backward gets the last ones from
+    forward and computes the others again.
 
-    `hidden` is `(N, K)` in the engine's dtype, `weight`, `(V, K)`, the head's master, `product`
-    ([`~trl_qarl.numerics.backends.Product`]) made of it, rounded, and `tokens` is `(N,)` int64.
+    `hidden` is `(N, K)` in the engine's dtype, `weight`, `(V, K)`, the head's master, `product` the
+    [`~trl_qarl.numerics.backends.Product`] of its rounded form, and `tokens` is `(N,)` int64.
     """
     return _HeadLogProbs.apply(hidden, weight, bias, product, tokens, temperature)
 
 
 def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Return the log-prob, `(...)` float32, of each of `tokens`, `(...)` int64, as the engine's sampler reports it:
-    `log_softmax(float32(logits) / temperature)`, of `logits`, `(..., V)` in the engine's dtype."""
+    """Return the log-probs, `(...)` float32, of `tokens`, `(...)` int64, like the engine's sampler:
+    `log_softmax(float32(logits) / temperature)` of `logits`, `(..., V)` in the engine's dtype."""
     rows = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), temperature)
     return rows.view(tokens.shape)
 
@@ -171,7 +163,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window):
         if any(ctx.needs_input_grad) and query_lengths != key_lengths:
             raise NotImplementedError(
-                "Attention to cached keys has no gradient; score whole sequences, without a cache."
+                "Attention to cached keys does not support gradients. Score whole sequences, without a cache."
             )
         ctx.save_for_backward(query, key, value)
         ctx.lengths, ctx.scale, ctx.window = query_lengths, scale, window
@@ -184,7 +176,7 @@ class _Attention(torch.autograd.Function):
         grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
         differentiate = _grad_attention if ctx.window is None else _grad_windowed_attention
         parts = zip(*(tensor.split(ctx.lengths) for tensor in (query, key, value, grad, *grads)), strict=True)
-        # Sequence by sequence: memory is that of one, and torch's fused kernel holds no matrix of scores.
+        # One sequence at a time saves memory, and torch's fused kernel holds no matrix of scores.
         for *inputs, grad_part, grad_query, grad_key, grad_value in parts:
             sources = differentiate(*(tensor.float() for tensor in (*inputs, grad_part)), ctx.scale, ctx.window)
             for target, source in zip((grad_query, grad_key, grad_value), sources, strict=True):
@@ -193,7 +185,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _grad_attention(query, key, value, grad, scale, window=None, mask=None):
-    """Gradients of one sequence's attention in float32: causal, or to the keys of `mask` `(queries, keys)`."""
+    """Return float32 gradients of one sequence's attention: causal, or to the keys of `mask` `(queries, keys)`."""
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in inputs)
@@ -204,7 +196,7 @@ def _grad_attention(query, key, value, grad, scale, window=None, mask=None):
 
 
 def _grad_windowed_attention(query, key, value, grad, scale, window):
-    """The same with a window, [`WINDOW_ROWS`] queries at a time with the keys that any of them sees."""
+    """Return the same with a window, for [`WINDOW_ROWS`] queries at a time with the keys that any of them sees."""
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
     for start in range(0, len(query), WINDOW_ROWS):
         end, first = min(start + WINDOW_ROWS, len(query)), max(start - window + 1, 0)
@@ -288,7 +280,7 @@ class _HeadLogProbs(torch.autograd.Function):
         parts = zip(hidden.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True)
         values, logits = [], None
         for rows, token in parts:
-            # The former are freed first.
+            # Frees the former logits first.
             del logits
             logits = product(rows, bias)
             values.append(_score(logits, token, temperature))
@@ -322,7 +314,7 @@ class _HeadLogProbs(torch.autograd.Function):
                 torch.mm(grad, rounded, out=grad_hidden[part])
             if needs_weight:
                 grad_weight = _add(grad_weight, (grad.t() @ hidden[part]).to(weight.dtype))
-            # Before the next are made.
+            # Frees them before the next ones are made.
             del grad, logits
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
@@ -332,14 +324,13 @@ def _add(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_in_cache(logits: torch.Tensor) -> int:
-    """Rows of `logits` `(M, V)` to be computed with at a time."""
     if logits.device.type != "cpu":
         return 256
     return max(LOGITS_IN_CACHE * torch.get_num_threads() // logits.shape[1], 1)
 
 
 def _score(logits, tokens, temperature, has_entropies=True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of `tokens` and entropies, both `(M,)` float32, of `logits` `(M, V)`."""
+    """Return log-probs of `tokens` and entropies, both `(M,)` float32, of `logits` `(M, V)`."""
     size = _rows_in_cache(logits)
     log_probs, entropies = logits.new_empty(2, len(tokens), dtype=torch.float32)
     for start in range(0, len(tokens), size):
@@ -352,16 +343,13 @@ def _score(logits, tokens, temperature, has_entropies=True) -> tuple[torch.Tenso
 
 
 def _grad_logits(logits, tokens, log_probs, grad_log_probs, temperature, of_entropies=None) -> torch.Tensor:
-    """
-    Overwrite `logits` `(M, V)` by their gradient: of `log_probs` of `tokens` and, if they are given with their
-    gradient, of entropies.
-    """
+    """Overwrite `logits` `(M, V)` by the gradient of the `log_probs` of `tokens` and of entropies, if given."""
     size = _rows_in_cache(logits)
     for start in range(0, len(tokens), size):
         part = slice(start, start + size)
         target, token, grad = logits[part], tokens[part, None], (grad_log_probs[part] / temperature)[:, None]
         scaled = target.float() if temperature == 1.0 else target.float().div_(temperature)
-        # The logarithm of the sum is a token's logit less its log-prob: no further pass over the vocabulary.
+        # The logarithm of the sum is a token's logit less its log-prob, which saves a pass over the vocabulary.
         all_log_probs = scaled.sub_(scaled.gather(1, token) - log_probs[part, None])
         if of_entropies is None:
             grad_part = all_log_probs.exp_().mul_(-grad)

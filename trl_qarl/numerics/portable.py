@@ -1,11 +1,10 @@
 """
-The engine's operations in torch, where vLLM's kernels are not installed: decoding with a cache and scoring agree bit
-for bit.
+The engine's operations in torch, for machines without vLLM's kernels: decoding with a cache and scoring agree bit for
+bit.
 
-A row of a matrix product keeps its bits only if the shapes of the product stay the same, as BLAS chooses the order of
-sums by them. So everything that is summed here is a product of one fixed shape, filled up with zeros, and sums over
-several of them are taken from the first to the last. Queries, keys and values are bfloat16; products and sums are
-float32.
+BLAS chooses the order of a sum by the shapes of the product. Therefore all sums here are products of one fixed shape,
+padded with zeros, and sums over several products run from the first to the last. Queries, keys and values are
+bfloat16; products and sums are float32.
 """
 
 import torch
@@ -16,12 +15,12 @@ from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 
 __all__ = ["PackedLinear", "attention", "log_softmax", "rms_norm", "rotate", "silu_mul"]
 
-NUM_ROWS = 48  # a multiple of the rows that BLAS takes at once, as in `trl_qarl.quantization.gemm`
+NUM_ROWS = 48  # a multiple of the rows of BLAS' tiles, as in `trl_qarl.quantization.gemm`
 NUM_KEYS = 128
 
 
 class PackedLinear:
-    """[`~trl_qarl.numerics.backends.Backend.PackedLinear`] in blocks of as many rows."""
+    """[`~trl_qarl.numerics.backends.Backend.PackedLinear`] in blocks of `NUM_ROWS`."""
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight if has_fast_bf16() else weight.float()
@@ -61,7 +60,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
     """[`~trl_qarl.numerics.backends.Backend.attention`] for sequences of any length."""
     if window is not None:
-        raise NotImplementedError("Only vLLM's kernels for CPUs have attention to a window of keys.")
+        raise NotImplementedError("Only vLLM's kernels for CPUs support attention to a window of keys.")
     outputs = []
     for q, k, v in zip(query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
         num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]
@@ -92,6 +91,6 @@ def _attend(rows: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, val
         for start in range(0, int(positions.max()) + 1, NUM_KEYS)
     ]
     largest = torch.stack([scores.amax(dim=-1, keepdim=True) for scores, _ in tiles]).amax(dim=0)
-    # A tile without a key that a row may see adds exactly 0 to it.
+    # A tile without visible keys adds exactly 0 to a row.
     total = sum(torch.bmm((scores - largest).exp_(), tile) for scores, tile in tiles)
     return (total[..., :-1] / total[..., -1:])[:, :num_rows]

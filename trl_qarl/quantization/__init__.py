@@ -1,2 +1,1 @@
-"""One definition of a low-bit weight, from the table of schemes to the checkpoint. Imports nothing of the other
-folders."""
+"""Definition of a low-bit weight, from the table of schemes to the checkpoint. Imports no other folder."""

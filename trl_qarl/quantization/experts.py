@@ -1,10 +1,9 @@
 """
-The experts of a mixture on the low-bit form of their matrices, straight through to the masters that transformers
-stacks.
+Experts of a mixture with a forward on the low-bit form of their matrices and a backward to their stacked masters.
 
-transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, whose first
-`I` rows are an expert's gate and the others its up projection, and `down_proj`, `(E, H, I)`. A row has scales of its
-own, so each parameter is quantized as one matrix of `E * N` rows, of which an expert's tensors are views. An expert
+transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, with the `I`
+rows of an expert's gate before those of its up projection, and `down_proj`, `(E, H, I)`. Every row has its own scales,
+so each parameter is quantized like one matrix of `E * N` rows, and an expert's tensors are views of it. An expert
 without tokens gets a gradient of zeros.
 """
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from .experts_product import experts_product, grouped_experts, reason_against_grouping
+from .experts_product import experts_product, grouped_experts, is_grouping_faster
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
 from .schemes import QuantScheme, get_scheme
@@ -34,9 +33,9 @@ class QuantizedExperts(QuantizedLayer):
     """
     The experts of a layer with a quantized forward and a straight-through gradient to their masters.
 
-    Made by [`~QuantizedExperts.from_experts`]. It computes by itself, whatever experts' implementation the model's
-    configuration names; caches are as in [`~trl_qarl.quantization.linear.QuantizedLinear`]. `num_experts` is also the
-    index that stands for a slot to skip, and `experts_class` the class of the module it was made from.
+    Made by [`~QuantizedExperts.from_experts`]. The experts' implementation in the model's configuration has no effect.
+    Caches work as in [`~trl_qarl.quantization.linear.QuantizedLinear`]. `num_experts` is also the index of a slot to
+    skip, and `experts_class` the class of the module it was made from.
     """
 
     num_experts: int
@@ -47,8 +46,8 @@ class QuantizedExperts(QuantizedLayer):
     def from_experts(
         cls, experts: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedExperts":
-        """Make a `QuantizedExperts` to be put into the place of `experts`, one of transformers' modules of experts, as
-        `QuantizedLinear.from_linear` does, with its errors; another layout raises `TypeError`."""
+        """Make a `QuantizedExperts` that replaces `experts`, one of transformers' modules of experts; arguments and
+        errors are those of `QuantizedLinear.from_linear`. Another layout raises `TypeError`."""
         if problem := problem_of_experts(experts):
             raise TypeError(f"{type(experts).__name__} cannot be quantized: {problem}.")
         check_can_be_quantized(experts, [GATE_UP, DOWN], scheme)
@@ -61,7 +60,7 @@ class QuantizedExperts(QuantizedLayer):
     def restored(self) -> nn.Module:
         if self.is_frozen:
             raise ValueError(
-                "The experts are frozen: their masters are gone, and nothing else computes with low-bit weights."
+                "The experts are frozen: their masters are gone, and transformers' experts cannot use low-bit weights."
             )
         return sharing_state(self.experts_class, self, without={*OWN_ATTRIBUTES, "experts_class"})
 
@@ -78,7 +77,7 @@ class QuantizedExperts(QuantizedLayer):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, with
-        [`experts_product`], or on GPUs, where that pays, [`grouped_experts`]; under autocast in its dtype."""
+        [`experts_product`], or on GPUs with [`grouped_experts`] if it is faster; under autocast in its dtype."""
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -104,15 +103,14 @@ class QuantizedExperts(QuantizedLayer):
             return straight_through_linear(rows, low_bit, None, master, product)
 
         y = experts_product(tokens, top_k_index, top_k_weights, gate_up, down, linear, self.act_fn)
-        # Experts with few tokens may run another one.
+        # Experts with few tokens may run another kernel.
         self.kernel_name = " and ".join(sorted(kernels)) or self.kernel_name
         return y.view_as(hidden_states)
 
     def _low_bit_operands(self, weight: QuantizedWeight) -> Sequence[tuple[LowBitTensor, torch.Tensor | None]]:
-        """Low-bit matrix of each expert, and the master that its gradient goes to."""
         stacked, master = self._stacked_operand(weight)
         low_bit = stacked.row_blocks(self.num_experts)
-        # Of `master[expert]` each gradient would be as large as the whole.
+        # With `master[expert]` each gradient would be as large as the whole.
         masters = [None] * self.num_experts if master is None else master.unbind()
         return list(zip(low_bit, masters, strict=True))
 
@@ -121,11 +119,11 @@ class QuantizedExperts(QuantizedLayer):
         return weight.low_bit_weight(), weight.source.gradient(weight.parameter) if takes_gradient else None
 
     def _is_grouped(self, tokens: torch.Tensor, top_k_index: torch.Tensor) -> bool:
-        # Other products than the learner's own are there for their bits.
-        if self.product is not low_bit_linear:
-            return False
         sizes = tokens.shape[-1], self.down_proj.shape[-1]
-        return reason_against_grouping(tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme) is None
+        # Engine numerics need the bits of their own product.
+        return self.product is low_bit_linear and is_grouping_faster(
+            tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme
+        )
 
     @override
     def extra_repr(self) -> str:
@@ -133,7 +131,7 @@ class QuantizedExperts(QuantizedLayer):
 
 
 def has_stacked_matrices(name: str, module: nn.Module) -> bool:
-    """Return whether a module, of that name in the model, keeps the matrices of several experts in one parameter."""
+    """Return whether a module with this name in the model keeps the matrices of several experts in one parameter."""
     is_experts = "experts" in name.split(".") or hasattr(module, "num_experts")
     return is_experts and any(len(shape) == 3 for shape in shapes_of(module).values())
 
@@ -141,9 +139,9 @@ def has_stacked_matrices(name: str, module: nn.Module) -> bool:
 def problem_of_experts(module: nn.Module) -> str | None:
     """Return why experts with stacked matrices cannot be quantized, or `None` for the layout described above."""
     if not hasattr(module, "is_concatenated"):
-        return "its class has no interface of transformers for the computation of experts"
+        return "its class does not have transformers' interface for the computation of experts"
     if getattr(module, "is_transposed", False):
-        return "matrices are stored transposed, so a group of input features is not a part of a row"
+        return "matrices are stored transposed, so a group of input features is not part of a row"
     if not module.is_concatenated:
         return "rows of gate and up projection alternate"
     if getattr(module, "has_bias", False):
@@ -151,7 +149,7 @@ def problem_of_experts(module: nn.Module) -> str | None:
     if not getattr(module, "has_gate", True):
         return "experts have no gate"
     if getattr(type(module)._apply_gate, "__name__", "") != "_default_apply_gate":
-        return "its class has an activation of its own (`_apply_gate`)"
+        return "its class has its own activation (`_apply_gate`)"
     shapes = {name: tuple(shape) for name, shape in shapes_of(module).items()}
     if shapes.keys() != {GATE_UP, DOWN} or any(len(shape) != 3 for shape in shapes.values()):
         return f"its parameters are {shapes}, not {GATE_UP} (E, 2 I, H) and {DOWN} (E, H, I)"
@@ -162,8 +160,8 @@ def problem_of_experts(module: nn.Module) -> str | None:
 
 
 def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
-    """Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a
-    layer. `ValueError` is raised if none divides both, and for formats that no reader of experts knows."""
+    """Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for all experts of a
+    layer. `ValueError` is raised if no size divides both, and for formats in which experts are unsupported."""
     if refusal := format_of(scheme.container).refusal_of_experts:
         raise ValueError(
             f"scheme {scheme.name!r} of experts: {refusal}. Use another scheme for them, such as "
@@ -175,7 +173,7 @@ def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme,
         sizes = {scheme.group_size_for(size) for size in (hidden, intermediate)}
     except ValueError as error:
         raise ValueError(
-            f"experts of hidden size {hidden} and intermediate size {intermediate}, of which both must fit: {error}"
+            f"experts of hidden size {hidden} and intermediate size {intermediate}, which must both fit: {error}"
         ) from None
     if len(sizes) == 1:
         return scheme, sizes.pop()

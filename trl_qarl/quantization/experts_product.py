@@ -1,29 +1,30 @@
 """
-The product of a mixture's experts, which learner and engines share.
+Product of a mixture's experts, shared by learner and engines.
 
 For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 
-    gate, up = x @ gate_up[e].T         rounded to the dtype of `x`, as a linear layer of an engine does
+    gate, up = x @ gate_up[e].T         rounded to the dtype of `x`, like a linear layer of an engine
     y_e = (silu(gate) * up) @ down[e].T
     out = w_1 y_1 + ... + w_k y_k       float32, in this order, each product and sum rounded by itself; rounded
                                         once to the dtype
 
-Each expert multiplies the tokens routed to it in one product, so with a product whose rows do not depend on each other
-no token's result depends on what else is computed.
+Each expert multiplies the tokens routed to it in one product. If the rows of that product are independent, no token's
+result depends on other tokens.
 
-[`grouped_experts`] is one product for all experts of a layer, that of fast numerics on GPUs. Rows are sorted by
+[`grouped_experts`] multiplies all experts of a layer in one product, for fast numerics on GPUs. Rows are sorted by
 expert, and `torch.nn.functional.grouped_mm` multiplies each group of rows `G_e` by its expert's matrix:
 
     y[G_e]      = x[G_e] @ w'[e].T
     grad x[G_e] = grad y[G_e] @ w'[e]
     grad w[e]   = grad y[G_e].T @ x[G_e]     straight through to the master; 0 for an expert without rows
 
-`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. Up to the order of summation the
-numbers are those of one product per expert, which engine numerics keep, whose bits these are not, as do schemes with
-activations in 8 bits: `scaled_grouped_mm` exists only on GPUs and wants scales in another layout.
+`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. The numbers are those of one
+product per expert up to the order of summation, so engine numerics do not use it. Schemes with activations in 8 bits
+do not use it either: `scaled_grouped_mm` exists only on GPUs and takes scales in another layout.
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from .schemes import QuantScheme
 from .tensors import LowBitTensor
 
 
-__all__ = ["experts_product", "grouped_experts", "reason_against_grouping", "routed"]
+__all__ = ["experts_product", "grouped_experts", "is_grouping_faster", "routed"]
 
 
 def experts_product(
@@ -47,14 +48,15 @@ def experts_product(
     activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
 ) -> torch.Tensor:
     """
-    Return what the experts give for tokens `x`, `(T, H)` in the compute dtype, in its dtype; zeros for a token without
-    experts; with gradients where `linear` has them.
+    Return the output of the experts for tokens `x`, `(T, H)` in the compute dtype, in the same dtype, with the
+    gradients of `linear`; zeros for a token without experts.
 
-    `ids` has the experts `(T, k)` of each token, integers, of which the number of experts stands for a slot to skip;
-    `weights` their weights `(T, k)`, converted to float32. `gate_up` has for each expert what `linear` takes for the
-    rows of its gate, then of its up projection, `(2 I, H)`; `down` the same for the down projection, `(H, I)`.
-    `linear` takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of the rows; `activation` is
-    applied to the gate.
+    - `ids`: experts `(T, k)` of each token, integers; the number of experts stands for a slot to skip.
+    - `weights`: their weights `(T, k)`, converted to float32.
+    - `gate_up`: operand of `linear` for each expert, with the rows of the gate before those of the up projection,
+      `(2 I, H)`; `down` the same for the down projection, `(H, I)`.
+    - `linear`: multiplies rows `(M, K)` by an operand and returns `(M, N)` in the dtype of the rows.
+    - `activation`: applied to the gate.
     """
 
     def one_by_one(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -76,9 +78,9 @@ def routed(
     product: Callable[[torch.Tensor, list[int]], torch.Tensor],
 ) -> torch.Tensor:
     """
-    Return what [`experts_product`] does, given what multiplies: `product` takes the rows of all tokens and experts,
-    `(S, H)`, those of one expert after those of the one before, and how many each of the `num_experts` has, and
-    returns their outputs `(S, H)`. It is not called without rows.
+    Return the result of [`experts_product`] with another `product`. It takes the rows `(S, H)` of all tokens, sorted
+    by expert, and the number of rows of each of the `num_experts`, and returns their outputs `(S, H)`. It is not
+    called without rows.
     """
     num_tokens, topk = ids.shape
     slots = ids.reshape(-1).long()
@@ -89,36 +91,30 @@ def routed(
         return torch.zeros_like(x)
     y = product(x.index_select(0, order // topk), counts)
     of_slots = x.new_zeros(slots.shape[0], x.shape[1]).index_copy(0, order, y)
-    return _weighted_sum(of_slots.view(num_tokens, topk, -1), weights.float()).to(x.dtype)
-
-
-def _weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`(T, H)` float32 of `y`, `(T, k, H)`, and `weights`, `(T, k)` float32."""
-    total = y[:, 0].float() * weights[:, :1]
-    for slot in range(1, y.shape[1]):
-        total = total + y[:, slot].float() * weights[:, slot : slot + 1]
-    return total
+    parts = of_slots.view(num_tokens, topk, -1).unbind(1)
+    products = (part.float() * weight for part, weight in zip(parts, weights.float().split(1, 1), strict=True))
+    return reduce(torch.add, products).to(x.dtype)
 
 
 _Operand = tuple[LowBitTensor, torch.Tensor | None]
 
 
-def reason_against_grouping(
+def is_grouping_faster(
     x: torch.Tensor, num_rows: int, num_experts: int, sizes: tuple[int, int], scheme: QuantScheme
-) -> str | None:
-    """Return why experts of a hidden and an intermediate size are multiplied one by one, or `None` where a grouped
-    product can be had and pays, for tokens `x` in the compute dtype with `num_rows` rows of all experts together."""
-    if scheme.activation is not None:
-        return "activations are quantized"
-    if x.device.type != "cuda":
-        return "on CPUs torch multiplies expert by expert too, after all weights were expanded"
-    if x.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "torch has it for bfloat16, from compute capability 8.0"
-    if any(size % 8 for size in sizes):
-        return "torch wants rows of multiples of 16 bytes"
-    if num_rows < num_experts:
-        return "most experts are idle, and their weights would be expanded"
-    return None
+) -> bool:
+    """Return whether a grouped product is possible and faster than one product per expert, for tokens `x` in the
+    compute dtype with `num_rows` rows of all experts together; `sizes` are the hidden and the intermediate size."""
+    return (
+        scheme.activation is None
+        # On CPUs torch also multiplies expert by expert, after expanding all weights.
+        and x.device.type == "cuda"
+        and x.dtype is torch.bfloat16
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        # torch needs rows of multiples of 16 bytes.
+        and all(size % 8 == 0 for size in sizes)
+        # With fewer rows most experts are idle, and their weights would be expanded.
+        and num_rows >= num_experts
+    )
 
 
 def grouped_experts(
@@ -130,11 +126,8 @@ def grouped_experts(
     down: _Operand,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """
-    Return what [`experts_product`] does, with gradients to masters. `gate_up`
-    is a low-bit weight `(E * 2 I, H)` and the master `(E, 2 I, H)` if it takes a gradient; `down` the same of
-    `(E * H, I)` and `(E, H, I)`.
-    """
+    """Return the result of [`experts_product`] with gradients to masters. `gate_up` is a low-bit weight `(E * 2 I, H)`
+    and the master `(E, 2 I, H)` if it takes a gradient; `down` has shapes `(E * H, I)` and `(E, H, I)`."""
 
     def product(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
@@ -146,7 +139,7 @@ def grouped_experts(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Low-bit products forward, high-precision straight-through backward, as for a linear layer."""
+    """Low-bit products forward, high-precision straight-through backward."""
 
     @staticmethod
     def forward(ctx, rows, low_bit, master, ends, idle):
@@ -164,11 +157,11 @@ class _GroupedLinear(torch.autograd.Function):
             grad_rows = F.grouped_mm(grad, _expanded(ctx.low_bit, grad, ctx.ends), offs=ctx.ends)
         if ctx.needs_input_grad[2]:
             grad_master = F.grouped_mm(grad.t(), ctx.saved_tensors[0], offs=ctx.ends).to(ctx.master_dtype)
-            # torch does not say what is left in a group without rows.
+            # torch leaves a group without rows undefined.
             grad_master[ctx.idle] = 0
         return grad_rows, None, grad_master, None, None
 
 
 def _expanded(low_bit: LowBitTensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    # The product is not under autocast: both operands have the dtype of the rows.
+    # Autocast does not apply to the product: both operands need the dtype of the rows.
     return low_bit.dequantize(rows.dtype).unflatten(0, (len(ends), -1))

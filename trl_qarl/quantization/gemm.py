@@ -1,16 +1,16 @@
 """
 Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
 
-[`low_bit_linear`] runs one and returns its name, of which docs/schemes.md has the table. The choice depends on nothing
-that differs between rollout, scoring and loss but the number of rows, and every kernel of a scheme computes the same
-sum of products with float32 accumulation, up to rounding of the weight to 16 bits and the order of summation. With
-`row_invariant=True`, for engines, whose prefill and decode must agree, a row has the same bits whatever rows come with
-it: ATen's INT4 and INT8 kernels compute each row by itself; where they cannot run, the weight is expanded and
-multiplied with blocks of 48 rows, because BLAS chooses the order of summation by the number of rows.
+[`low_bit_linear`] runs a product and returns its name; docs/schemes.md has the table of names. Between rollout,
+scoring and loss the choice depends only on the number of rows. All kernels of a scheme compute the same sum of
+products with float32 accumulation, up to rounding of the weight to 16 bits and the order of summation. Prefill and
+decode of an engine must agree, so with `row_invariant=True` a row has the same bits in any batch: ATen's INT4 and INT8
+kernels compute each row by itself; if they cannot run, the weight is expanded and multiplied with blocks of 48 rows,
+because BLAS chooses the order of summation by the number of rows.
 
-On a CPU the thresholds, here and in `formats/`, are where the measured times cross (benchmarks/learner.md). x86
-processors have no arithmetic of FP8, or of INT4 by INT8, in PyTorch: the codes of activations are exact in bf16 and
-float32, so they go through a weight-only product, and the result is multiplied by their scale.
+On a CPU the thresholds, here and in `formats/`, are where the measured times cross (benchmarks/learner.md). PyTorch
+has no product of FP8, or of INT4 by INT8, for x86 processors. The codes of activations are exact in bf16 and float32,
+so they go through a weight-only product, whose result is multiplied by their scale.
 """
 
 from functools import lru_cache
@@ -27,14 +27,14 @@ from .schemes import QuantScheme
 __all__ = ["expanded_name", "has_fast_bf16", "linear_in_blocks", "low_bit_linear", "low_bit_matmul"]
 
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
-# A multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest.
+# A multiple of BLAS' tiles of 6, 8, 12, 16 and 24 rows, so that no tile is incomplete.
 ROW_INVARIANT_BLOCK = 48
-# With AMX, oneDNN chooses how it splits a long sum by the number of output channels. An engine holds several layers of
-# the learner as one, so channels are computed in blocks, too.
+# With AMX, oneDNN splits a long sum depending on the number of output channels. An engine holds several layers of the
+# learner in one matrix, so channels are computed in blocks, too.
 CHANNELS_WITH_AMX = 128
 EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 
-# Names of what ran; docs/schemes.md says what each means.
+# Names of products, explained in docs/schemes.md.
 EXPANDED = "{weight} expanded to {dtype} + aten::linear"
 GROUPED = "{weight} expanded to {dtype} + aten::_grouped_mm"
 INT8_KERNEL = "aten::_int_mm"
@@ -47,10 +47,12 @@ def low_bit_linear(
     x: torch.Tensor, weight: Any, bias: torch.Tensor | None, row_invariant: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
-    Return `x @ w'.T + bias` of activations `(M, K)` in the compute dtype and a `LowBitTensor` `(N, K)`, in the dtype
-    of `x`; what the backward pass needs to rebuild the activations the product saw (`(x,)`, or codes and scale); and
-    the kernel's name. A bias `(N,)` of any floating dtype is added in the compute dtype; no gradient is recorded. On a
-    CPU, `row_invariant` asks for one kernel for any number of rows, such that no row changes the result of another.
+    Multiply activations `(M, K)` in the compute dtype by a `LowBitTensor` `(N, K)`, without recording a gradient.
+
+    Return `x @ w'.T + bias` in the dtype of `x`; the tensors from which backward rebuilds the product's activations,
+    `(x,)` or codes and scale; and the kernel's name. A bias `(N,)` of any floating dtype is added in the compute
+    dtype. On a CPU, `row_invariant` asks for one kernel for any number of rows, with which no row changes another's
+    result.
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
@@ -62,7 +64,7 @@ def low_bit_linear(
         if weight.qdata.dtype is torch.int8 or _has_fp8_kernel(codes, weight.qdata):
             product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
         else:
-            # Sums of codes may be more than float16 holds.
+            # Sums of codes may overflow float16.
             dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
             codes_as_numbers = activation_form(codes).unpack(codes, dtype)
             product, kernel = _weight_only_linear(codes_as_numbers, weight, None, row_invariant)
@@ -82,7 +84,7 @@ def low_bit_matmul(
     if x_codes.dtype is torch.int8:
         accumulated, kernel = _int8_matmul(x_codes, w_codes)
     elif dtype is torch.bfloat16:
-        # 16-bit output needs the row-wise scales inside the kernel, which is also what CUTLASS does in vLLM.
+        # 16-bit output needs the row-wise scales inside the kernel, like CUTLASS in vLLM.
         product = torch._scaled_mm(x_codes, w_codes.t(), x_scale, w_scale.t().contiguous(), out_dtype=dtype)
         return product, FP8_KERNEL
     else:
@@ -109,14 +111,14 @@ def _weight_only_linear(x, weight, bias, row_invariant):
 
 
 def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
-    """Return `EXPANDED` or `GROUPED` filled in, for a weight of `scheme` that is expanded to `dtype` before."""
+    """Return `EXPANDED` or `GROUPED` filled in for a weight of `scheme` that is expanded to `dtype`."""
     container = scheme.container
     codes = f"INT{container.num_bits}" if container.type == "int" else container.name.upper()
     return product.format(weight=codes, dtype=str(dtype).removeprefix("torch."))
 
 
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T`, `(M, K)` by `(N, K)` in their dtype; rows and channels have the same bits among any others."""
+    """Return `x @ weight.T`, `(M, K)` by `(N, K)` in their dtype; bits do not depend on other rows or channels."""
     if weight.dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return _in_blocks_of_rows(x, weight)
     *whole, last = weight.split(CHANNELS_WITH_AMX)
@@ -145,10 +147,10 @@ def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Te
     rows = x_codes.shape[0]
     if x_codes.is_cuda:
         if w_codes.shape[0] % 8 == 0 and w_codes.shape[1] % 8 == 0:
-            # cuBLAS wants more than 16 rows.
+            # cuBLAS needs more than 16 rows.
             padded = F.pad(x_codes, (0, 0, 0, 32 - rows)) if rows <= 16 else x_codes
             return torch._int_mm(padded, w_codes.t())[:rows], INT8_KERNEL
-    # A weight `(N, 1)` has the strides of a transposed one, and `_int_mm` returns whatever lay in its output.
+    # A weight `(N, 1)` has the strides of a transposed one, for which `_int_mm` leaves its output uninitialized.
     elif w_codes.shape[1] > 1 and (_has_vnni() or rows <= INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI):
         return torch._int_mm(x_codes, w_codes.t()), INT8_KERNEL
     blocks = zip(x_codes.split(EXACT_FLOAT32_FEATURES, 1), w_codes.split(EXACT_FLOAT32_FEATURES, 1), strict=True)

@@ -1,14 +1,13 @@
 """
-Global scales, such as NVFP4's ([`trl_qarl.quantization.formats.fp4`]), chosen when a model is prepared and then
-constant: one for all layers that vLLM fuses into one matrix. It takes the largest of such a matrix for all of it, so
-with several it would multiply by other weights than were trained.
+Global scales, such as NVFP4's ([`trl_qarl.quantization.formats.fp4`]): chosen when a model is prepared, then constant,
+with one for all layers that vLLM fuses into one matrix. vLLM applies the largest scale to the whole matrix, so layers
+with different scales would run with other weights than were trained.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from .formats.registry import format_of
-from .plan import FUSED
+from .plan import fused_layers
 from .weight import QuantizedLayer
 
 
@@ -16,9 +15,9 @@ __all__ = ["check_global_scales", "share_global_scales"]
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
-    """Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its
-    largest weight. `known` must not lack a layer."""
-    for names in _groups(name for name, layer in layers.items() if layer.scheme.container.has_global_scale):
+    """Set the global scale of each group of fused layers: the one in `known`, by layer name, else the one for the
+    group's largest weight. `ValueError` is raised if `known` lacks a layer."""
+    for names in fused_layers(name for name, layer in layers.items() if layer.scheme.container.has_global_scale):
         weights = [weight for name in names for weight in layers[name].quantized_weights.values()]
         if known is not None:
             missing = [name for name in names if name not in known]
@@ -40,19 +39,10 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
 
 def check_global_scales(scales: Mapping[str, float]) -> None:
     """Raise `ValueError` where layers that vLLM holds as one matrix have several global scales, given by name."""
-    for names in _groups(scales):
+    for names in fused_layers(scales):
         group = {name: scales[name] for name in names}
         if len(set(group.values())) > 1:
             raise ValueError(
-                f"The global scales {group} differ, and vLLM would take one for all, as it holds these layers in one matrix. Prepare the "
-                "model as a whole (`prepare_model`)."
+                f"The global scales {group} differ, but vLLM holds these layers in one matrix and would apply one scale to all. Prepare "
+                "the model as a whole (`prepare_model`)."
             )
-
-
-def _groups(names: Iterable[str]) -> Iterable[list[str]]:
-    """Names of layers, those together that vLLM holds as one matrix."""
-    groups = defaultdict(list)
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        groups[next((f"{parent}.{'+'.join(leaves)}" for leaves in FUSED if leaf in leaves), name)].append(name)
-    return groups.values()

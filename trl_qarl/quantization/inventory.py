@@ -1,6 +1,5 @@
-"""[`Inventory`]: the layers of one model, found in one walk over its modules and kept with the model. Everything
-outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what was left
-alone."""
+"""[`Inventory`]: the layers of a model, found in one walk over its modules and cached with the model. All code outside
+a forward asks it for quantized layers, their formats and checkpoint names, and the layers in high precision."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -24,29 +23,31 @@ _ATTRIBUTE = "_trl_qarl_inventory"
 
 
 class LayerWeights(NamedTuple):
-    """
-    The weights of one layer, named as in the base model. `name` is that of [`layer_of`]; `tensors` are its part of the
-    `state_dict`; `linears` its linear layers, quantized or not; `experts` its quantized experts.
-    """
+    """The weights of one layer, with names in the base model: the `name` by [`layer_of`], the `tensors` of its part of
+    the `state_dict`, and the `modules` that own them."""
 
     name: str
     tensors: dict[str, torch.Tensor]
-    linears: dict[str, nn.Linear]
-    experts: dict[str, QuantizedExperts]
+    modules: dict[str, nn.Module]
+
+    @property
+    def linears(self) -> dict[str, nn.Linear]:
+        """Its linear layers, quantized or not."""
+        return {name: module for name, module in self.modules.items() if isinstance(module, nn.Linear)}
 
     @property
     def quantized(self) -> dict[str, QuantizedWeight]:
         """Its quantized weights, by the names of their tensors."""
         return {
             f"{name}.{leaf}": weight
-            for name, layer in {**self.linears, **self.experts}.items()
+            for name, layer in self.modules.items()
             if isinstance(layer, QuantizedLayer)
             for leaf, weight in layer.quantized_weights.items()
         }
 
     @property
     def in_high_precision(self) -> dict[str, torch.Tensor]:
-        """The tensors that an engine has in high precision too: neither a master nor a low-bit weight."""
+        """Its tensors in high precision in an engine: neither masters nor low-bit weights."""
         masters = self.quantized
         return {
             name: tensor
@@ -57,11 +58,15 @@ class LayerWeights(NamedTuple):
 
 class Inventory:
     """
-    The layers of one model, by their names in the base model: an adapted layer has its own name, its wrapper has none.
+    The layers of one model, by their names in the base model: an adapted layer keeps its name, its wrapper has none.
 
-    `model` is the base model; `modules` are its modules without the adapters, `layers` the quantized layers, and
-    `quantizable` the linear layers, and modules in which a mixture stacks its experts, that are not quantized. Tensors
-    and schemes are read from the modules when they are asked for: sharding, loading and `precisions` replace them.
+    - `model`: the base model.
+    - `modules`: its modules without the adapters.
+    - `layers`: the quantized layers.
+    - `quantizable`: linear layers and stacked experts that are not quantized.
+
+    Tensors and schemes are read from the modules at each call, because sharding, loading and `precisions` replace
+    them.
     """
 
     def __init__(self, model: nn.Module):
@@ -86,7 +91,7 @@ class Inventory:
 
     @cached_property
     def names(self) -> CheckpointNames:
-        """Names in a checkpoint, where they differ from those in the model."""
+        """Names in a checkpoint that differ from those in the model."""
         return find_checkpoint_names(self.model, self.modules)
 
     @property
@@ -101,7 +106,7 @@ class Inventory:
 
     @property
     def global_scales(self) -> dict[str, float]:
-        """Global scales of the layers that have one, prepared or converted."""
+        """Global scale of every prepared or converted layer that has one."""
         scales = {
             name: self.layers[name].global_scale if name in self.layers else self.modules[name].weight.shared_scale
             for name in self.formats
@@ -110,7 +115,7 @@ class Inventory:
 
     @property
     def stacked_experts(self) -> dict[str, nn.Parameter]:
-        """Parameters in which a mixture keeps the matrices of all experts of a layer in high precision."""
+        """Parameters in high precision that stack the matrices of all experts of a layer."""
         return {
             f"{name}.{leaf}": getattr(module, leaf)
             for name, module in self.quantizable.items()
@@ -134,20 +139,18 @@ class Inventory:
         return any(layer.holds_adapter for layer in self.layers.values())
 
     def walk(self) -> Iterator[LayerWeights]:
-        """Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`. Of
-        sharded masters these are the parts of this process; [`~trl_qarl.quantization.storage.whole`] gathers one."""
+        """Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`.
+        Sharded masters are the parts of this process; [`~trl_qarl.quantization.storage.whole`] gathers one."""
         for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)
-            owners = {name: self.modules.get(name) for name in (tensor.rpartition(".")[0] for tensor in tensors)}
-            linears = {name: module for name, module in owners.items() if isinstance(module, nn.Linear)}
-            experts = {name: module for name, module in owners.items() if isinstance(module, QuantizedExperts)}
-            yield LayerWeights(layer, tensors, linears, experts)
+            owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in tensors)
+            yield LayerWeights(layer, tensors, {name: self.modules[name] for name in owners if name in self.modules})
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield every quantized weight on the same walk, by the name of its linear layer or experts' parameter."""
+        """Yield every quantized weight in the same order, by the name of its linear layer or experts' parameter."""
         for layer in self.walk():
             yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the `state_dict` of the model without its adapters: the parameters themselves."""
+        """Return the `state_dict` of the model without its adapters, with the parameters themselves."""
         return base_state_dict(self.model)

@@ -1,5 +1,5 @@
 """
-A linear layer whose forward runs on the low-bit form of its weight and whose backward reaches the master weight.
+Linear layer with a forward on the low-bit form of its weight and a backward to the master weight.
 
     forward   y = kernel(Q(x), Q(w)) + b          the engine's tensors, through a low-bit matrix product
     backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both quantizers
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
-from .weight import OWN_ATTRIBUTES, MasterSource, QuantizedLayer, check_can_be_quantized, sharing_state
+from .weight import OWN_ATTRIBUTES, QuantizedLayer, check_can_be_quantized, sharing_state
 
 
 __all__ = ["QuantizedLinear"]
@@ -26,9 +26,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     `nn.Linear` with a quantized forward and a straight-through gradient to its master weight.
 
     Made by [`~QuantizedLinear.from_linear`]; `weight` and `bias` stay the high-precision masters. The low-bit weight
-    is cached. Another tensor or storage in the master's place, in-place updates that PyTorch counts, `step()` of any
-    optimizer, `load_state_dict` and `.to` invalidate the cache; code that writes through `.data`, numpy or dlpack
-    outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
+    is cached. Replacing the master or its storage, in-place updates that PyTorch counts, `step()` of any optimizer,
+    `load_state_dict` and `.to` invalidate the cache; code that writes through `.data`, numpy or dlpack outside an
+    optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
     """
 
     @classmethod
@@ -36,17 +36,15 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         cls, linear: nn.Linear, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedLinear":
         """
-        Make a `QuantizedLinear` to be put into the place of `linear`. The two share parameters, buffers and hooks, now
-        and later, so ties, `state_dict` keys, optimizer groups and handles of hooks survive. `scale_dtype` is the
-        dtype in which the engine runs the model, by default that of the weight.
+        Make a `QuantizedLinear` that replaces `linear`. The two share parameters, buffers and hooks, so ties,
+        `state_dict` keys, optimizer groups and handles of hooks survive. `scale_dtype` is the dtype in which the
+        engine runs the model, by default that of the weight.
 
         `TypeError` is raised if `linear` is not a plain `nn.Linear`; `ValueError` if the scheme quantizes no weight or
         cannot quantize `in_features`, and if the layer has no weights or was made in inference mode.
         """
         if type(linear) is not nn.Linear:
-            raise TypeError(
-                f"Expected a plain nn.Linear, got {type(linear).__name__}, which has a forward of its own."
-            )
+            raise TypeError(f"Expected a plain nn.Linear, got {type(linear).__name__}, which has its own forward.")
         check_can_be_quantized(linear, ["weight"], scheme)
         layer = sharing_state(cls, linear)
         layer._quantize(["weight"], scheme, scheme.group_size_for(linear.in_features), scale_dtype)
@@ -54,10 +52,10 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
     @override
     def restored(self) -> nn.Linear:
-        """Make the `nn.Linear` to be put into this layer's place, with its masters. An adapter in the low-bit weight
-        runs next to the layer again, unless the layer is frozen with it."""
+        """Return the `nn.Linear` that replaces this layer, with its masters. An adapter in the low-bit weight runs
+        next to the layer again, unless the layer is frozen with it."""
         if not self.is_frozen:
-            self.source.release()
+            self._first.source.release()
         return sharing_state(nn.Linear, self, without=OWN_ATTRIBUTES)
 
     @override
@@ -65,39 +63,17 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         self.freeze()
         return self.restored()
 
-    @property
-    def source(self) -> MasterSource:
-        """Gives the weight that is quantized; another one can be set."""
-        return self._first.source
-
-    @source.setter
-    def source(self, source: MasterSource) -> None:
-        self._first.source = source
-
-    @property
-    def num_flipped_codes(self) -> torch.Tensor | None:
-        """Codes that changed at the last re-quantization, 0-d int64."""
-        return self._first.num_flipped_codes
-
     def low_bit_weight(self) -> LowBitTensor:
-        """Return what [`QuantizedWeight.low_bit_weight`] does."""
+        """Return [`QuantizedWeight.low_bit_weight`] of the layer's only weight."""
         return self._first.low_bit_weight()
-
-    def quantize(self, weight: torch.Tensor) -> LowBitTensor:
-        """Return what [`QuantizedWeight.quantize`] does."""
-        return self._first.quantize(weight)
-
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """Low-bit tensors under compressed-tensors' names, without this layer's prefix; the bias is not among them."""
-        return self.low_bit_weight().checkpoint_tensors()
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+        weight, source = self.weight, self._first.source
         if not self.use_quantized_forward:
-            return F.linear(x, self.source.value(weight).to(weight.dtype), self.bias)
+            return F.linear(x, source.value(weight).to(weight.dtype), self.bias)
         takes_gradient = torch.is_grad_enabled() and not self.is_frozen
-        master = self.source.gradient(weight) if takes_gradient else None
+        master = source.gradient(weight) if takes_gradient else None
         return straight_through_linear(x, self.low_bit_weight(), self.bias, master, self._multiply)
 
     def _multiply(self, rows, low_bit, bias):

@@ -1,11 +1,11 @@
 """
-Modules and tensors under the names they have in a checkpoint of the model itself, where PEFT has wrapped its layers,
-and where transformers stacks the experts of a mixture.
+Names of modules and tensors in a checkpoint of the base model, despite PEFT's wrappers and transformers' stacked
+experts.
 
-PEFT puts a model into `base_model.model` and a layer it adapts into `base_layer` of a wrapper that holds the adapters.
-Both are recognised by their attributes, as PEFT is optional. transformers stacks matrices of experts that lie apart in
-a checkpoint, and renames what is around them (Mixtral's `mlp` is `block_sparse_moe` there). It has one conversion for
-each model, which is asked here with marks in place of tensors.
+PEFT puts a model into `base_model.model` and an adapted layer into `base_layer` of a wrapper that holds the adapters.
+Both are detected by their attributes, because PEFT is optional. transformers stacks the matrices of experts, which are
+separate in a checkpoint, and renames modules around them (Mixtral's `mlp` is `block_sparse_moe` in a checkpoint). Its
+conversion of each model is called here with marks in place of tensors.
 """
 
 import re
@@ -22,7 +22,7 @@ from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
 from .storage import shapes_of
 
 
-# Name of the module inside the one that torch puts around it to compute its forward again in backward.
+# Name of the module inside torch's wrapper for activation checkpointing.
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 __all__ = [
@@ -45,32 +45,33 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """PEFT's wrappers by the names of the layers inside them."""
+    """Yield PEFT's wrappers with the names of the layers inside them."""
     return ((name, module) for name, module in _modules(base_model(model)) if _is_wrapper(module))
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, of a `PeftModel` the one inside; its adapted layers stay wrapped."""
+    """Return the model itself, or the one inside a `PeftModel`; its adapted layers stay wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def architecture(model: nn.Module) -> str:
-    """Return the name of the base model's class, out of which FSDP2 makes one of its own."""
+    """Return the name of the base model's class, without the prefix of the class that FSDP2 derives from it."""
     return type(base_model(model)).__name__.removeprefix("FSDP")
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` of the model without its adapters: an adapted layer has its own name, its wrapper none."""
+    """Yield `named_modules` of the model without its adapters: an adapted layer keeps its name, its wrapper has
+    none."""
     yield from _walk(base_model(model), "", set())
 
 
 def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`state_dict` of the model without its adapters."""
+    """Return the `state_dict` of the model without its adapters."""
     model = base_model(model)
     wrappers = {name for name, module in _modules(model) if _is_wrapper(module)}
     inside = tuple(f"{name}." for name in wrappers)
     tensors = {}
-    # The parameters themselves, by which ties are known.
+    # The parameters themselves, because ties are detected by identity.
     for name, tensor in model.state_dict(keep_vars=True).items():
         wrapper, _, rest = name.partition(".base_layer.")
         if wrapper in wrappers:
@@ -85,7 +86,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` under the names of the `state_dict`, which lack those of torch's activation checkpointing."""
+    """Yield `named_modules` with the names in the `state_dict`, where activation checkpointing leaves no trace."""
     return ((name.replace(f"{_CHECKPOINTED}.", ""), module) for name, module in model.named_modules())
 
 
@@ -101,7 +102,7 @@ def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether `model` is a `PeftModel`; PEFT is imported only for what has a configuration of it."""
+    """Return whether `model` is a `PeftModel`; PEFT is imported only for models with a `peft_config`."""
     if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
         return False
     from peft import PeftModel
@@ -120,8 +121,8 @@ _ROW_BLOCKS = {GATE_UP: 2, DOWN: 1}
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """Names in a checkpoint: in `tensors`, of each tensor that is kept as it is, by its name in the model; in
-    `experts`, of the matrices, without `".weight"`, whose rows a parameter of experts stacks, in their order."""
+    """Names in a checkpoint: `tensors` has the name of each tensor that is stored unchanged, by its name in the model;
+    `experts` has the names, without `".weight"`, of the matrices that a parameter of experts stacks, in order."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     experts: dict[str, list[str]] = field(default_factory=dict)
@@ -136,10 +137,10 @@ def find_checkpoint_names(
     model: nn.Module, modules: Mapping[str, nn.Module], is_mixture: bool = True
 ) -> CheckpointNames:
     """
-    Return the names that `model`, with these `modules`, has in a checkpoint. There are none for a model without
+    Return the names of `model`, with these `modules`, in a checkpoint. The result is empty for a model without
     experts that can be quantized, or whose checkpoints do not have the experts' matrices one by one. With
-    `is_mixture=False` there are names for any model: those that `save_pretrained` writes, as `visual.` for
-    Qwen2.5-VL's `model.visual.`, where exports and engines take both.
+    `is_mixture=False` it has the names that `save_pretrained` writes for any model, such as `visual.` for
+    Qwen2.5-VL's `model.visual.`; exports and engines take both.
     """
     stacked = {
         f"{name}.{leaf}": (module.num_experts, blocks)
@@ -154,7 +155,7 @@ def find_checkpoint_names(
     for name, tensor in base_state_dict(model).items():
         if name in stacked:
             num_experts, blocks = stacked[name]
-            # One row stands for all rows of a matrix, its number for its place among them.
+            # One row marks each matrix, with the matrix' place as its value.
             mark = torch.arange(num_experts * blocks).view(num_experts, blocks, 1)
         else:
             mark = torch.empty(shapes.get(name, tensor.shape), device="meta")

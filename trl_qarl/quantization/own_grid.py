@@ -1,20 +1,20 @@
 r"""
-Masters for codes that another tool chose, such that the rule of the scheme gives these codes and scales back.
+Masters that a scheme quantizes to codes and scales that another tool chose.
 
-AWQ, GPTQ and AutoRound choose scales by rules of their own, and codes for them. A scheme computes the scale of a group
-from its masters ([`~trl_qarl.quantization.quantize`]), so the dequantized weights have it only where they are as far
-apart as the rule takes for granted. But a code is that of all masters within half a step, and the largest code that of
-all beyond it. So one master of a group is put where the rule looks for it:
+AWQ, GPTQ and AutoRound choose scales by their own rules. A scheme computes the scale of a group from its masters
+([`~trl_qarl.quantization.quantize`]), so the dequantized weights give back their scale only if they span the range
+that the rule assumes. Every master within half a step rounds to the same code, and every master beyond the range to
+the largest code. So one master per group can move to the value from which the rule derives the scale:
 
-| grid | where the rule finds the scale | what is moved, in steps |
+| grid | value from which the rule derives the scale | moved masters, in steps |
 |---|---|---|
-| INT4, INT8 | the largest magnitude is 7.5 (127.5) steps | -8 to -7.5; without a code -8 one 7 to 7.5; without both one -7 next to -7.5 |
-| with zero points | the ends are 15 (255) steps apart | nothing where -8 and 7 occur; else, where one end is a single code short, both ends |
-| signed scales | the largest weight is -8 steps | nothing |
+| INT4, INT8 | the largest magnitude is 7.5 (127.5) steps | -8 to -7.5; without a code -8 one 7 to 7.5; without both one -7 near -7.5 |
+| with zero points | the ends are 15 (255) steps apart | none if -8 and 7 occur; both ends if one end is a single code short |
+| signed scales | the largest weight is -8 steps | none |
 
-The scale so found is off by up to 0.00014 of its value, which rounding to 16 bits takes back. Groups that are one more
-code short have no such masters: one of their codes is moved by one, outwards, and the others, scale and zero point are
-kept. Groups of still fewer codes get the dequantized weights, a smaller scale, and other codes.
+The derived scale is off by up to 0.00014 of its value, which rounding to 16 bits removes. Groups that are one more
+code short have no such masters: one of their codes moves outwards by one, while the other codes, scale and zero point
+are kept. Groups of still fewer codes get the dequantized weights, with a smaller scale and other codes.
 """
 
 import torch
@@ -25,24 +25,22 @@ from .tensors import LowBitTensor
 
 __all__ = ["compare_groups", "masters_on_grid"]
 
-# Of a step: how far from a tie a master is put that belongs to the neighboring code.
+# Distance of a moved master from a tie, in steps.
 _FROM_TIE = 1e-3
-# Of a scale with zero points: how much smaller it is made, so that the zero point is not a tie either. 16-bit floats are
-# further apart.
+# Relative reduction of a scale with zero points, so that the zero point is not a tie either; less than the resolution
+# of 16-bit floats.
 _SMALLER = 2.0**-13
 
 
 @torch.no_grad()
 def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
-    """
-    Return masters of an integer weight `(N, K)` with scales in bfloat16 or float16, in float32, that
-    [`LowBitTensor.from_hp`] quantizes to `low_bit` wherever there are such. Floating-point codes raise `ValueError`.
-    """
+    """Return float32 masters that [`LowBitTensor.from_hp`] quantizes to `low_bit` wherever possible, for an integer
+    weight `(N, K)` with scales in bfloat16 or float16. Floating-point codes raise `ValueError`."""
     grid = low_bit.scheme.grid
     if grid is None or grid.type != "int":
         raise ValueError(
-            f"Scheme {low_bit.scheme.name!r} has no integer codes, and only of these it is known which masters give them back. Start from the "
-            "high-precision checkpoint."
+            f"Scheme {low_bit.scheme.name!r} does not have integer codes; masters that reproduce other codes are unsupported. Start from "
+            "the high-precision checkpoint."
         )
     codes, scale, *operands = low_bit.codes(), *low_bit.parts()[1:]
     codes, scale = codes.view(*scale.shape, -1), scale.float().unsqueeze(-1)
@@ -55,21 +53,21 @@ def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
 
 
 def compare_groups(ours: LowBitTensor, theirs: LowBitTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which groups `(N, K / group_size)` of two weights have the same scale and zero point, and how many codes
-    of each differ."""
+    """Compare the groups `(N, K / group_size)` of two weights: whether scale and zero point are the same, and the
+    number of differing codes."""
     codes, other_codes = (weight.codes().view(*weight.scale.shape, -1) for weight in (ours, theirs))
     pairs = zip(ours.parts()[1:], theirs.parts()[1:], strict=True)
     return torch.stack([part == other for part, other in pairs]).all(0), (codes != other_codes).sum(-1)
 
 
 def _symmetric(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Places, in steps, for codes `(N, groups, group_size)` whose largest magnitude gives the scale."""
+    """Return masters, in steps, for codes `(N, groups, group_size)` whose largest magnitude gives the scale."""
     smallest, largest = grid.quant_range
     edge = grid.scale_divisor
     is_short = codes.abs().amax(-1, keepdim=True) == largest - 1
     codes = torch.where(is_short & _first(codes.abs() == largest - 1), largest * codes.sign(), codes)
     places = codes.clamp(min=-edge)
-    # Where no code is the smallest, the first 7 is moved, or else the first -7.
+    # Without the smallest code, the first 7 moves, else the first -7.
     lacks = codes.amin(-1, keepdim=True) > smallest
     has_largest = codes.amax(-1, keepdim=True) == largest
     up, down = _first(codes == largest), _first(codes == -largest)
@@ -78,18 +76,17 @@ def _symmetric(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def _with_zero_points(codes: torch.Tensor, zero: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Masters, in steps from the code 0, for scales that are the distance of the ends, zero included."""
+    """Return masters, in steps from the code 0, for scales derived from the distance of the ends, zero included."""
     smallest, largest = grid.quant_range
     span = grid.scale_divisor * (1 - _SMALLER)
     low, high = _ends(codes, zero)
-    # Two codes short: one end is moved, so that the other is one short at most.
+    # Two codes short: one end moves, so that the other is one short at most.
     is_short = high - low == largest - smallest - 2
     is_lower = is_short & ((high == largest) | (low == smallest + 1))
     codes = torch.where(is_lower & _first(codes == low), low - 1, codes)
     codes = torch.where(is_short & ~is_lower & _first(codes == high), high + 1, codes)
     low, high = _ends(codes, zero)
-    # One end, `near`, comes next to a tie with the code that does not occur, the other as far from it as the scale
-    # asks for.
+    # One end, `near`, moves close to a tie with the missing code, the other to the distance that the scale requires.
     places = codes
     for is_short, near, end, sign in (
         ((low == smallest + 1) & (high == largest), low, high, -1.0),
@@ -104,10 +101,10 @@ def _with_zero_points(codes: torch.Tensor, zero: torch.Tensor, grid: Grid) -> to
 
 
 def _ends(codes: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest code of each group, that of zero among them."""
+    """Return the smallest and largest code of each group, including the code of zero."""
     return torch.minimum(codes.amin(-1, keepdim=True), zero), torch.maximum(codes.amax(-1, keepdim=True), zero)
 
 
 def _first(where: torch.Tensor) -> torch.Tensor:
-    """The first of each last dimension that is true."""
+    """Mark the first true element along the last dimension."""
     return where & (where.cumsum(-1) == 1)

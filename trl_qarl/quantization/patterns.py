@@ -1,8 +1,8 @@
 """
 Patterns of layer names. Needs no torch.
 
-A pattern is the whole name of a layer, `"re:"` and an expression over whole names, or `"_default"` for all that no
-other fits.
+A pattern is the whole name of a layer, `"re:"` and a regular expression over whole names, or `"_default"` for all
+layers that no other pattern fits.
 """
 
 import re
@@ -17,7 +17,7 @@ _EXPRESSION = "re:"
 
 
 def check_pattern(pattern: Any, option: str) -> None:
-    """Raise `ValueError`, naming the option that has it, unless `pattern` is one."""
+    """Raise `ValueError`, naming `option`, unless `pattern` is valid."""
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
             f"{option}: {pattern!r} is not a pattern. Give names of layers, 're:' and an expression, or '_default'."
@@ -30,14 +30,14 @@ def check_pattern(pattern: Any, option: str) -> None:
 
 
 def fits(pattern: str) -> Callable[[str], Any]:
-    """Return what says of a name whether `pattern` stands for it."""
+    """Return a function that is true for the names that `pattern` matches."""
     expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
     return re.compile(expression).fullmatch
 
 
 def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
-    """Return which of `patterns`, in their order, counts for a layer: its name, then the first expression, then
-    `"_default"`; `None` if none does. `parts` are names of its parts, in one or more ways."""
+    """Return the pattern that applies to a layer: its name, else the first expression in order, else `"_default"`;
+    `None` without any. `parts` are alternative lists of the names of its parts."""
     patterns = list(patterns)
     ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
     matching = (p for p in ordered if p != DEFAULT and covers(fits(p), name, parts, f"scheme: pattern {p!r}"))
@@ -51,9 +51,9 @@ def covered_names(
     of: str,
     parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> list[str]:
-    """Return which of `names`, which an error calls `of`, a pattern of `option` covers; all for `"_default"`. `parts`
-    has the names of the parts of layers, where they have any, in one or more ways. `ValueError` is raised if it covers
-    none of them, or some of the parts of one."""
+    """Return the `names` that a pattern of `option` covers; all for `"_default"`. `parts` has, for layers with parts,
+    alternative lists of the parts' names. `ValueError`, which calls the names `of`, is raised if the pattern covers no
+    name, or only some parts of a layer."""
     if pattern == DEFAULT:
         return list(names)
     said = f"{option}: pattern {pattern!r}"
@@ -68,8 +68,8 @@ def covered_names(
 
 
 def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:
-    """Return whether a pattern, which an error calls `said`, names a layer: by its name, or by those of all its parts,
-    in one or more ways. `ValueError` is raised if it fits some of the parts."""
+    """Return whether a pattern matches the name of a layer, or the names of all parts in one of the lists `parts`.
+    `ValueError`, which calls the pattern `said`, is raised if it matches only some parts."""
     if fits(name):
         return True
     fitting = [[part for part in way if fits(part)] for way in parts]
@@ -78,7 +78,7 @@ def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]]
     some = next((found for found in fitting if found), None)
     if some:
         raise ValueError(
-            f"{said} fits {some[0]!r}, a part of {name!r}, and not all of it: the experts of a layer are quantized as one, gate, up and "
-            f"down projection alike. Name them as a whole, such as {name!r}."
+            f"{said} matches {some[0]!r}, but not all parts of {name!r}: all experts of a layer are quantized together, with gate, up "
+            f"and down projection. Name them as a whole, such as {name!r}."
         )
     return False

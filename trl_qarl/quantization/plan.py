@@ -1,13 +1,14 @@
 """
-Assigns a scheme to each layer, by patterns of names in order, as torchao's `FqnToConfig` has them. Needs no torch.
+Assigns a scheme to each layer by ordered patterns of names, like torchao's `FqnToConfig`. Needs no torch.
 
 A plan is written as the name of one scheme, or as a mapping from patterns ([`trl_qarl.quantization.patterns`]) to
-schemes: names, `{"scheme": "w4a16", "group_size": 32}`, or `None`, which is scheme `"bf16"`. Layers that no pattern
-fits stay in high precision.
+schemes: names, `{"scheme": "w4a16", "group_size": 32}`, or `None` for scheme `"bf16"`. Layers that no pattern matches
+stay in high precision.
 """
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +17,19 @@ from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
-__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "get_plan", "parse_scheme", "plan_of"]
+__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "fused_layers", "get_plan", "parse_scheme", "plan_of"]
 
 _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Last components of the names of layers that vLLM holds as one matrix, which has one scheme."""
+"""Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
 
 EDGES = ("high_precision_first", "high_precision_last")
 
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order; the first and
-    last decoder layers stay in high precision whatever the rules say."""
+    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order. The first
+    `high_precision_first` and last `high_precision_last` decoder layers stay in high precision despite the rules."""
 
     rules: tuple[tuple[str, QuantScheme], ...]
     high_precision_first: int = 0
@@ -36,7 +37,7 @@ class QuantPlan:
 
     @classmethod
     def of_layers(cls, schemes: Mapping[str, QuantScheme]) -> "QuantPlan":
-        """Return the plan of layers that have their schemes already: one for all, or each layer's by its name."""
+        """Return the plan of layers with these schemes: one rule if all are the same, else one for each layer."""
         one = set(schemes.values())
         return cls(((DEFAULT, one.pop()),) if len(one) == 1 else tuple(schemes.items()))
 
@@ -62,17 +63,17 @@ class QuantPlan:
 
     @property
     def name(self) -> str:
-        """Names of its schemes, each once, such as `"w4a16-w8a8"`: what folders, cards and reports call it."""
+        """Names of its schemes, each once, such as `"w4a16-w8a8"`, for folders, cards and reports."""
         return "-".join(dict.fromkeys(scheme.name for scheme in self.schemes)) or _HIGH_PRECISION.name
 
     @property
     def group_size(self) -> int | None:
-        """Group size of a plan that is written as the name of one scheme; in a mapping, each scheme has its own."""
+        """Group size of a plan that is written as the name of one scheme; `None` for a mapping."""
         return self.rules[0][1].group_size if self._is_named else None
 
     @property
     def written(self) -> str | dict[str, Any]:
-        """The plan without `group_size` and edges, as JSON has it; [`get_plan`] reads it again."""
+        """The plan without `group_size` and edges in a form for JSON, from which [`get_plan`] makes it again."""
         if self._is_named:
             return self.rules[0][1].name
         return {
@@ -82,13 +83,13 @@ class QuantPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The entries `scheme`, `grids` and, of a mapping, `layers`, as reports and cards show them."""
+        """Entries `scheme`, `grids` and, for a mapping, `layers`, for reports and cards."""
         layers = {} if self._is_named else {"layers": self.written}
         return {"scheme": self.name, **layers, "grids": self.grids}
 
     @property
     def options(self) -> dict[str, int]:
-        """Arguments of [`get_plan`] for the edges that it has."""
+        """Arguments of [`get_plan`] for its edges."""
         return {name: count for name in EDGES if (count := getattr(self, name))}
 
     @property
@@ -100,7 +101,7 @@ class QuantPlan:
         return len(self.rules) == 1 and self.rules[0][0] == DEFAULT
 
     def scheme_of(self, name: str) -> QuantScheme:
-        """Return the scheme that the rules give to a layer, `bf16` where none does."""
+        """Return the scheme of a layer by the rules, `bf16` without a matching rule."""
         return dict(self.rules).get(pattern_of(dict(self.rules), name) or "", _HIGH_PRECISION)
 
     def assign(
@@ -111,19 +112,18 @@ class QuantPlan:
         outside: Mapping[str, str] | None = None,
     ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
         """
-        Return the scheme of each of the linear layers `names` that is quantized, and the reason for each other one.
+        Return the scheme of each quantized layer among the linear layers `names`, and the reason for each other one.
 
-        `skipped` are those that are not quantized whatever the plan says, and why; `outside` those around a language
-        model, which stay in high precision unless a pattern fits only such layers, and why. `parts` are as in
-        [`~trl_qarl.quantization.patterns.covered_names`]. `ValueError` is raised if a pattern matches no layer, or
-        some of the parts of one, or with a quantized scheme only layers that are skipped, and if more decoder layers
-        are to stay in high precision than there are.
+        `skipped` has the reasons of layers that are never quantized. `outside` has those of layers around a language
+        model, which stay in high precision unless a pattern matches only such layers. `parts` are as in
+        [`~trl_qarl.quantization.patterns.covered_names`]. `ValueError` is raised if a pattern matches no layer, only
+        some parts of one, or with a quantized scheme only skipped layers, and if the edges leave no decoder layer.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
         hits = self._check_patterns(names, skipped, parts)
         kept = self._kept_edges([name for name in names if name not in outside])
         rules = dict(self.rules)
-        # `re:.*mlp.*` is meant for the decoder's layers, whatever else has an MLP.
+        # `re:.*mlp.*` is meant for the decoder's layers, although vision towers have MLPs too.
         rules_outside = {p: scheme for p, scheme in rules.items() if p in hits and outside.keys() >= {*hits[p]}}
         schemes: dict[str, QuantScheme] = {}
         reasons: dict[str, str] = {}
@@ -145,7 +145,6 @@ class QuantPlan:
     def _check_patterns(
         self, names: list[str], skipped: Mapping[str, str], parts: Mapping[str, Sequence[Sequence[str]]]
     ) -> dict[str, list[str]]:
-        """Return which layers each pattern fits."""
         found = {}
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
@@ -166,8 +165,8 @@ class QuantPlan:
         count = max(places.values()) + 1
         if self._edges >= count:
             raise ValueError(
-                f"high_precision_first={self.high_precision_first} and high_precision_last={self.high_precision_last} leave none of "
-                f"{count} decoder layers to quantize. Give smaller numbers, or scheme='bf16'."
+                f"high_precision_first={self.high_precision_first} and high_precision_last={self.high_precision_last} leave no decoder "
+                f"layer to quantize, as the model has {count}. Give smaller numbers, or scheme='bf16'."
             )
         kept = {}
         for name, place in places.items():
@@ -185,10 +184,10 @@ def get_plan(
     high_precision_last: int = 0,
 ) -> QuantPlan:
     """
-    Make a plan of what a user writes: one scheme for every layer, or schemes by patterns as above; a plan is returned
-    as it is, with other edges if given. `group_size` is that of each scheme with groups that does not say its own.
-    `ValueError` is raised for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression
-    that is none, or a negative number of layers.
+    Make a plan from one scheme for every layer, or from schemes by patterns as above. A plan is returned as it is,
+    with other edges if given. `group_size` applies to each scheme with groups that does not name its own.
+    `ValueError` is raised for an unknown scheme, a group size that no kernel accepts or no scheme takes, an invalid
+    expression, or a negative number of layers.
     """
     for option, count in zip(EDGES, (high_precision_first, high_precision_last), strict=True):
         if type(count) is not int or count < 0:
@@ -213,7 +212,7 @@ def get_plan(
 
 
 def parse_scheme(text: Any) -> Any:
-    """Return a scheme of a command line: JSON becomes a mapping, all else stays; `ValueError` if it is broken."""
+    """Return a scheme from a command line: JSON becomes a mapping, other text stays; `ValueError` for broken JSON."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return text
     try:
@@ -225,19 +224,25 @@ def parse_scheme(text: Any) -> Any:
 
 
 def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> None:
-    """Raise `ValueError` for layers that vLLM holds as one matrix and that do not share a scheme: it would take that
-    of the first for all. `schemes` has the scheme of each quantized layer, `names` are those of all linear layers."""
-    names = set(names)
-    for name in sorted(names):
-        parent, _, leaf = name.rpartition(".")
-        leaves = next((leaves for leaves in FUSED if leaf == leaves[0]), ())
-        parts = [part for part in (f"{parent}.{other}" for other in leaves) if part in names]
-        found = {part: schemes.get(part, _HIGH_PRECISION) for part in parts}
+    """Raise `ValueError` if layers that vLLM fuses do not share a scheme: it would apply the first one's to all.
+    `schemes` has the scheme of each quantized layer, `names` are those of all linear layers."""
+    for group in fused_layers(names):
+        found = {name: schemes.get(name, _HIGH_PRECISION) for name in group}
         if len(set(found.values())) > 1:
-            listed = ", ".join(f"{part} is {_described(scheme)}" for part, scheme in found.items())
+            listed = ", ".join(f"{name} is {_described(scheme)}" for name, scheme in found.items())
+            leaves = " and ".join(name.rpartition(".")[2] for name in group)
             raise ValueError(
-                f"{listed}: vLLM holds {' and '.join(leaves)} of a layer in one matrix, which has one scheme. Give them the same."
+                f"{listed}: vLLM holds {leaves} of a layer in one matrix, which has one scheme. Give them the same."
             )
+
+
+def fused_layers(names: Iterable[str]) -> Iterable[list[str]]:
+    """Group the names of layers by the matrices that vLLM makes of them."""
+    groups = defaultdict(list)
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        groups[next((f"{parent}.{'+'.join(leaves)}" for leaves in FUSED if leaf in leaves), name)].append(name)
+    return groups.values()
 
 
 def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple[str, QuantScheme]]:
@@ -274,22 +279,22 @@ def _described(scheme: QuantScheme) -> str:
 
 
 def _decoder_layers(names: list[str]) -> dict[str, int]:
-    """Return the number of the decoder layer that each linear layer is part of, for those that are."""
+    """Return the index of the decoder layer of each linear layer that is part of one."""
     stacks: dict[str, dict[str, int]] = {}
     for name in names:
         if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):
             stacks.setdefault(found[1], {})[name] = int(found[2])
-    # Pictures have an encoder of their own, whose stack is called otherwise.
+    # The encoder of pictures has its own stack, with another name.
     chosen = {stack: places for stack, places in stacks.items() if stack.rpartition(".")[2] == "layers"} or stacks
     if len(chosen) != 1:
         raise ValueError(
-            "high_precision_first and high_precision_last count decoder layers, and the names of the linear layers tell of "
-            f"{[stack[1:] for stack in chosen] or 'none'}. Name the layers in `exclude_modules`."
+            "high_precision_first and high_precision_last count decoder layers, but the stacks found in the names of the linear "
+            f"layers are {[stack[1:] for stack in chosen]}, not one. Name the layers in `exclude_modules`."
         )
     return next(iter(chosen.values()))
 
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:
-    """Return the plan of a command's options, or of a record."""
+    """Return the plan in a command's options or in a record."""
     edges = {name: options.get(name) or 0 for name in EDGES}
     return get_plan(options["scheme"], options.get("group_size"), **edges)

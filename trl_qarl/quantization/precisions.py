@@ -1,12 +1,12 @@
 """
-One set of masters read at several precisions, one after the other. Needs no torch.
+Quantization of one set of masters at several precisions, one after the other. Needs no torch.
 
-Grids with signed scales nest: the scale of 3 bits is twice that of 4 and that of 2 four times, exactly. In one
-container a change of precision is other codes and scales of the same shapes, which an engine runs as they come.
+Grids with signed scales nest: scales of 3 bits are exactly twice those of 4 bits, scales of 2 bits four times. In one
+container a change of precision means other codes and scales of the same shapes, which an engine runs without change.
 
-Written are `[4, 3]`, the precisions of generation batches in turn, or `{0: 4, 60: 3}`, those of batches that begin at
-this update or later. A precision is a number of bits for all layers, or a mapping from patterns of names to bits.
-Layers that no pattern fits have the bits of their scheme.
+Precisions are written as `[4, 3]`, for generation batches in turn, or as `{0: 4, 60: 3}`, for batches from these
+updates on. A precision is a number of bits for all layers, or a mapping from patterns of names to bits. Layers that no
+pattern matches have the bits of their scheme.
 """
 
 import json
@@ -40,8 +40,8 @@ NESTING_BITS = tuple(sorted({grid.num_bits for grid in GRIDS.values() if grid.ha
 
 
 def parse_precisions(value: Any) -> Precisions | None:
-    """Return the precisions that an option says, also as JSON: a list, or a mapping whose keys are numbers. Anything
-    else, also within, raises `ValueError`, and so does a mapping that does not begin at update 0."""
+    """Return the precisions of an option, which may be JSON: a list, or a mapping whose keys are numbers. `ValueError`
+    is raised for anything else, also inside, and for a mapping that does not begin at update 0."""
     if value is None:
         return None
     written = value
@@ -75,7 +75,7 @@ def _each(precisions: Any) -> Iterable[Any]:
 
 def _bits(precisions: Any) -> Iterator[Any]:
     for precision in _each(precisions):
-        # A mapping that says nothing is none.
+        # An empty mapping is not a precision.
         yield from precision.values() if isinstance(precision, Mapping) and precision else [precision]
 
 
@@ -89,13 +89,13 @@ def bits_of(precisions: Precisions) -> list[int]:
 
 
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:
-    """Yield what is wrong with `precisions` for the schemes of `plan` and `max_steps` updates, -1 for any number."""
-    nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.grid and scheme.grid.has_signed_scales]
+    """Yield problems of `precisions` with the schemes of `plan` and with `max_steps` updates, -1 for any number."""
+    nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.has_signed_scales]
     if not nesting:
-        signed = [name for name, scheme in SCHEMES.items() if scheme.grid and scheme.grid.has_signed_scales]
+        signed = [name for name, scheme in SCHEMES.items() if scheme.has_signed_scales]
         yield (
-            f"precisions={precisions} with scheme {plan.name!r}: no grid of fewer bits nests in its own, which only grids with signed "
-            f"scales do. Choose one of {signed}."
+            f"precisions={precisions} with scheme {plan.name!r}: no grid of fewer bits nests in its grid; only grids with signed scales "
+            f"nest. Choose one of {signed}."
         )
         return
     allowed = sorted(bits for bits in NESTING_BITS if bits <= max(nesting))
@@ -103,18 +103,18 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
         if bits not in allowed:
             yield (
                 f"precisions={precisions} has {bits} bits, which no layer of scheme {plan.name!r} can have: an engine keeps the container "
-                f"it was started with. Choose from {allowed}."
+                f"with which it was started. Choose from {allowed}."
             )
     if isinstance(precisions, dict) and 0 < max_steps <= max(precisions):
         yield (
-            f"precisions={precisions} changes at update {max(precisions)}, and training ends after max_steps={max_steps}. Remove the "
+            f"precisions={precisions} changes at update {max(precisions)}, but training ends after max_steps={max_steps}. Remove the "
             "change, or raise `max_steps`."
         )
 
 
 def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantScheme]) -> Iterator[str]:
-    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`."""
-    nesting = [name for name, scheme in schemes.items() if scheme.grid and scheme.grid.has_signed_scales]
+    """Yield the patterns of `precisions` that change nothing in a model whose quantized layers have `schemes`."""
+    nesting = [name for name, scheme in schemes.items() if scheme.has_signed_scales]
     for pattern in _patterns(precisions):
         try:
             covered_names(pattern, "precisions", nesting, "layers whose bits can change")
@@ -130,9 +130,9 @@ def precision_at(precisions: Precisions, update: int, updates_per_batch: int) ->
 
 
 def at_bits(scheme: QuantScheme, bits: int) -> QuantScheme:
-    """Return `scheme` with the grid of `bits` bits that nests in its own; itself where there is none."""
+    """Return `scheme` with the grid of `bits` bits that nests in its own; `scheme` itself without such a grid."""
     grid = scheme.grid
-    if grid is None or not grid.has_signed_scales or grid.num_bits <= bits:
+    if not scheme.has_signed_scales or grid.num_bits <= bits:
         return scheme
     coarser = next(other for other in GRIDS.values() if replace(grid, name=other.name, num_bits=bits) == other)
     parts = (coarser, scheme.container, scheme.activation)
@@ -146,17 +146,17 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
 
 
 def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
-    """Return the mean bits of weights whose grid nests, of quantized `layers` as they are, and whether they differ."""
+    """Return the mean bits of the weights in quantized `layers` whose grids nest, and whether they differ."""
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
-    nesting = [weight for weight in weights if weight.scheme.grid and weight.scheme.grid.has_signed_scales]
+    nesting = [weight for weight in weights if weight.scheme.has_signed_scales]
     bits = [weight.scheme.grid.num_bits for weight in nesting]
     sizes = [weight.parameter.numel() for weight in nesting]
     return sum(map(mul, sizes, bits)) / sum(sizes), len(set(bits)) > 1
 
 
 def set_precision(layers: Mapping[str, Any], schemes: Mapping[str, QuantScheme], precision: Precision | None) -> bool:
-    """Have quantized layers quantize their masters at `precision` from now on, `None` for what they were prepared
-    with, and return whether that changes any. `schemes` has the scheme that each was prepared with."""
+    """Set the precision at which quantized layers quantize their masters, `None` for that of their preparation, and
+    return whether any layer changes. `schemes` has the scheme with which each layer was prepared."""
     has_changed = False
     for name, layer in layers.items():
         bits = precision.get(pattern_of(precision, name) or "") if isinstance(precision, Mapping) else precision

@@ -1,8 +1,8 @@
 r"""
-The one definition of a low-bit weight's numbers, on plain tensors: the forward pass, publication, checkpoint and
-export all come to [`quantize_weight`]. The rules are in the files of [`trl_qarl.quantization.formats`].
+Quantization of plain tensors. [`quantize_weight`] is the one definition of a low-bit weight's numbers, for forward
+pass, weight sync, checkpoint and export. Its rules are in the files of [`trl_qarl.quantization.formats`].
 
-Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors:
+Activations are quantized dynamically with one scale per token, as in vLLM rather than compressed-tensors:
 `scale = amax / 127` for INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
 
 | | CPU | CUDA |
@@ -10,8 +10,8 @@ Activations, dynamic, one scale per token, follow the engine (vLLM) rather than 
 | INT8 | `x * (1 / scale)` | `x * (127 / amax)` |
 | FP8 | `x * (1 / scale)` | `x / scale` |
 
-in float32, as vLLM's kernels do (`QuantFP8.forward_native`, `csrc/cpu/dnnl_kernels.cpp`, `csrc/quantization/w8a8`). In
-bf16 the quotient often lies half way between two codes, and one rounding more or less decides.
+in float32, like vLLM's kernels (`QuantFP8.forward_native`, `csrc/cpu/dnnl_kernels.cpp`, `csrc/quantization/w8a8`).
+With bf16 activations the quotient often lies half way between two codes, so an additional rounding changes the code.
 """
 
 import torch
@@ -25,7 +25,7 @@ __all__ = ["activation_form", "dequantize_activation", "e4m3_scale", "quantize_a
 
 
 BLOCK_OF_WEIGHTS = {"cpu": 2**18}
-"""Weights that are quantized at once, by type of device: on a CPU as many as stay in its cache, elsewhere 2**24."""
+"""Weights per block of quantization by type of device: a CPU's fit its cache. Other devices take 2**24."""
 
 
 @torch.no_grad()
@@ -33,23 +33,21 @@ def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
 ) -> tuple[torch.Tensor, ...]:
     """
-    Quantize a master weight `(N, K)` of any floating dtype, from which codes are computed as it is, not from a rounded
-    copy. `scale_dtype` is the dtype in which the engine runs the model: scales are rounded to it before codes are
-    computed, unless the scheme has its own. `global_scale` is what the scales of a format with global scales are
-    divided by, by default the one that fits `weight`.
+    Quantize a master weight `(N, K)` of any floating dtype, without rounding it first. `scale_dtype` is the dtype in
+    which the engine runs the model: scales are rounded to it before codes are computed, unless the scheme fixes their
+    dtype. `global_scale` divides the scales of a format with global scales; by default it is chosen for `weight`.
 
     Return the tensors of the scheme's format, without gradients: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`,
     and the format's operands. `ValueError` is raised if no group size divides `K`, if the codes of a row do not fill
-    words of the checkpoint, or if weights have outgrown `global_scale`.
+    whole words of the checkpoint, or if weights have outgrown `global_scale`.
     """
     form = format_of(scheme.container)
     if global_scale is None:
         global_scale = form.choose_global_scale(weight)
-    # Every row is quantized by itself. What is computed on the way is several times as large as the weight, such as
-    # that of all experts.
+    # In blocks of rows, because intermediate results are several times as large as the weight.
     size = BLOCK_OF_WEIGHTS.get(weight.device.type, 2**24)
     blocks = weight.split(max(1, size // max(1, weight.shape[1])))
-    # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
+    # Codes are packed along rows, and quotients would inherit the strides of a transposed or sliced master.
     quantized = [form.quantize(block.contiguous(), scheme, scale_dtype, global_scale) for block in blocks]
     if len(quantized) == 1:
         return quantized[0]
@@ -59,9 +57,9 @@ def quantize_weight(
 
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit
-    activations: return contiguous codes `(M, K)` in int8 or float8_e4m3fn, and float32 scales `(M, 1)`. A token of
-    zeros or denormal numbers gets zero codes."""
+    """Quantize activations `(M, K)` of any floating dtype per token for a scheme with low-bit activations, like vLLM.
+    Return contiguous codes `(M, K)` in int8 or float8_e4m3fn, and float32 scales `(M, 1)`. A token of zeros or
+    denormal numbers gets zero codes."""
     assert scheme.activation is not None
     if scheme.activation.type == "float":
         scale = e4m3_scale(x)
@@ -76,7 +74,7 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
 
 
 def e4m3_scale(x: torch.Tensor) -> torch.Tensor:
-    """Return the float32 scales `(M, 1)` of E4M3 activations `(M, K)`, one for each token, as vLLM chooses them."""
+    """Return vLLM's float32 scales `(M, 1)` for E4M3 activations `(M, K)`, one for each token."""
     return (x.abs().amax(dim=-1, keepdim=True).float() / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
 
 
@@ -86,5 +84,5 @@ def dequantize_activation(codes: torch.Tensor, scale: torch.Tensor, dtype: torch
 
 
 def activation_form(codes: torch.Tensor) -> Format:
-    """Return the format of codes of activations."""
+    """Return the format of activation codes."""
     return format_of(INT8_CODES if codes.dtype is torch.int8 else E4M3_CODES)

@@ -20,11 +20,15 @@ __all__ = ["SwapReport", "low_bit_bytes", "report_layers"]
 @dataclass(frozen=True)
 class SwapReport:
     """
-    Result of [`~trl_qarl.quantization.swap.prepare_model`]. By name, `converted` has the group size of each converted
-    layer (`None`: one scale per output channel), `schemes` its scheme, `num_experts` how many a module of experts has,
-    and `skipped` why a linear layer, or module of experts, was left alone. `master_bytes`, `bf16_bytes` and
-    `low_bit_bytes` are what the converted weights take as masters, in 16 bits, and low-bit with their scales;
-    `dropped_bytes` those of masters that [`~trl_qarl.quantization.swap.freeze_model`] has dropped since.
+    Result of [`~trl_qarl.quantization.swap.prepare_model`]; mappings are by the names of layers.
+
+    - `converted`: group size of each converted layer; `None` for one scale per output channel.
+    - `skipped`: the reason why a linear layer, or module of experts, stays in high precision.
+    - `master_bytes`, `bf16_bytes`, `low_bit_bytes`: size of the converted weights as masters, in 16 bits, and in low
+      bits with their scales.
+    - `dropped_bytes`: size of the masters that [`~trl_qarl.quantization.swap.freeze_model`] has dropped since.
+    - `schemes`: scheme of each converted layer.
+    - `num_experts`: number of experts in each converted module of experts.
     """
 
     plan: QuantPlan
@@ -39,14 +43,14 @@ class SwapReport:
 
     @property
     def layers(self) -> str:
-        """Number of quantized layers, in words."""
+        """Number of quantized layers and experts, as text."""
         experts = f" and {sum(self.num_experts.values())} experts in {len(self.num_experts)} layers"
         return f"{len(self.converted) - len(self.num_experts)} linear layers{experts if self.num_experts else ''}"
 
     def __str__(self) -> str:
         if not self.plan.is_quantized:
             return f"scheme {self.plan.name}: every layer stays in high precision"
-        # With a single scheme, the beginning of the line names it.
+        # The beginning of the line names a single scheme.
         is_mixed = len({scheme.name for scheme in self.schemes.values()}) > 1
         groups = Counter(
             (f"{self.schemes[name].name} " if is_mixed else "")
@@ -71,7 +75,7 @@ class SwapReport:
 def report_layers(
     plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str], has_masters: bool
 ) -> SwapReport:
-    """Return the report of quantized layers, and of why others are not; with the bytes of masters, or without."""
+    """Return the report of quantized layers and of the reasons for `skipped` ones."""
     weights = [weight for layer in layers.values() for weight in layer.quantized_weights.values()]
     return SwapReport(
         plan=plan,
@@ -86,7 +90,7 @@ def report_layers(
 
 
 def low_bit_bytes(weight: QuantizedWeight) -> int:
-    """Return the bytes of all tensors of a low-bit weight, which need not be computed for it."""
+    """Return the size of a low-bit weight in bytes, without computing the weight."""
     *rows, columns = weight.shape
     num_rows = math.prod(rows)
     num_scales = columns // (weight.group_size or columns) * num_rows

@@ -1,10 +1,10 @@
 """
 Quantization schemes: one frozen description per scheme, read by every other part of the package.
 
-A scheme says on which *grid* the codes of a weight lie, in which *container* they are stored, sent and multiplied, how
-many input features share a scale, and on which grid the activations that meet it lie. Engine, checkpoint and kernels
-see only the container, so a policy of 3 bits runs wherever INT4 does. Nothing here imports torch, so the command line
-can list schemes at once; the arithmetic is in [`trl_qarl.quantization.formats`].
+A scheme names the *grid* of the weight's codes, the *container* in which codes are stored, sent and multiplied, the
+number of input features that share a scale, and the grid of the activations. Engine, checkpoint and kernels see only
+the container, so a policy of 3 bits runs wherever INT4 does. This module does not import torch, so the command line
+lists schemes at once; the arithmetic is in [`trl_qarl.quantization.formats`].
 """
 
 from dataclasses import dataclass, replace
@@ -20,14 +20,20 @@ GROUP_SIZES = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Grid:
-    """The codes that a number can be rounded to, and how a scale follows from the numbers that share it: their largest
-    magnitude is half the range of codes, unless one of the two last fields says otherwise."""
+    """
+    Codes to which numbers are rounded, and the rule that gives the scale of the numbers that share it.
+
+    By default the largest magnitude is half the range of codes. With `has_signed_scales` the number of largest
+    magnitude, with its sign, is the smallest code. With `has_zero_points` codes go from the smallest number to the
+    largest, and the numbers share the code of zero too. `type` is compressed-tensors' word; `num_bits` tell the codes
+    apart.
+    """
 
     name: str
-    type: Literal["int", "float"]  # compressed-tensors' word
-    num_bits: int  # that tell the codes apart
-    has_signed_scales: bool = False  # the largest number, with its sign, is the smallest code
-    has_zero_points: bool = False  # codes go from the smallest number to the largest; the code of zero is shared too
+    type: Literal["int", "float"]
+    num_bits: int
+    has_signed_scales: bool = False
+    has_zero_points: bool = False
 
     @property
     def quant_range(self) -> tuple[float, float]:
@@ -39,9 +45,9 @@ class Grid:
     @property
     def scale_divisor(self) -> float:
         """
-        Divisor of the largest number that gives the scale: half the code range, as compressed-tensors has it (7.5 for
-        INT4, 127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4).
-        With zero points the distance of the smallest from the largest is divided, by the whole range (15 for INT4).
+        Divisor that turns the largest number into the scale: half the code range, as in compressed-tensors (7.5 for
+        INT4, 127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code with signed scales (-8 for INT4). With
+        zero points the distance between smallest and largest number is divided by the whole range (15 for INT4).
         """
         qmin, qmax = self.quant_range
         whole = qmax - qmin
@@ -58,22 +64,35 @@ GRIDS = {grid.name: grid for grid in _GRIDS}
 
 @dataclass(frozen=True)
 class Container:
-    """How codes are stored, sent and multiplied; [`trl_qarl.quantization.formats`] has what is done with them."""
+    """
+    Storage, transport and multiplication of codes; [`trl_qarl.quantization.formats`] has the operations.
+
+    - `type`: type of the codes; `None` if weights stay as they are.
+    - `num_bits`: bits of a code in memory and in the description of a checkpoint.
+    - `checkpoint_format`: compressed-tensors' name of the container.
+    - `word_size`: codes in a word of the checkpoint. Rows fill whole words.
+    - `group_sizes`: sizes that its kernels accept, largest first; empty for one scale per output channel.
+    - `activations`: grids of activations that its kernels take; `None` for activations in 16 bits.
+    - `has_zero_points`: true if it holds only grids with zero points.
+    - `has_global_scale`: true if one number divides all scales of a matrix of the engine.
+    - `takes_signed_scales`: true if all its kernels for 16-bit activations multiply by negative scales correctly.
+    - `scale_dtype`: dtype of the scales; `None` if it depends on the scheme.
+    """
 
     name: str
-    type: Literal["int", "float"] | None  # None: weights stay as they are
-    num_bits: int  # that a code takes, and that a checkpoint says it has
-    checkpoint_format: str  # compressed-tensors' name of it
-    word_size: int = 1  # codes in a word of the checkpoint; rows fill whole words
-    group_sizes: tuple[int, ...] = ()  # that its kernels accept, largest first; empty for a scale per output channel
-    activations: tuple[Grid | None, ...] = (None,)  # that its kernels multiply with; None: left alone
-    has_zero_points: bool = False  # holds grids with zero points, and no others
-    has_global_scale: bool = False  # all scales of what an engine holds as one matrix are divided by one number
-    takes_signed_scales: bool = False  # which all its kernels for 16-bit activations multiply by as they are
-    scale_dtype: str | None = None  # None: a matter of the scheme
+    type: Literal["int", "float"] | None
+    num_bits: int
+    checkpoint_format: str
+    word_size: int = 1
+    group_sizes: tuple[int, ...] = ()
+    activations: tuple[Grid | None, ...] = (None,)
+    has_zero_points: bool = False
+    has_global_scale: bool = False
+    takes_signed_scales: bool = False
+    scale_dtype: str | None = None
 
     def holds(self, grid: Grid | None) -> bool:
-        """Return whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
+        """Return whether the container has every code of `grid`, with `None` for weights in high precision."""
         if grid is None or self.type is None:
             return grid is None and self.type is None
         if (grid.has_signed_scales and not self.takes_signed_scales) or grid.has_zero_points != self.has_zero_points:
@@ -103,14 +122,24 @@ CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVF
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """One quantization scheme; `name` is what [`QaRLConfig`] takes. `ValueError` is raised if the grid has codes that
-    the container does not hold, or if no kernel multiplies the container with such groups or activations."""
+    """
+    One quantization scheme.
+
+    - `name`: value of `scheme` in [`QaRLConfig`].
+    - `grid`: codes of the weights; `None` if weights stay in high precision.
+    - `container`: storage of the codes.
+    - `group_size`: input features that share a scale; `None` for one scale per output channel.
+    - `activation`: codes of dynamic per-token activations; `None` for activations in 16 bits.
+
+    `ValueError` is raised if the grid has codes that the container does not hold, or if no kernel multiplies the
+    container with such groups or activations.
+    """
 
     name: str
-    grid: Grid | None  # codes of the weights; None: weights stay in high precision
-    container: Container  # how they are stored, sent and multiplied
-    group_size: int | None = None  # input features that share a scale; None: one scale per output channel
-    activation: Grid | None = None  # codes of dynamic per-token activations; None: left alone
+    grid: Grid | None
+    container: Container
+    group_size: int | None = None
+    activation: Grid | None = None
 
     def __post_init__(self) -> None:
         if not self.container.holds(self.grid):
@@ -126,12 +155,11 @@ class QuantScheme:
                 f"Scheme {self.name!r}: no kernel multiplies container {self.container.name!r} with activations in "
                 f"{self.activation and self.activation.name!r}. Choose one of {allowed}."
             )
-        if self.grid is not None and self.grid.has_signed_scales and self.activation == E4M3:
+        if self.has_signed_scales and self.activation == E4M3:
             raise ValueError(
                 f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. Signed scales are for "
-                "weights of at most 4 bits that meet 16-bit or INT8 activations: the scales of 'w4a8' are chosen such that vLLM's "
-                "conversion to FP8 loses nothing, which holds only for positive ones, and 8 bits have next to nothing to gain. Use "
-                "'w4a16', or another grid."
+                "weights of at most 4 bits with 16-bit or INT8 activations: vLLM converts the scales of 'w4a8' to FP8, which loses "
+                "nothing only for positive scales, and 8 bits gain next to nothing. Use 'w4a16', or another grid."
             )
         if self.group_size not in (self.group_sizes or (None,)):
             raise ValueError(
@@ -145,14 +173,19 @@ class QuantScheme:
         return self.grid is not None
 
     @property
+    def has_signed_scales(self) -> bool:
+        """True if the grid has signed scales, so that grids of fewer bits nest in it."""
+        return self.grid is not None and self.grid.has_signed_scales
+
+    @property
     def group_sizes(self) -> tuple[int, ...]:
         """Group sizes that the engine's kernels accept, largest first; empty for one scale per output channel."""
-        # CUTLASS' product of INT4 and FP8 has this one.
+        # CUTLASS' product of INT4 and FP8 has only the largest.
         return self.container.group_sizes[:1] if self.activation == E4M3 else self.container.group_sizes
 
     @property
     def has_fp8_scales(self) -> bool:
-        """True if the engine turns the scales of groups into FP8: INT4 weights that meet FP8 activations."""
+        """True if the engine converts the scales of groups to FP8: INT4 weights with FP8 activations."""
         return self.group_size is not None and self.activation == E4M3
 
     @property
@@ -164,9 +197,9 @@ class QuantScheme:
         return "float32" if is_per_channel else self.container.scale_dtype
 
     def group_size_for(self, in_features: int) -> int | None:
-        """Return the group size of a matrix with `in_features` input features: `group_size` where that divides them,
-        else the next smaller size of `group_sizes` that does. `ValueError` is raised if none does, or if the
-        checkpoint packs codes into words that they do not fill."""
+        """Return the group size of a matrix with `in_features` input features: the largest of `group_sizes` up to
+        `group_size` that divides them. `ValueError` is raised if none does, or if a row of codes does not fill whole
+        words of the checkpoint."""
         if self.group_size is None:
             codes_per_word = self.container.word_size
             if in_features % codes_per_word:
@@ -177,9 +210,8 @@ class QuantScheme:
                 )
             return None
         allowed = [size for size in self.group_sizes if size <= self.group_size]
-        for size in allowed:
-            if in_features % size == 0:
-                return size
+        if fitting := [size for size in allowed if in_features % size == 0]:
+            return fitting[0]
         raise ValueError(
             f"in_features={in_features} is not divisible by any group size of {allowed}, so scheme {self.name!r} with "
             f"group_size={self.group_size} cannot quantize it. Leave the layer out with `exclude_modules`, or use a "
@@ -188,25 +220,32 @@ class QuantScheme:
 
     def weight_args(self, group_size: int | None) -> dict[str, Any]:
         """Return compressed-tensors' `QuantizationArgs` of a weight quantized with `group_size`. They describe the
-        container, which is what a reader unpacks: of a coarser grid some codes do not occur."""
+        container, which a reader unpacks; a coarser grid leaves some of its codes unused."""
         container = self.container
-        args: dict[str, Any] = {"num_bits": container.num_bits, "type": container.type}
-        args |= {"symmetric": not container.has_zero_points, "dynamic": False}
-        if group_size is None:
-            args["strategy"] = "channel"
-        else:
-            args |= {"strategy": "tensor_group" if container.has_global_scale else "group", "group_size": group_size}
-        if container.scale_dtype is not None:
-            args["scale_dtype"] = f"torch.{container.scale_dtype}"
-        return args
+        strategy = "channel" if group_size is None else "tensor_group" if container.has_global_scale else "group"
+        args = {
+            "num_bits": container.num_bits,
+            "type": container.type,
+            "symmetric": not container.has_zero_points,
+            "dynamic": False,
+            "strategy": strategy,
+            "group_size": group_size,
+            "scale_dtype": container.scale_dtype and f"torch.{container.scale_dtype}",
+        }
+        return {name: value for name, value in args.items() if value is not None}
 
     @property
     def activation_args(self) -> dict[str, Any] | None:
         """compressed-tensors' `QuantizationArgs` of the activations, or `None`."""
         if self.activation is None:
             return None
-        described = {"num_bits": self.activation.num_bits, "type": self.activation.type, "symmetric": True}
-        return {**described, "strategy": "token", "dynamic": True}
+        return {
+            "num_bits": self.activation.num_bits,
+            "type": self.activation.type,
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
 
 
 SCHEMES = {
@@ -235,24 +274,24 @@ SCHEMES = {
 
 
 def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> QuantScheme:
-    """Look a scheme up by name, or return a [`QuantScheme`] as it is; with `group_size` in the place of its own.
+    """Look up a scheme by name, or return a [`QuantScheme`] as it is; `group_size` replaces its own group size.
     `ValueError` is raised for an unknown name, or a group size that the scheme's kernels do not take."""
     if isinstance(scheme, str):
         if scheme not in SCHEMES:
-            # compressed-tensors has `W4A16_ASYM`.
+            # compressed-tensors spells it `W4A16_ASYM`.
             name = scheme.lower().replace("_", "-")
             stem = name.partition("-")[0]
             meant = [n for n in (name, stem) if n in SCHEMES] or get_close_matches(name, SCHEMES, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""
             if stem in ("mxfp4", "nvfp4", "mxfp4a4", "nvfp4a4"):
                 hint = (
-                    " There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away "
-                    "from, and no engine on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
+                    " Activations of 4 bits are unsupported: their scale is a calibrated constant, from which a policy in training "
+                    "moves away, and no engine on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
                 )
             elif "asym" in name and name not in SCHEMES:
                 hint = (
-                    " Zero points are for integer weights of 4 or 8 bits that meet 16-bit activations: no kernel has them with others, "
-                    "and fewer bits do not nest with them. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
+                    " Zero points are for integer weights of 4 or 8 bits with 16-bit activations: no kernel takes other activations, "
+                    "and grids with zero points do not nest. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
                 )
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]

@@ -17,14 +17,14 @@ from .storage import shapes_of
 __all__ = ["ROUTER_NAMES", "layer_format", "layers_around", "parts_of_experts", "reasons_to_skip"]
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-"""Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
+"""Last name components of MoE routers. They are compared whole, as `gate*` would also match `gate_proj`."""
 
 EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 
 def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
-    """Return what the matrices in each module of experts among `layers` are called, one by one and as they are
-    stacked: a pattern that names some of them does not name the module."""
+    """Return the names of the matrices in each module of experts among `layers`, one by one and stacked. A pattern
+    that matches only some of them does not match the module."""
     return {
         name: [
             [f"{name}.{expert}.{leaf}" for expert in range(module.num_experts) for leaf in EXPERT_LEAVES],
@@ -37,15 +37,15 @@ def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str
 
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
-    """Return scheme and group size of a quantizable or quantized layer under `scheme`; `ValueError` if none fits."""
+    """Return scheme and group size of a layer under `scheme`; `ValueError` is raised if no group size fits."""
     if isinstance(module, nn.Linear):
         return scheme, scheme.group_size_for(module.in_features)
     return experts_format(module, scheme)
 
 
 def layers_around(inventory: Inventory) -> dict[str, str]:
-    """Return the quantizable layers of a model that are not its language model's, as those of a vision tower and its
-    connector, and the reason why they stay in high precision unless a plan names them."""
+    """Return the quantizable layers outside the language model, such as those of a vision tower and its connector,
+    with the reason why they stay in high precision unless a plan names them."""
     model = inventory.model
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
         return {}
@@ -56,8 +56,8 @@ def layers_around(inventory: Inventory) -> dict[str, str]:
 
 
 def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] | None) -> dict[str, str]:
-    """Return why each layer that could be quantized and stays in high precision does so. `ValueError` is raised if an
-    exclude pattern matches none of them, or some of the experts of a layer."""
+    """Return the reason for each quantizable layer that stays in high precision. `ValueError` is raised if an exclude
+    pattern matches no layer, or only some of the experts of one."""
     model, layers = inventory.model, inventory.quantizable
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -66,8 +66,15 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
     for name, module in layers.items():
         leaf = name.rpartition(".")[2]
         if not isinstance(module, nn.Linear):
-            problem = "exclude_modules" if name in excluded else _problem_of_experts(inventory, name, module)
-            reasons |= {name: problem} if problem else {}
+            kind = type(module).__name__
+            if name in excluded:
+                reasons[name] = "exclude_modules"
+            elif problem := problem_of_experts(module):
+                reasons[name] = f"{kind}: {problem}"
+            elif isinstance(model, PreTrainedModel) and f"{name}.{GATE_UP}" not in inventory.names.experts:
+                reasons[name] = (
+                    f"{kind}: checkpoints stack the matrices of all experts in one tensor, which has no low-bit form"
+                )
         elif module is head or leaf == "lm_head":
             reasons[name] = "output head"
         elif id(module.weight) in embedding_weights:
@@ -77,21 +84,10 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
         elif name in excluded:
             reasons[name] = "exclude_modules"
         elif type(module) is not nn.Linear:
-            reasons[name] = f"{type(module).__name__} has a forward of its own"
+            reasons[name] = f"{type(module).__name__} has its own forward"
         elif shapes_of(module).get("weight", module.weight.shape).numel() == 0:
             reasons[name] = "no weights"
     return reasons
-
-
-def _problem_of_experts(inventory: Inventory, name: str, module: nn.Module) -> str | None:
-    problem = problem_of_experts(module)
-    if (
-        problem is None
-        and isinstance(inventory.model, PreTrainedModel)
-        and f"{name}.{GATE_UP}" not in inventory.names.experts
-    ):
-        problem = "checkpoints have the matrices of all experts in one tensor, for which there is no low-bit form"
-    return problem and f"{type(module).__name__}: {problem}"
 
 
 def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[str]:

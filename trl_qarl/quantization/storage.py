@@ -1,9 +1,8 @@
 """
-How a process holds a parameter, all of it or a part while other processes hold the rest; shape, value and version of
-either.
+Storage of a parameter, whole in this process or sharded over several: its shape, value and version.
 
-[`storage_of`] finds the [`Storage`] of a tensor. The two that hold parts are in [`trl_qarl.sharding`], which adds them
-to [`BACKENDS`]; nothing else names a backend.
+[`storage_of`] finds the [`Storage`] of a tensor. [`trl_qarl.sharding`] adds its two sharded storages to [`BACKENDS`];
+no other module names a backend.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,31 +32,31 @@ __all__ = [
 
 
 class Storage:
-    """A parameter that this process holds whole. A backend overrides what differs for one that it has sharded."""
+    """Storage of a parameter that this process holds whole; backends override it for sharded parameters."""
 
     is_whole = True
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is stored so."""
+        """Return whether `tensor` has this storage."""
         return True
 
     def is_of(self, model: nn.Module) -> bool:
-        """Return whether parameters of `model` are stored so, but for what is gathered now."""
+        """Return whether parameters of `model` have this storage, except for parameters that are gathered now."""
         return any(map(self.has, model.parameters()))
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
-        """Return the shape of all of `tensor`."""
+        """Return the shape of the whole parameter."""
         return tensor.shape
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of `tensor` that this process keeps, and an optimizer writes to."""
+        """Return the part of `tensor` that this process keeps and an optimizer writes to."""
         return tensor
 
     @contextmanager
     def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
         """While open, this process' part of `tensor` has the values of `local`; this does not count as a write."""
         held = tensor.data
-        # Not copied into the tensor: what is kept of its value is kept for its storage, and must find that again.
+        # Replaced, not copied: caches identify a value by its memory, and must find it again afterwards.
         tensor.data = local
         try:
             yield
@@ -65,33 +64,33 @@ class Storage:
             tensor.data = held
 
     def rows(self, tensor: torch.Tensor) -> range:
-        """Return which rows `(..., K)` of all of `tensor`, those of experts in one count, this process quantizes."""
+        """Return the rows `(..., K)` of the whole parameter, experts counted on, that this process quantizes."""
         return range(self.shape(tensor)[:-1].numel())
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these rows, in high precision: the tensor itself, with gradients, where that has them."""
+        """Return these rows in high precision: the tensor itself, with gradients, if it has them."""
         return tensor
 
     def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return all of `tensor`, in `dtype` if given; every process has to call."""
+        """Return the whole parameter, in `dtype` if given; every process has to call."""
         value = self.value(tensor)
         return value if dtype is None else value.to(dtype)
 
     def whole_low_bit(self, weight: Any) -> torch.Tensor:
-        """Return the low-bit form of all of a [`QuantizedWeight`]; every process has to call."""
+        """Return the low-bit form of a whole [`QuantizedWeight`]; every process has to call."""
         return weight.low_bit_weight()
 
     def refresh(self, model: nn.Module) -> None:
-        """Drop what is kept of what was gathered for the last forward of `model`."""
+        """Drop parameters that stay gathered after the last forward of `model`."""
 
 
 _WHOLE = Storage()
 BACKENDS: list[Storage] = []
-"""The storages of parts."""
+"""Storages of sharded parameters."""
 
 
 def storage_of(tensor: torch.Tensor) -> Storage:
-    """Return how this process holds `tensor`."""
+    """Return the storage of `tensor`."""
     return next((backend for backend in BACKENDS if backend.has(tensor)), _WHOLE)
 
 
@@ -101,39 +100,39 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return all of a tensor, in `dtype` if given; of a sharded one every process has to call."""
+    """Return the whole tensor, in `dtype` if given; if it is sharded, every process has to call."""
     return storage_of(tensor).whole(tensor, dtype)
 
 
 def refresh(model: nn.Module) -> None:
-    """Have the next forward of a sharded model gather anew: it may keep what it gathered for the last one."""
+    """Have the next forward of a sharded model gather again: parameters may stay gathered after the last one."""
     for backend in BACKENDS:
         backend.refresh(model)
 
 
 MADE_IN_INFERENCE_MODE = (
-    "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so a changed weight could "
-    "not be told from the one that was quantized. Make or load the model outside of it; `torch.no_grad()` does as well."
+    "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so changes to the weight "
+    "would go unnoticed. Make or load the model outside of it; use `torch.no_grad()` instead."
 )
 
 
 def shapes_of(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of a module's own parameters by name, of sharded ones those of all of them."""
+    """Return the shapes of a module's own parameters by name, sharded ones counted whole."""
     return {name: storage_of(p).shape(p) for name, p in module.named_parameters(recurse=False)}
 
 
 def num_elements(parameters: Iterable[torch.Tensor]) -> int:
-    """Return how many numbers parameters have, sharded ones counted whole."""
+    """Return the number of elements of parameters, sharded ones counted whole."""
     return sum(storage_of(parameter).shape(parameter).numel() for parameter in parameters)
 
 
 def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return numbers of which one changes when the parameter, or this process' part, is written to or replaced."""
+    """Return numbers that change when the parameter, or this process' part, is written to or replaced."""
     local = storage_of(parameter).local(parameter)
     return parameter._version, local._version, local.data_ptr()
 
 
-# Fused and 8-bit optimizers write to parameters without raising their version, so each step of any optimizer counts.
+# Fused and 8-bit optimizers do not raise the version of parameters, so every optimizer step counts as a write.
 _num_optimizer_steps = 0
 
 
@@ -141,11 +140,11 @@ _num_optimizer_steps = 0
 @torch.compiler.disable
 def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
     """
-    Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not
-    kept.
+    Return a value that is equal for two calls if the tensor and the number of writes to it are; `None`, equal to
+    nothing, for an inference tensor.
 
-    Addresses are not an identity: a new tensor may lie where an old one was. As long as a weak reference to a storage
-    exists, no other storage compares equal to it.
+    A new tensor may have the address of an old one. A weak reference to a storage equals no other storage as long as
+    the reference exists.
     """
     if weight.is_inference():
         if isinstance(weight, nn.Parameter):

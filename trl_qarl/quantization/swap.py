@@ -1,5 +1,6 @@
 """
-Turn a model's linear layers into quantized ones and back, or into frozen low-bit ones, and say what was done.
+Replaces a model's linear layers and experts by quantized ones and back, or by frozen low-bit ones, and reports the
+result.
 
 The weight of a *prepared* layer is the master, which the forward quantizes; that of a *converted* one is a frozen
 [`LowBitTensor`] in an ordinary `nn.Linear`. torchao's `quantize_` (https://github.com/pytorch/ao) passes every linear
@@ -49,8 +50,7 @@ __all__ = [
 @dataclass
 class QaRLWeightConfig(AOBaseConfig):
     """
-    Configuration of torchao's `quantize_`, which applies it layer by layer; inside a `FqnToConfig`, a scheme per
-    layer.
+    Configuration of torchao's `quantize_`, also inside a `FqnToConfig` with a scheme per layer.
 
     Args:
         scheme (`str` or [`QuantScheme`], *optional*, defaults to `"w4a16"`):
@@ -58,8 +58,8 @@ class QaRLWeightConfig(AOBaseConfig):
         group_size (`int`, *optional*):
             Group size instead of the scheme's own.
         step (`str`, *optional*, defaults to `"prepare"`):
-            `"prepare"` does to a plain `nn.Linear` what [`prepare_model`] does, `"convert"` to a prepared layer what
-            [`convert_model`] does; it leaves other layers alone.
+            `"prepare"` applies [`prepare_model`] to a plain `nn.Linear`, `"convert"` applies [`convert_model`] to a
+            prepared layer and leaves other layers alone.
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model, for `"prepare"`. Defaults to each weight's dtype.
 
@@ -103,7 +103,7 @@ def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
     return layer
 
 
-# torchao asks once for each parent of a module; all of them get the same new one.
+# torchao asks once for each parent of a module; all parents get the same replacement.
 _replaced: WeakKeyDictionary[nn.Module, tuple[QaRLWeightConfig, nn.Module]] = WeakKeyDictionary()
 
 
@@ -118,8 +118,8 @@ def prepare_model(
     Quantize the forward of every linear layer of `model`, and of the experts of a mixture: each is replaced by a
     [`QuantizedLinear`] or [`~trl_qarl.quantization.experts.QuantizedExperts`] with the same parameters.
 
-    Output head, embeddings (and whatever shares their weight) and MoE routers are never touched. Layers around a
-    language model, as those of a vision tower, are quantized by a pattern that fits only such layers.
+    Output head, embeddings (with layers that share their weight) and MoE routers are never quantized. Layers around a
+    language model, such as those of a vision tower, are quantized only by a pattern that matches only such layers.
 
     Args:
         model (`nn.Module`):
@@ -129,14 +129,14 @@ def prepare_model(
             nothing.
         exclude_modules (`str` or `Sequence[str]`, *optional*):
             Layers to leave alone: names, their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`), or regular
-            expressions that must match the whole name. What names a layer is not read as an expression.
+            expressions over whole names. A name of a layer is not read as an expression.
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
 
     Raises:
         ValueError: for a model that is quantized or prepared already, or was made in inference mode; if nothing is
-            left to quantize; if a pattern matches no layer, or some of a layer's experts; if a scheme cannot quantize
-            a layer; and if layers that vLLM holds as one matrix do not share a scheme.
+            left to quantize; if a pattern matches no layer, or only some of a layer's experts; if a scheme cannot
+            quantize a layer; and if layers that vLLM fuses do not share a scheme.
     """
     plan = get_plan(scheme)
     _check_not_quantized(model)
@@ -170,7 +170,7 @@ def prepare_model(
             f"{scheme.name} in groups of {size}" if size else scheme.name for scheme, size in formats
         )
         raise ValueError(
-            f"Experts of different layers have {listed}: transformers reads those of one layer for all. Give all experts the same."
+            f"Experts of different layers have {listed}: transformers applies the format of one layer to all. Give all experts the same."
         )
     scheme_of = {module: schemes[name] for name, module in chosen.items()}
     layers = _replace(model, chosen.values(), lambda module: _quantized(module, scheme_of[module], scale_dtype))
@@ -185,8 +185,8 @@ def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype 
 
 
 def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
-    """Return the report of a model that was loaded without masters; `plan`, if given, is one of several schemes that
-    its layers have."""
+    """Return the report of a model that was loaded without masters; `plan` is required if its layers have several
+    schemes by patterns."""
     inventory = Inventory.of(model)
     plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in inventory.layers.items()})
     skipped = dict.fromkeys(inventory.quantizable, "not quantized in the checkpoint")
@@ -194,19 +194,19 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
 
 
 def restore_model(model: nn.Module) -> int:
-    """Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many
-    there were. `ValueError` is raised if the model has engine numerics."""
+    """Replace every quantized layer of `model` by the module it was made from, with the same parameters, and return
+    the number of layers. `ValueError` is raised if the model has engine numerics."""
     return _replace_quantized(model, lambda layer: layer.restored())
 
 
 def convert_model(model: nn.Module) -> int:
     """
-    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight, freeze experts where
-    they are, and return the number of layers.
+    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight, freeze experts in
+    place, and return the number of layers.
 
-    The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed
-    and exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters. `ValueError`
-    is raised if no layer is prepared, or if the model has engine numerics.
+    Results of the model stay the same, bit for bit. Its masters are gone: it can be evaluated, deployed and exported,
+    not trained. Memory is freed once no other object, such as an optimizer, holds the masters. `ValueError` is raised
+    if no layer is prepared, or if the model has engine numerics.
     """
     if not quantized_layers(model):
         raise ValueError(
@@ -226,19 +226,19 @@ def _replace_quantized(model: nn.Module, make: Callable[[QuantizedLayer], nn.Mod
 def _check_product(layer: QuantizedLayer) -> None:
     if layer.product is not low_bit_linear:
         raise ValueError(
-            "The model computes with another product than its own, as with engine numerics, which an ordinary layer does not "
-            "have. Call `trl_qarl.numerics.attach.detach_engine_numerics(model)` first."
+            "The model has engine numerics, whose product an ordinary layer does not have. Call "
+            "`trl_qarl.numerics.attach.detach_engine_numerics(model)` first."
         )
 
 
 def _replace(
     model: nn.Module, modules: Iterable[nn.Module], make: Callable[[Any], nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Put `make(module)` into the place of each of `modules`, wherever `model` has it; return new by old."""
+    """Replace each of `modules` in `model` by `make(module)`, wherever it occurs; return new modules by old ones."""
     modules = set(modules)
     if model in modules:
         raise ValueError(
-            f"The model is itself a {type(model).__name__}, which nothing holds, so it cannot be replaced. Put it into a module "
+            f"The model is itself a {type(model).__name__} without a parent module, so it cannot be replaced. Put it into a module "
             "(`nn.Sequential(layer)`), or use `QuantizedLinear.from_linear`."
         )
     replacements = {module: make(module) for module in modules}
@@ -246,14 +246,14 @@ def _replace(
         for name, child in list(parent._modules.items()):
             if child in replacements:
                 setattr(parent, name, replacements[child])
-    # The one before would keep the replaced modules, and their masters, in memory.
+    # The former inventory would keep the replaced modules, and their masters, in memory.
     Inventory.of(model)
     return replacements
 
 
 def freeze_model(model: nn.Module) -> int:
-    """Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return their bytes.
-    The layers compute what they did, bit for bit, and pass gradients to their input and to adapters next to them."""
+    """Drop the masters of every quantized layer of `model` without an adapter in its weight, in place, and return
+    their bytes. Results stay the same, bit for bit; gradients go to inputs and to adapters next to the layers."""
     layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
     num_bytes = sum(weight.parameter.nbytes for weight in weights if not weight.is_frozen)
@@ -263,19 +263,19 @@ def freeze_model(model: nn.Module) -> int:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """Return every quantized layer of `model` by its name, that in the base model where an adapter wraps it."""
+    """Return every quantized layer of `model` by its name in the base model."""
     return Inventory.of(model).layers
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
-    """Give quantized layers the forward of those they were made from; low-bit weights can still be published."""
+    """Give quantized layers the forward of the layers they were made from; low-bit weights can still be published."""
     for layer in quantized_layers(model).values():
         layer.use_quantized_forward = False
 
 
 @contextmanager
 def quantized_forward(model: nn.Module) -> Iterator[None]:
-    """While open, every quantized layer of `model` runs its quantized forward, also where it is disabled."""
+    """While open, every quantized layer of `model` runs its quantized forward, even if it is disabled."""
     disabled = [layer for layer in quantized_layers(model).values() if not layer.use_quantized_forward]
     for layer in disabled:
         layer.use_quantized_forward = True
@@ -288,9 +288,9 @@ def quantized_forward(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """While open, embeddings, norms, biases and all else that is not quantized are rounded to `dtype`, as in an
-    export, and the model computes what an engine does with that. They come back on leaving, bit for bit."""
-    # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
+    """While open, all tensors that are not quantized, such as embeddings, norms and biases, are rounded to `dtype` as
+    in an export, so that the model computes like an engine. They are restored on leaving, bit for bit."""
+    # Tied tensors share storage; rounding twice is harmless, and the order of restoring does not matter.
     tensors = [
         tensor
         for layer in Inventory.of(model).walk()
@@ -322,6 +322,6 @@ def _check_not_quantized(model: nn.Module) -> None:
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
         raise ValueError(
             f"The model is quantized already (quant_method={getattr(method, 'value', method)!r}): its masters are gone. Load "
-            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it; or, of a compressed-tensors "
-            "checkpoint with integer codes, masters that have these (`trl_qarl.checkpoint.load.load_masters`)."
+            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it; or load masters that "
+            "reproduce the integer codes of a compressed-tensors checkpoint (`trl_qarl.checkpoint.load.load_masters`)."
         )

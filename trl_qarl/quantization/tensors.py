@@ -1,9 +1,9 @@
 """
-A low-bit weight as an object: torchao's tensor subclass, compressed-tensors' numbers.
+A low-bit weight as a tensor subclass of torchao, with the numbers of compressed-tensors.
 
-[`LowBitTensor`] is the cache of a quantized layer, the frozen weight of a converted `nn.Linear`, and what is published
-and exported. torchao's `TorchAOBaseTensor` gives `detach`, `clone` and flattening; an operation that neither it nor
-this module knows raises.
+A [`LowBitTensor`] is the cache of a quantized layer, the frozen weight of a converted `nn.Linear`, and the unit of
+publication and export. torchao's `TorchAOBaseTensor` provides `detach`, `clone` and flattening; operations that
+neither it nor this module defines raise.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,17 +34,18 @@ class LowBitTensor(TorchAOBaseTensor):
     A quantized weight `(N, K)` that takes no gradient.
 
     `F.linear` multiplies by it with the products of [`~trl_qarl.quantization.gemm`], with gradients to input and bias.
-    `.to` moves it; a floating dtype given to `.to` changes only `orig_dtype`, neither codes nor scales. `copy_` takes
-    another low-bit tensor of the same scheme and shape.
+    `.to` moves it; a floating dtype changes only `orig_dtype`, not codes or scales. `copy_` takes another low-bit
+    tensor of the same scheme and shape.
 
-    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales. With a dense tensor, and in
-    `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, one counts as its dense values.
+    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales. Compared with a dense tensor, and in
+    `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it stands for its dense values.
 
-    `qdata` are the codes as the scheme's container lays them out ([`trl_qarl.quantization.formats`]), `scale` is
-    `(N, K / group_size)` or `(N, 1)`, and `operands` are the further tensors of the container's format, with a row for
-    each of the weight. `orig_dtype` is the master's, which this tensor shows. So is `gathered_shape`, of a sharded
-    master whose codes and scales FSDP2 has gathered; FSDP2 frees them after use and fills them again, so nothing that
-    is made of them is kept.
+    - `qdata`: codes in the layout of the scheme's container ([`trl_qarl.quantization.formats`]).
+    - `scale`: `(N, K / group_size)` or `(N, 1)`.
+    - `operands`: further tensors of the format, with one row for each row of the weight.
+    - `orig_dtype`: dtype of the master, and the `dtype` of this tensor.
+    - `gathered_shape`: shape of a sharded master whose codes and scales FSDP2 has gathered, and the `shape` of this
+      tensor. FSDP2 frees them after use and fills them again, so nothing derived from them is cached.
     """
 
     tensor_data_names = ["qdata", "scale"]
@@ -80,27 +81,27 @@ class LowBitTensor(TorchAOBaseTensor):
     def from_hp(
         cls, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
     ) -> "LowBitTensor":
-        """Quantize a master weight as [`~trl_qarl.quantization.quantize.quantize_weight`] does, with its errors."""
+        """Quantize a master weight; errors are those of [`~trl_qarl.quantization.quantize.quantize_weight`]."""
         return cls.of_parts(quantize_weight(weight, scheme, scale_dtype, global_scale), scheme, weight.dtype)
 
     @classmethod
     def of_parts(cls, parts: Iterable[torch.Tensor], scheme: QuantScheme, *attributes: Any) -> "LowBitTensor":
-        """Return the inverse of [`~LowBitTensor.parts`]; the attributes are those of the class."""
+        """Return the inverse of [`~LowBitTensor.parts`]; `attributes` follow `scheme` in the constructor."""
         codes, scale, *operands = parts
         names = (operand.name for operand in format_of(scheme.container).operands)
         return cls(codes, scale, scheme, *attributes, **dict(zip(names, operands, strict=True)))
 
     @property
     def format(self) -> Format:
-        """The format of its tensors."""
+        """Format of its tensors."""
         return format_of(self.scheme.container)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return codes, scales and the format's operands: one row in each for one of the weight."""
+        """Return codes, scales and the format's operands, each with one row for each row of the weight."""
         return self.qdata, self.scale, *(getattr(self, operand.name) for operand in self.format.operands)
 
     def take(self, rows: Any) -> "LowBitTensor":
-        """Return the rows that an index tensor or a slice names."""
+        """Return the rows of an index tensor or a slice."""
         return self.of_parts((part[rows] for part in self.parts()), self.scheme, self.orig_dtype)
 
     def codes(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -113,7 +114,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @classmethod
     def stack(cls, matrices: "Sequence[LowBitTensor]") -> "LowBitTensor":
-        """Return the rows of all `matrices`, of one scheme and width, one after the other."""
+        """Return the rows of all `matrices`, which have one scheme and width, in order."""
         if len(matrices) == 1:
             return matrices[0]
         parts = map(torch.cat, zip(*(m.parts() for m in matrices), strict=True))
@@ -126,7 +127,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @property
     def shared_scale(self) -> float | None:
-        """The number that all its scales are divided by; `None` in a format without one."""
+        """Number that divides all its scales; `None` for a format without one."""
         shared = (getattr(self, operand.name) for operand in self.format.operands if not operand.per_group)
         return next((tensor[0].item() for tensor in shared), None)
 
@@ -142,26 +143,27 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dense weight in `output_dtype` or `orig_dtype`: scale times code, exact, rounded once."""
+        """Return the dense weight in `output_dtype` or `orig_dtype`: the exact product of scale and code, rounded
+        once."""
         return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":
-        """Return what the engine multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
+        """Return the operand of the engine's product: this tensor, or for `w4a8` FP8 codes with float32 scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def coarser(self, scheme: QuantScheme) -> "LowBitTensor":
-        """Return the weight in the fewer bits of `scheme`, made only of its codes: half a code for each bit less,
-        rounded (a tie to the even code) and clamped, at twice the scale. It is a step off the master's where the first
-        rounding has made a tie. `ValueError` is raised if the grid of `scheme` does not nest in its own, or if the
-        dtype of the scales does not hold the larger ones."""
+        """Return the weight in the fewer bits of `scheme`, made from its codes: for each bit less codes are halved,
+        rounded (ties to even) and clamped, and scales are doubled. Where the first rounding makes a tie, the result is
+        a step off the one made from the master. `ValueError` is raised if the grid of `scheme` does not nest in its
+        own, or if the larger scales overflow their dtype."""
         ours, theirs = self.scheme.grid, scheme.grid
         if (
-            not (ours and theirs and ours.has_signed_scales and theirs.has_signed_scales)
+            not (self.scheme.has_signed_scales and scheme.has_signed_scales)
             or self.scheme.container != scheme.container
             or theirs.num_bits > ours.num_bits
         ):
             raise ValueError(
-                f"The codes of {self.scheme.name!r} hold none of {scheme.name!r}, whose grid does not nest in theirs."
+                f"Codes of {self.scheme.name!r} do not give those of {scheme.name!r}, whose grid does not nest in theirs."
             )
         step = 2 ** (ours.num_bits - theirs.num_bits)
         larger = self.scale * step
@@ -174,7 +176,7 @@ class LowBitTensor(TorchAOBaseTensor):
         return LowBitTensor(self.format.pack(codes), larger, scheme, self.orig_dtype)
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
-        """`make(self)`, such as a kernel's operands, computed once, or at each call where codes are gathered."""
+        """Return `make(self)`, such as a kernel's operands, computed once, or at each call if codes are gathered."""
         if make in self._kept:
             return self._kept[make]
         # Tensors made in inference mode could not take part in training later.
@@ -185,16 +187,16 @@ class LowBitTensor(TorchAOBaseTensor):
         return operands
 
     def drop(self, make: Callable[["LowBitTensor"], Any]) -> None:
-        """Forget what [`~LowBitTensor.cached`] keeps for `make`."""
+        """Drop the result of `make` from [`~LowBitTensor.cached`]."""
         self._kept.pop(make, None)
 
     def row_blocks(self, num_blocks: int) -> "tuple[LowBitTensor, ...]":
-        """Return equal blocks of the rows as views, such as the matrices of experts: the same objects at each call, as
-        kernels keep operands with them."""
+        """Return equal blocks of the rows as views, such as the matrices of experts. Each call returns the same
+        objects, because kernels cache operands in them."""
         return (self,) if num_blocks == 1 and self.dim() == 2 else self.cached(_RowBlocks(num_blocks))
 
     def held(self) -> list[Any]:
-        """Codes, scales and everything that [`~LowBitTensor.cached`] keeps: what this tensor costs in memory."""
+        """Return everything that this tensor keeps in memory: codes, scales and the contents of its cache."""
         blocks = [block for make, made in self._kept.items() if isinstance(make, _RowBlocks) for block in made]
         operands = [made for make, made in self._kept.items() if not isinstance(make, _RowBlocks)]
         return [*self.parts(), *operands, *(kept for block in blocks for kept in block._kept.values())]
@@ -223,7 +225,7 @@ class _RowBlocks(NamedTuple):
     num_blocks: int
 
     def __call__(self, weight: LowBitTensor) -> tuple[LowBitTensor, ...]:
-        # Of a shard without rows there are no blocks.
+        # A shard without rows has no blocks.
         num_rows = len(weight.qdata) // max(self.num_blocks, 1)
         parts = (tensor.split(num_rows) if num_rows else () for tensor in weight.parts())
         shape = (num_rows, weight.shape[-1]) if weight.is_gathered else None
@@ -245,9 +247,9 @@ def straight_through_linear(
     master: torch.Tensor | None = None,
     product: Callable[..., tuple[Any, ...]] = low_bit_linear,
 ) -> torch.Tensor:
-    """`x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`. Gradients go
-    to `x`, `bias` and `master`, each only where asked for, as if neither the weight nor the activations were rounded.
-    `product` takes rows, weight and bias and returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does."""
+    """Return `x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, like `nn.Linear`.
+    Gradients go to `x`, `bias` and `master` where requested, as if neither weight nor activations were rounded.
+    `product` has the signature and result of [`~trl_qarl.quantization.gemm.low_bit_linear`]."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(-1, x.shape[-1])
@@ -292,7 +294,7 @@ def _linear(func, types, args, kwargs):
     return _multiply(*args, **kwargs)
 
 
-# Arguments have the names that PyTorch's functions give them.
+# Arguments have PyTorch's names.
 def _multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, LowBitTensor) or isinstance(input, LowBitTensor):
         raise TypeError("A low-bit tensor can be the weight of `F.linear` only. Use `dequantize()` elsewhere.")
@@ -329,8 +331,7 @@ def _copy(func, types, args, kwargs):
 
 @LowBitTensor.implements(torch.ops.aten.as_strided.default)
 def _as_strided(func, types, args, kwargs):
-    # FSDP2 gives what it has gathered the shape and strides of what it has sharded, a master or bytes; here it has its
-    # own.
+    # FSDP2 asks for the shape and strides of the sharded master or bytes; a gathered tensor has its own.
     self, size, stride = args[:3]
     if not self.is_gathered:
         raise NotImplementedError(
@@ -341,7 +342,7 @@ def _as_strided(func, types, args, kwargs):
 
 @LowBitTensor.implements(torch.ops.aten.unbind.int)
 def _unbind(func, types, args, kwargs):
-    # Of gathered experts, so that each takes a gradient of its own.
+    # For gathered experts, so that each takes its own gradient.
     self = args[0]
     if self.dim() != 3 or any(args[1:]):
         raise NotImplementedError(
@@ -352,16 +353,16 @@ def _unbind(func, types, args, kwargs):
 
 @LowBitTensor.implements(torch.ops.aten.zeros_like.default)
 def _zeros_like(func, types, args, kwargs):
-    # Such as the gradient that FSDP2 reduces for a layer that took no part in the forward.
+    # FSDP2 reduces zeros as the gradient of a layer that took no part in the forward.
     return torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
 
 
 @LowBitTensor.implements([torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor])
 def _add(func, types, args, kwargs):
-    # No TypeError, which `+=` would take for an operation that nobody defines.
+    # `+=` would take a TypeError for a missing operator.
     raise RuntimeError(
-        "Nothing can be added to a low-bit weight: what PEFT's `merge_and_unload` adds would be rounded away. Serve the "
-        "adapter next to the base, or merge it with `trl-qarl export --merge_adapter`, which says what is lost."
+        "Nothing can be added to a low-bit weight: the sum, such as of PEFT's `merge_and_unload`, would be rounded away. Serve "
+        "the adapter next to the base, or merge it with `trl-qarl export --merge_adapter`, which reports the loss."
     )
 
 
@@ -376,11 +377,11 @@ def _are_equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     if any(getattr(input, name) != getattr(other, name) for name in ("scheme", "shape", "dtype")):
         return False
     pairs = zip(input.parts(), other.parts(), strict=True)
-    # Codes of FP8 as bytes: PyTorch compares no FP8 numbers.
+    # FP8 codes as bytes: PyTorch does not compare FP8 numbers.
     return all(torch.equal(*(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in pair)) for pair in pairs)
 
 
-# Of `flatten` only the method, which `torch.testing.assert_close` calls to say what differs.
+# `torch.testing.assert_close` calls the method `flatten` to describe differences.
 @LowBitTensor.implements_torch_function(
     [torch.isclose, torch.Tensor.isclose, torch.allclose, torch.Tensor.allclose, torch.Tensor.flatten]
 )

@@ -1,8 +1,9 @@
 """
-Weights of an earlier update, kept and put back for a forward or a weight sync.
+Weights of an earlier update, kept to be restored for a forward or a weight sync.
 
-Of a quantized layer the codes and scales are kept, which a new master leaves alone, so they cost no copy; of what is
-trained in high precision a copy. Masters are not kept: a version computes and is published, it is not trained.
+For quantized layers a version keeps the codes and scales without a copy, because an update of the master makes new
+ones. For trained parameters in high precision it keeps a copy. Masters are not kept, so a version can compute and be
+published, but not trained.
 """
 
 from collections.abc import Iterator
@@ -21,19 +22,19 @@ __all__ = ["KeptVersion", "at_version", "kept_version"]
 
 
 class KeptVersion(NamedTuple):
-    """The trained weights of a model as an engine is sent them, of a sharded one the parts that this process holds:
-    each quantized weight that is trained, by its name, and every other trained parameter in its own dtype."""
+    """The trained weights of a model as sent to an engine: `low_bit` forms of quantized weights by name, and every
+    other trained parameter in its own dtype. If they are sharded, these are the parts of this process."""
 
     low_bit: dict[str, LowBitTensor]
     others: dict[str, torch.Tensor]
 
     def state(self) -> dict[str, Any]:
-        """Return plain tensors, for a file."""
+        """Return the version as plain tensors, for a file."""
         return {"low_bit": {name: kept.parts() for name, kept in self.low_bit.items()}, "others": self.others}
 
     @classmethod
     def of_state(cls, state: dict[str, Any], model: nn.Module) -> "KeptVersion":
-        """Return what [`~KeptVersion.state`] was made of; `model` has the same layers."""
+        """Return the inverse of [`~KeptVersion.state`]; `model` has the same layers."""
         refresh(model)
         weights = dict(Inventory.of(model).weights())
         low_bit = {name: _low_bit(weights[name].low_bit_weight(), parts) for name, parts in state["low_bit"].items()}
@@ -41,8 +42,8 @@ class KeptVersion(NamedTuple):
 
 
 def kept_version(model: nn.Module) -> KeptVersion:
-    """Keep the weights that `model`, prepared by [`prepare_model`] or unquantized, has now."""
-    # What is gathered of a sharded model is not a part of this process.
+    """Return the current version of `model`, which is prepared by [`prepare_model`] or unquantized."""
+    # A gathered weight is not a part of this process.
     refresh(model)
     weights = dict(Inventory.of(model).weights())
     masters = {id(weight.parameter) for weight in weights.values()}
@@ -57,24 +58,22 @@ def kept_version(model: nn.Module) -> KeptVersion:
 
 @contextmanager
 def at_version(model: nn.Module, kept: KeptVersion) -> Iterator[None]:
-    """
-    While open, `model` computes and publishes what it did when `kept` was made, bit for bit. The masters of quantized
-    layers stay, and no code counts as changed.
-    """
+    """While open, `model` computes and publishes with the weights of `kept`, bit for bit. The masters of quantized
+    layers stay, and no code counts as changed."""
     refresh(model)
     parameters, weights = dict(model.named_parameters()), dict(Inventory.of(model).weights())
     with ExitStack() as stack:
-        # When the others are as they were, what was gathered of this version goes.
+        # Last on leaving: drop weights that were gathered of this version.
         stack.callback(refresh, model)
         for name, value in kept.others.items():
             stack.enter_context(storage_of(parameters[name]).holding(parameters[name], value))
-        # After these, as an adapter may be part of what is quantized.
+        # After the others, because an adapter may be part of a quantized weight.
         for name, low_bit in kept.low_bit.items():
             stack.enter_context(weights[name].holding(_low_bit(low_bit)))
         yield
 
 
 def _low_bit(like: LowBitTensor, parts: Any = None) -> LowBitTensor:
-    """Return a weight of its own or other `parts`, without what products have made of its codes, which is larger."""
+    """Return a weight like `like`, with its own or other `parts`, without its cache of larger operands."""
     parts = like.parts() if parts is None else parts
     return LowBitTensor.of_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)

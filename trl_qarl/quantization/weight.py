@@ -1,8 +1,8 @@
 """
 Per-weight quantization state, and the base class of quantized layers.
 
-A linear layer has one [`QuantizedWeight`], the experts of a mixture have two. Its *source* says which weight is
-quantized and where gradients go: [`MasterSource`], the layer's own parameter, unless another was set.
+A linear layer has one [`QuantizedWeight`], the experts of a mixture have two. Its *source* provides the tensor that is
+quantized and receives gradients: by default [`MasterSource`], the layer's own parameter.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Set
@@ -23,22 +23,24 @@ from .tensors import LowBitTensor
 __all__ = ["MasterSource", "Product", "QuantizedLayer", "QuantizedWeight"]
 
 Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torch.Tensor, tuple[Any, ...], str]]
-"""Takes rows `(M, K)`, weight and bias and returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does."""
+"""Product of rows `(M, K)`, a weight and a bias, such as [`~trl_qarl.quantization.gemm.low_bit_linear`]."""
 
 
 class MasterSource:
     """
-    The weight that is quantized: the layer's own, of which this process may hold a part ([`storage_of`]). Other
-    sources build it from that one and from more. Each method is given the layer's parameter, which is read once per
-    use, as a parametrization computes a new tensor each time. With `is_frozen` there is no master: the parameter holds
-    codes and scales in another form than a low-bit tensor. With `holds_adapter` an adapter is part of the weight.
+    Source of the weight that is quantized: the layer's own parameter, of which this process may hold a part
+    ([`storage_of`]). Subclasses build the weight from that parameter and other tensors. Each method gets the layer's
+    parameter, which is read once per use because a parametrization computes a new tensor each time.
+
+    `is_frozen` sources have no master: the parameter stores codes and scales, but not as a low-bit tensor. With
+    `holds_adapter` an adapter is part of the weight.
     """
 
     is_frozen = False
     holds_adapter = False
 
     def active(self) -> Hashable:
-        """Return which of its weights the source gives now; the low-bit form of each is kept."""
+        """Return a key of the weight that the source gives now; one low-bit form is cached per key."""
         return ()
 
     def low_bit(self, weight: torch.Tensor) -> LowBitTensor:
@@ -46,19 +48,19 @@ class MasterSource:
         raise NotImplementedError
 
     def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
-        """Equal for two calls if the value is; `None`, equal to nothing, where that cannot be told."""
+        """Return a value that is equal for two calls if the weight is; `None`, equal to nothing, if unknown."""
         return weight_version(weight)
 
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight that is quantized, with gradients; of a sharded one what this process quantizes."""
+        """Return the weight that is quantized, with gradients; if sharded, the rows that this process quantizes."""
         return storage_of(weight).value(weight)
 
     def shape(self, weight: torch.Tensor) -> torch.Size:
-        """Return the shape of all of the weight."""
+        """Return the shape of the whole weight."""
         return storage_of(weight).shape(weight)
 
     def rows(self, weight: torch.Tensor) -> range:
-        """Return which rows of all of the weight the value has."""
+        """Return the rows of the whole weight that [`~MasterSource.value`] has."""
         return storage_of(weight).rows(weight)
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
@@ -70,20 +72,18 @@ class MasterSource:
         return weight.requires_grad
 
     def release(self) -> None:
-        """Give back what the source holds besides the layer's weight, when the layer is no longer quantized."""
+        """Undo the source's changes to other modules when the layer is no longer quantized."""
 
 
 class QuantizedWeight:
     """
-    One weight of a layer, and its low-bit form: computed once per version of the master and kept.
+    One weight of a layer, and its low-bit form, which is computed once per version of the master and cached.
 
-    `name` is that of the layer's parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices whose rows are
-    quantized as those of one, or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`. `scale_dtype` is the
-    dtype in which the engine runs the model, to which scales are rounded.
-
-    `num_flipped_codes` are the codes that changed at the last re-quantization on the same grid, 0-d int64.
-    `global_scale` is what the scales of a format with global scales are divided by, chosen at the first use unless it
-    was given.
+    - `name`: name of the layer's parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices that are quantized
+      like one of `E * N` rows, or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`.
+    - `scale_dtype`: dtype in which the engine runs the model, to which scales are rounded.
+    - `num_flipped_codes`: number of codes that changed at the last re-quantization on the same grid, 0-d int64.
+    - `global_scale`: divisor of the scales in a format with global scales, chosen at the first use unless given.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the parameter: of a sharded one that of all of it."""
+        """Shape of the whole parameter."""
         return storage_of(self.parameter).shape(self.parameter)
 
     @property
@@ -137,7 +137,7 @@ class QuantizedWeight:
         with torch.inference_mode(False), torch.no_grad():
             low_bit = self.quantize(self.source.value(weight).detach())
             if kept is not None and kept.scheme != self.scheme:
-                # Codes of another grid are other codes, whatever the master did.
+                # Codes of different grids cannot be compared.
                 self.num_flipped_codes = None
             elif kept is not None:
                 self.num_flipped_codes = low_bit.format.count_flips(kept.qdata, low_bit.qdata)
@@ -148,28 +148,28 @@ class QuantizedWeight:
 
     @torch.no_grad()
     def whole_low_bit(self) -> LowBitTensor:
-        """Return all of the low-bit weight; of a sharded one every process has to call."""
+        """Return the whole low-bit weight; if it is sharded, every process has to call."""
         return storage_of(self.parameter).whole_low_bit(self)
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
-        """Return the low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
+        """Return the low-bit form of a `weight` of the parameter's shape, without caching it."""
         weight = weight.flatten(0, -2)
         if self.global_scale is None:
             self.global_scale = format_of(self.scheme.container).choose_global_scale(weight)
         return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype, self.global_scale)
 
     def matrices(self) -> Iterator[tuple[torch.Tensor, LowBitTensor]]:
-        """Yield master and low-bit form, `(N, K)` each, of the matrix, or of each that the parameter stacks."""
+        """Yield master and low-bit form, `(N, K)` each, of every matrix of the parameter."""
         master, low_bit = self.master(), self.low_bit_weight()
         stacked = master if master.ndim == 3 else master.unsqueeze(0)
         yield from zip(stacked.unbind(), low_bit.row_blocks(len(stacked)), strict=True)
 
     def freeze(self) -> None:
-        """Replace the master by its low-bit weight, in place: the layer computes what it did and cannot be trained."""
+        """Replace the master by its low-bit weight, in place. Results stay the same; the layer cannot be trained."""
         self.hold(self.low_bit_weight())
 
     def hold(self, low_bit: LowBitTensor) -> None:
-        """Put `low_bit`, which cannot be trained, into the master's place."""
+        """Replace the master by `low_bit`, which cannot be trained."""
         self.forget()
         self.num_flipped_codes = None
         self.scheme, self.group_size = low_bit.scheme, low_bit.group_size
@@ -178,7 +178,8 @@ class QuantizedWeight:
 
     @contextmanager
     def holding(self, low_bit: LowBitTensor) -> Iterator[None]:
-        """While open, `low_bit` is the low-bit weight, unless the master is written to; no code counts as changed."""
+        """While open, use `low_bit` as the low-bit weight, unless the master is written to. No code counts as
+        changed."""
         held = self._kept
         self._kept = {**held, self.source.active(): (low_bit, self.source.version(self.parameter))}
         try:
@@ -191,11 +192,11 @@ class QuantizedWeight:
         self._kept = {active: (low_bit, None) for active, (low_bit, _) in self._kept.items()}
 
     def kept(self) -> list[LowBitTensor]:
-        """Return the low-bit weights that are kept next to the parameter."""
+        """Return the cached low-bit weights."""
         return [low_bit for low_bit, _ in self._kept.values()]
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Drop the cached low-bit weights."""
         self._kept = {}
 
     def __getstate__(self):
@@ -206,10 +207,12 @@ class QuantizedLayer(nn.Module):
     """
     A layer with quantized weights, all of one scheme: `QuantizedLinear` or `QuantizedExperts`.
 
-    `quantized_weights` has the weights by the names of their parameters; what is kept of them is not part of the
-    `state_dict`, nor of a pickle or copy of the module. `product` multiplies by a low-bit weight, and `kernel_name` is
-    that of the kernel of the last forward. Without `use_quantized_forward` the forward is that of the layer it was
-    made from, while the low-bit weight can still be had for publication and export.
+    - `quantized_weights`: weights by the names of their parameters. Their caches are part of neither the `state_dict`
+      nor a pickle or copy of the module.
+    - `product`: multiplies by a low-bit weight.
+    - `use_quantized_forward`: if false, the forward is that of the layer it was made from; the low-bit weight remains
+      available for publication and export.
+    - `kernel_name`: name of the kernel of the last forward.
     """
 
     quantized_weights: dict[str, QuantizedWeight]
@@ -229,7 +232,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def scheme(self) -> QuantScheme:
-        """The scheme."""
+        """Scheme of the weights."""
         return self._first.scheme
 
     @property
@@ -262,11 +265,11 @@ class QuantizedLayer(nn.Module):
         return any(weight.source.holds_adapter for weight in self.quantized_weights.values())
 
     def restored(self) -> nn.Module:
-        """Make the module to be put into this layer's place, with its masters; it is no longer quantized."""
+        """Return the unquantized module that replaces this layer, with its masters."""
         raise NotImplementedError
 
     def convert(self) -> nn.Module:
-        """Freeze the layer, and make the module to be put into its place that computes the same."""
+        """Freeze the layer, and return the module that replaces it and computes the same."""
         raise NotImplementedError
 
     def freeze(self) -> None:
@@ -280,7 +283,7 @@ class QuantizedLayer(nn.Module):
             weight.invalidate()
 
     def forget(self) -> None:
-        """Drop the low-bit weights that are kept."""
+        """Drop the cached low-bit weights."""
         for weight in self.quantized_weights.values():
             weight.forget()
 
@@ -303,22 +306,22 @@ class QuantizedLayer(nn.Module):
 
 
 OWN_ATTRIBUTES = frozenset(["quantized_weights", "product", "use_quantized_forward", "kernel_name"])
-"""Attributes that a quantized layer has and the layer that it was made from has not."""
+"""Attributes of a quantized layer that the layer it was made from does not have."""
 
 
 def sharing_state(cls: type, module: nn.Module, without: Set[str] = frozenset()) -> Any:
-    """Return a `cls` with the attributes of `module`; the tables of parameters and hooks are the same objects."""
+    """Return a `cls` with the attributes of `module`, sharing its tables of parameters and hooks."""
     new = cls.__new__(cls)
     vars(new).update({name: value for name, value in vars(module).items() if name not in without})
     return new
 
 
 def check_can_be_quantized(module: nn.Module, names: list[str], scheme: QuantScheme) -> None:
-    """Raise `ValueError` for a layer with these parameters that `scheme` cannot apply to, whatever their sizes."""
+    """Raise `ValueError` if `scheme` cannot quantize a layer with these parameters, regardless of their sizes."""
     if "forward" in vars(module):
         raise ValueError(
-            "The layer has a `forward` of its own on the instance (accelerate's `device_map` hooks set one), which "
-            "would bypass the quantized forward. Load the model on one device: `device_map=None`."
+            "The layer has a `forward` on the instance, as set by accelerate's `device_map` hooks, which would bypass "
+            "the quantized forward. Load the model on one device: `device_map=None`."
         )
     if not scheme.is_quantized:
         raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")

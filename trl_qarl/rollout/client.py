@@ -1,6 +1,5 @@
 """The trainer's connection to a vLLM server: TRL's client, which holds the server's session."""
 
-import json
 import os
 import secrets
 import socket
@@ -18,7 +17,7 @@ from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
 
-from ..wire.handshake import is_proof, proof, read_token_file
+from ..wire.handshake import is_proof, json_object, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH
 from .background import BackgroundCall
 from .http_session import CheckedSession, ServerLost, check_finished, error_text, json_of, refusals
@@ -125,7 +124,7 @@ class QaRLClient(VLLMClient):
                 f"The server at {self.base_url} was not started by `trl-qarl vllm-serve`: it would generate before weights "
                 "are published, and let two trainers change them. Start it with that command."
             )
-        state = _json_object(challenge.content)
+        state = json_object(challenge.content)
         token, source = self._find_token(state.get("token_file"))
         nonces = [secrets.token_hex(16), state.get("nonce")]
         request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
@@ -142,7 +141,7 @@ class QaRLClient(VLLMClient):
             raise RuntimeError(f"The server at {self.base_url} opened no session: {error_text(held)}")
         # Keep the iterator with the response: it closes the connection when it is garbage-collected early.
         lines = held.iter_lines()
-        state = _json_object(next(lines, b""))
+        state = json_object(next(lines, b""))
         if not is_proof(state.pop("proof", None), token, "server", nonces, state):
             held.close()
             raise RuntimeError(
@@ -296,12 +295,3 @@ class _SessionAdapter(HTTPAdapter):
             if client._held is None and path not in _HANDSHAKE_PATHS:
                 raise requests.ConnectionError("this trainer holds no session of the server", request=request)
         return super().send(request, *args, **kwargs)
-
-
-def _json_object(content: bytes) -> dict[str, Any]:
-    """The JSON object in a response, or an empty one without such an object."""
-    try:
-        value = json.loads(content)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -1,1 +1,1 @@
-"""Masters in pieces: FSDP2 and DeepSpeed's ZeRO-3, each behind [`~trl_qarl.quantization.storage.Storage`]."""
+"""Sharded masters: FSDP2 and DeepSpeed's ZeRO-3 as a [`~trl_qarl.quantization.storage.Storage`] each."""

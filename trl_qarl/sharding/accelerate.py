@@ -1,4 +1,4 @@
-"""accelerate, which shards a model when it prepares it: has FSDP2 gather low-bit weights from then on."""
+"""Has FSDP2 gather low-bit weights once accelerate has sharded a model."""
 
 import logging
 from collections.abc import Callable
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_by(accelerator: Accelerator) -> str | None:
-    """Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave
-    masters whole, `"DeepSpeed"`."""
+    """Return the backend that shards the models of `accelerator`: `"FSDP2"`, `"ZeRO-3"`, `"DeepSpeed"` for stages that
+    leave masters whole, or `None`."""
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP2"
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -29,7 +29,7 @@ def sharded_by(accelerator: Accelerator) -> str | None:
 
 
 def check_units(model: nn.Module) -> None:
-    """Raise `ValueError` if a unit that FSDP2 gathers at once is a part of a decoder layer."""
+    """Raise `ValueError` if a unit that FSDP2 gathers is only a part of a decoder layer."""
     inventory = Inventory.of(model)
     layers = {layer_of(name) for name in inventory.layers}
     for name, module in inventory.modules.items():
@@ -43,7 +43,7 @@ def check_units(model: nn.Module) -> None:
 
 
 def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
-    """Have models that `accelerator.prepare` shards from now on gather low-bit weights, and pass each to `then`."""
+    """Have models gather low-bit weights once `accelerator.prepare` shards them, and call `then` with each."""
     prepare_whole = accelerator.prepare
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -69,10 +69,11 @@ def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], No
 
 def _gather_head(model: nn.Module) -> None:
     """
-    Have FSDP2 gather the head of `model` after the rest of the forward: the loss reads its weight without a call.
+    Have FSDP2 gather the head of `model` after the rest of the forward, because the loss reads its weight without
+    calling it.
 
-    accelerate shards it together with the final norm, whose call gathers both, but finds that norm only in models of
-    text. Else the loss would give each process the gradient of its own tokens (accelerate 1.15, TRL 1.16).
+    accelerate shards the head together with the final norm, whose call gathers both, but finds that norm only in
+    models of text. Otherwise each process would get the gradient of its own tokens (accelerate 1.15, TRL 1.16).
     """
     model = base_model(model)
     head = model.get_output_embeddings()

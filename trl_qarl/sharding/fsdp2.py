@@ -1,18 +1,17 @@
 """
-Low-bit weights of masters that FSDP2 has sharded: each process quantizes its own rows, and codes and scales are
-gathered.
+Low-bit weights of masters sharded by FSDP2: each process quantizes its own rows, then codes and scales are gathered.
 
-A row holds whole groups, so the codes of all processes together are those of one process, bit for bit. They are made
-of the master itself also where `mixed_precision` has FSDP gather everything else in 16 bits. A low-bit weight without
-a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and gathered likewise.
+A row holds whole groups, so all processes together make the same codes as one process, bit for bit. Codes are made
+from the master itself even if `mixed_precision` has FSDP gather other parameters in 16 bits. A low-bit weight without
+a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and gathered in the same way.
 
-Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are
-the rows that this process holds, and [`Rows`] gathers, which every process has to call. In a forward the weight is the
-gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
+Outside a forward a sharded layer's weight is a `DTensor`; the layer's master and low-bit weight refer to the local
+shard, and [`Rows`] gathers, which every process has to call. In a forward the weight is the gathered [`LowBitTensor`],
+whose straight-through gradient FSDP reduces into the rows of the masters.
 
 FSDP2's extension point is `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a *local* tensor
-(https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] has these two and is an ordinary tensor otherwise, so
-optimizers, clipping and checkpoints see nothing else than without it.
+(https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] defines these two and is otherwise an ordinary tensor
+for optimizers, clipping and checkpoints.
 """
 
 from collections.abc import Iterator
@@ -34,15 +33,15 @@ from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight
 __all__ = ["FrozenRows", "MasterShard", "Rows", "ShardedSource", "as_bytes", "shard_low_bit"]
 
 _ALIGNMENT = 64
-# Its new name, since torch 2.13.
+# Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class MasterShard(torch.Tensor):
     """
-    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`, or the bytes of a low-bit
-    weight without a master: a plain tensor but for what FSDP2 asks of it around an all-gather. It is a part of
-    `weight`; `padded_rows` are those of the largest shard, of all its experts together, which every process sends.
+    This process' shard of a master, rows `(rows, K)` or experts `(E, N, K)`, or of a low-bit weight without a master:
+    a plain tensor with FSDP2's hooks around an all-gather. It is a part of `weight`; `padded_rows` is the number of
+    rows of the largest shard, experts counted on, which every process sends.
     """
 
     # Results of operations are not shards.
@@ -51,10 +50,9 @@ class MasterShard(torch.Tensor):
     weight: QuantizedWeight
     padded_rows: int
 
-    # FSDP passes five arguments to a method that takes them, and then asks for the padded size of the master (torch
-    # 2.13).
+    # With five parameters FSDP would require the padded size of the master (torch 2.13).
     def fsdp_pre_all_gather(self, mesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Return what this process sends, and what it has to know to read it."""
+        """Return the tensors that this process sends, and the metadata to read them."""
         low_bit = self.weight.low_bit_weight()
         parts = [_with_rows(tensor, self.padded_rows) for tensor in low_bit.parts()]
         if mesh.size() > 1:
@@ -71,7 +69,7 @@ class MasterShard(torch.Tensor):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         """Return the low-bit weight and the tensors that hold it; with `out`, fill those again."""
         if out is not None:
-            # Its bits may be others than before, in the same container.
+            # The number of bits may have changed, in the same container.
             out.scheme = self.weight.scheme
             return None
         held = tuple(outputs)
@@ -83,12 +81,12 @@ class MasterShard(torch.Tensor):
 
     @override
     def to(self, device, *args, **kwargs):
-        """Return itself for another device than the one that keeps masters: codes and scales go there, not masters."""
+        """Send codes and scales instead of masters to a device other than the masters'."""
         return _OnDevice(self, torch.device(device)) if torch.device(device).type != self.device.type else self
 
 
 class _OnDevice:
-    """A [`MasterShard`] that is kept in the host's memory, as FSDP2 asks it on `device`."""
+    """A [`MasterShard`] in the host's memory for an all-gather on `device`."""
 
     def __init__(self, shard: MasterShard, device: torch.device):
         self.shard, self.device = shard, device
@@ -102,7 +100,7 @@ class _OnDevice:
 
 
 class Rows(Storage):
-    """A parameter of which this process holds rows: FSDP2 gives every process as many, up to the last that get any."""
+    """Storage of a parameter of which this process holds rows: FSDP2 distributes equal blocks, the last ones short."""
 
     is_whole = False
 
@@ -121,7 +119,7 @@ class Rows(Storage):
     @override
     @contextmanager
     def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
-        # FSDP2 gathers from the memory that it has allocated, whatever the tensor is given. `.data` counts no writes.
+        # FSDP2 always gathers from the memory that it has allocated. Writes to `.data` are not counted.
         part = tensor._local_tensor.data
         held = part.clone()
         part.copy_(local)
@@ -142,7 +140,7 @@ class Rows(Storage):
 
     @override
     def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        # In `dtype` first, where 16 bits can be gathered.
+        # Converted first, because 16 bits are cheaper to gather.
         return (tensor if dtype is None else tensor.to(dtype)).full_tensor()
 
     @override
@@ -168,7 +166,7 @@ BACKENDS.append(Rows())
 
 
 class ShardedSource(MasterSource):
-    """The rows of a sharded master that this process holds."""
+    """This process' rows of a sharded master."""
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
@@ -177,7 +175,7 @@ class ShardedSource(MasterSource):
 
 
 class FrozenRows(MasterSource):
-    """Rows of bytes in the place of a frozen `low_bit` weight: those of its codes, then of its other tensors."""
+    """Rows of bytes that replace a frozen `low_bit` weight: the bytes of its codes, then of its other tensors."""
 
     is_frozen = True
 
@@ -192,7 +190,7 @@ class FrozenRows(MasterSource):
 
     @override
     def low_bit(self, weight: torch.Tensor) -> LowBitTensor:
-        """The rows that this process holds."""
+        """Return this process' rows."""
         rows = weight.to_local() if isinstance(weight, DTensor) else weight
         parts = rows.split([width for _, width in self._parts], 1)
         parts = (part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, self._parts, strict=True))
@@ -200,7 +198,7 @@ class FrozenRows(MasterSource):
 
 
 def as_bytes(model: nn.Module) -> None:
-    """Put rows of bytes into the place of frozen low-bit weights of `model`, as FSDP2 shards only plain tensors."""
+    """Replace frozen low-bit weights of `model` by rows of bytes, because FSDP2 shards only plain tensors."""
     for layer in model.modules():
         for weight in layer.quantized_weights.values() if isinstance(layer, QuantizedLayer) else ():
             low_bit = weight.parameter
@@ -212,13 +210,13 @@ def as_bytes(model: nn.Module) -> None:
 
 def shard_low_bit(model: nn.Module) -> int:
     """
-    Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of `model`, which it has
-    sharded, and return the number of weights. To be called after everything that puts other tensors into the place of
-    parameters, such as `.to`; it can be called again. `NotImplementedError` is raised if FSDP2 was told to shard what
-    it has gathered over fewer processes, `RuntimeError` if it does not manage the weight of a quantized layer.
+    Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of the sharded `model`, and
+    return the number of weights. Call it after everything that replaces parameters, such as `.to`; it can be called
+    again. `NotImplementedError` is raised if `reshard_after_forward` is a number, `RuntimeError` if FSDP2 does not
+    manage the weight of a quantized layer.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
-    # FSDP knows a layer that was swapped later by its former module, which shares the table of parameters.
+    # FSDP refers to a layer that was swapped later by its former module, which shares the table of parameters.
     weights = {(id(layer._parameters), name): w for layer in layers for name, w in layer.quantized_weights.items()}
     num_weights = len(weights)
     for group, parameter in _fsdp_parameters(model):
@@ -228,8 +226,8 @@ def shard_low_bit(model: nn.Module) -> int:
             continue
         if group._use_post_forward_mesh:
             raise NotImplementedError(
-                "FSDP2 was told to shard what it has gathered over fewer processes (`reshard_after_forward` is a number), which it "
-                "does not do with low-bit weights. Use True or False."
+                "`reshard_after_forward` is a number, so that FSDP2 would shard gathered weights over fewer processes, which is "
+                "unsupported with low-bit weights. Use True or False."
             )
         if weight.scheme.container.has_global_scale and weight.global_scale is None:
             raise RuntimeError(
@@ -251,7 +249,6 @@ def shard_low_bit(model: nn.Module) -> int:
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """FSDP2's groups of parameters that it gathers together, and their parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -262,19 +259,19 @@ def _shard(weight: torch.Tensor) -> MasterShard:
     shard = weight._local_tensor if isinstance(weight, DTensor) else weight
     if not isinstance(shard, MasterShard):
         raise RuntimeError(
-            f"The master is {type(shard).__name__} {tuple(shard.shape)} where a shard is expected: something has put another tensor into "
-            "its place, or has gathered it in FSDP2's stead. Call `shard_low_bit(model)` after whatever does that."
+            f"The master is {type(shard).__name__} {tuple(shard.shape)} where a shard is expected: other code has replaced or gathered "
+            "it. Call `shard_low_bit(model)` after that code."
         )
     return shard
 
 
 def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes has zeros."""
+    """Pad `tensor` to `count` rows with zero bytes; some dtypes of codes do not support zeros."""
     if len(tensor) == count:
         return tensor
     padded = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     raw = padded.view(torch.uint8).zero_()
-    # Without rows the strides are such that bytes cannot be viewed.
+    # A tensor without rows has strides that cannot be viewed as bytes.
     if len(tensor):
         raw[: len(tensor)] = tensor.view(torch.uint8)
     return padded

@@ -1,10 +1,10 @@
 """
-Masters that DeepSpeed's ZeRO-3 has cut into flat slices, of which each process holds one, and the settings of
-DeepSpeed that all stages need.
+Masters sharded by DeepSpeed's ZeRO-3 into one flat slice per process, and the settings of DeepSpeed that all stages
+need.
 
-A slice cuts through rows and their groups, so that no process can quantize its own. DeepSpeed gathers the masters of a
-layer before its forward and its backward, where they are parameters as in one process: whole, and what takes the
-gradient. In between a parameter is empty, and [`Slices.whole`] gathers it, which every process has to call.
+A slice cuts through rows and groups, so a process cannot quantize its slice. DeepSpeed gathers the masters of a layer
+before its forward and its backward, where they are whole parameters that take the gradient, as in one process.
+Otherwise a parameter is empty, and [`Slices.whole`] gathers it, which every process has to call.
 
 Partitioned parameters are detected by their attributes, because DeepSpeed is optional.
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Slices(Storage):
-    """A parameter of which this process holds a slice."""
+    """Storage of a parameter of which this process holds a slice."""
 
     is_whole = False
 
@@ -57,13 +57,14 @@ class Slices(Storage):
 
     @override
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, without a gradient."""
+        """Return the whole parameter: itself while it is gathered, as in a forward, else a gathered copy without
+        gradient."""
         if tensor.ds_status.name == "AVAILABLE":
             return tensor
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([tensor]):
-            # Of the same storage, which DeepSpeed takes away from the parameter.
+            # Keeps the storage, which DeepSpeed takes away from the parameter.
             return tensor.detach()
 
 
@@ -71,7 +72,7 @@ BACKENDS.append(Slices())
 
 
 def _put(tensor: Any, local: torch.Tensor) -> None:
-    """Have `local` be this process' slice, also where DeepSpeed keeps the whole parameter, as it does small ones."""
+    """Make `local` this process' slice, also if DeepSpeed keeps a small parameter whole."""
     is_whole = tensor.ds_status.name == "AVAILABLE"
     if is_whole:
         tensor.partition()
@@ -81,8 +82,8 @@ def _put(tensor: Any, local: torch.Tensor) -> None:
 
 
 def forget_order(engine: Any) -> None:
-    """Have DeepSpeed's `engine` gather what its next forward and backward ask for, not what the forward before it did
-    in its order: that of a rollout, of scoring or of a comparison runs other modules than that of the loss."""
+    """Have DeepSpeed's `engine` gather by demand in its next forward and backward instead of in the recorded order of
+    the last forward: rollout, scoring, comparison and loss run different modules."""
     offload = getattr(engine.optimizer, "parameter_offload", None)
     coordinator = None if offload is None else offload.get_param_coordinator()
     if coordinator is not None and not coordinator.is_invalid_trace():
@@ -90,8 +91,8 @@ def forget_order(engine: Any) -> None:
 
 
 def keep_float32_masters(config: dict[str, Any]) -> None:
-    """Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its
-    configuration, and step with `optim`: with an offloaded state accelerate would substitute DeepSpeed's own Adam."""
+    """Have DeepSpeed leave the model in float32 despite accelerate's `mixed_precision`, and step with `optim`, which
+    accelerate would replace by DeepSpeed's Adam if the state is offloaded."""
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     if config.get("bf16", {}).get("enabled"):
         logger.info("DeepSpeed leaves masters in float32, and the forward computes in bfloat16 under autocast.")
@@ -99,7 +100,7 @@ def keep_float32_masters(config: dict[str, Any]) -> None:
 
 
 def compute_in_bfloat16(model: nn.Module) -> None:
-    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP."""
+    """Have the model's forward compute under autocast and return float32, like accelerate with DDP."""
     # PEFT's `generate` bypasses the forward of the adapted model.
     model = base_model(model)
     device = next(model.parameters()).device

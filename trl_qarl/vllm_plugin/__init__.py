@@ -1,10 +1,10 @@
 """
-The part of this package that vLLM loads: entry point `vllm.general_plugins`, called in every vLLM process.
+Plugin for vLLM, called in every vLLM process through the entry point `vllm.general_plugins`.
 
-It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until
+It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which has no effect until
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
-([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`]),
-and has our servers hear all their replicas ([`trl_qarl.vllm_plugin.replicas`]).
+([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`]). In
+servers of this package it returns the answers of all replicas ([`trl_qarl.vllm_plugin.replicas`]).
 """
 
 import multiprocessing
@@ -32,7 +32,7 @@ def register() -> None:
 
     from .replicas import hear_every_replica
 
-    # Before vLLM starts its engine's process, which would inherit the secret.
+    # Before vLLM starts the process of its engine, which would inherit the secret.
     if take_token() or TOKEN_FILE_VARIABLE in os.environ:
         hear_every_replica()
     _end_with_parent()
@@ -46,8 +46,8 @@ def register() -> None:
         from .experts import register_experts
         from .linear_kernels import register_kernels
 
-        # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process
-        # ends with "illegal instruction".
+        # Linux requires a process to ask for AMX. vLLM's INT4 kernel does not ask, which would end the process with
+        # "illegal instruction".
         torch.cpu._init_amx()
         register_kernels(PlatformEnum.CPU)
         register_experts()
@@ -60,20 +60,16 @@ def register() -> None:
 
 
 def _wait_without_spinning() -> None:
-    """
-    Have processes of vLLM sleep when no message has come for two milliseconds. vLLM's own poll shared memory for a
-    second after each (`SpinCondition`), on a core that the learner computes on.
-    """
+    """Have processes of vLLM sleep after two milliseconds without a message. By default they poll shared memory for a
+    second after each message (`SpinCondition`), on a core that the learner needs."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     SpinCondition.__init__.__defaults__ = (0.002,)
 
 
 def _end_with_parent() -> None:
-    """
-    Have an engine's process end when the server that has started it is gone. vLLM's own keeps running if the server
-    was killed, and keeps memory and device.
-    """
+    """End the engine's process with the server that started it. By default it keeps running, with its memory and
+    device, after the server is killed."""
     global _watcher
     parent = multiprocessing.parent_process()
     is_ours = TOKEN_FILE_VARIABLE in os.environ or TRANSFER_DIR_VARIABLE in os.environ
@@ -82,7 +78,7 @@ def _end_with_parent() -> None:
 
     def watch():
         parent.join()
-        # SIGTERM first, so that it removes its shared memory.
+        # SIGTERM first, so that the process removes its shared memory.
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_LEAVE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)

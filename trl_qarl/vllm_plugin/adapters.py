@@ -1,11 +1,11 @@
 """
-The trainer's LoRA adapter in a vLLM engine: it arrives with the weights, and every request is answered with it.
+The trainer's LoRA adapter in a vLLM engine: it is published with the weights and applied to every request.
 
 vLLM wraps the layers that may have an adapter, and keeps A and B of each in buffers with room for the largest rank,
-those of `q_proj`, `k_proj` and `v_proj` side by side. [`PublishedAdapter`] fills these buffers and reads them back:
-what the engine computes with must have the learner's fingerprints, and the rest of the buffers must be 0.
+side by side for `q_proj`, `k_proj` and `v_proj`. [`PublishedAdapter`] fills these buffers and reads them back: their
+content must have the learner's fingerprints, and the rest must be 0.
 
-Nobody names the adapter in a request, as it is a part of the policy: [`serve_adapter`] has the worker add it to each.
+The adapter is part of the policy, so requests do not name it: [`serve_adapter`] has the worker add it to each.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,13 +26,13 @@ from ..wire.protocol import is_adapter_tensor
 __all__ = ["PublishedAdapter", "describe_lora", "on_bare_model", "serve_adapter"]
 
 _ADAPTER_ID = 1
-# vLLM looks the adapter up by its number; nothing is ever read from the path.
+# vLLM looks up the adapter by its number and never reads the path.
 _REQUEST = LoRARequest("policy", _ADAPTER_ID, "published by the trainer")
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """While open, the layers of `model` stand under the names that they have without LoRA."""
+    """While open, the layers of `model` have their names without LoRA."""
     replaced = []
     for name, wrapper in _wrapped_layers(model):
         parent, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -47,7 +47,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def on_bare_model(method):
-    """Decorator: the method sees the layers of its object's `model` as [`without_adapters`] has them."""
+    """Decorate a method to run with its object's `model` [`without_adapters`]."""
 
     @wraps(method)
     def call(self, *args, **kwargs):
@@ -58,8 +58,7 @@ def on_bare_model(method):
 
 
 def describe_lora(model: nn.Module, lora_config: Any) -> dict[str, Any] | None:
-    """Largest rank, dtype and layers of the adapters that an engine can serve, or `None` if it was started without
-    LoRA."""
+    """Return the largest rank, dtype and layers of adapters that an engine can serve; `None` without LoRA."""
     if lora_config is None:
         return None
     manager = model.lora_manager
@@ -72,8 +71,8 @@ def describe_lora(model: nn.Module, lora_config: Any) -> dict[str, Any] | None:
 
 
 class PublishedAdapter:
-    """The adapter of the last publication in one worker. `engine_name` is the engine's name of what has this name in a
-    checkpoint. A worker `is_whole` with `tensor_parallel_size=1`; a shard has no fingerprint of its own."""
+    """The adapter of the last publication in one worker. `engine_name` converts a name in a checkpoint to the engine's
+    name. `is_whole` is true with `tensor_parallel_size=1`; the fingerprints of shards are unknown."""
 
     def __init__(self, model: nn.Module, engine_name: Callable[[str], str], is_whole: bool):
         self.model = model
@@ -85,7 +84,7 @@ class PublishedAdapter:
         self._live: list[str] = []
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]], arrived: dict[str, str]) -> Iterator[tuple[str, Any]]:
-        """Keep A and B of what arrives, with their fingerprints in `arrived`, and pass the other tensors on."""
+        """Keep A and B of `tensors`, with their fingerprints in `arrived`, and yield the other tensors."""
         for name, tensor in tensors:
             if is_adapter_tensor(name):
                 # Copy: the memory belongs to the transport or to the learner.
@@ -98,17 +97,17 @@ class PublishedAdapter:
         self._arriving = {}
 
     def accept(self, names: Iterable[str]) -> None:
-        """Make what has arrived, in full and as it was sent, the adapter from now on; `names` is all of it."""
+        """Make the received tensors, which are complete and correct, the adapter; `names` has all its tensors."""
         known = self.tensors | self._arriving
         self.tensors = {name: known[name] for name in names}
 
     def changed(self) -> list[str]:
-        """Names of A and B, if the buffers are not as they were left."""
+        """Return the names of A and B if the buffers have changed since the activation."""
         return sorted(self.tensors) if self._live != self._fingerprints() else []
 
     def activate(self) -> None:
-        """Put the adapter into the buffers that the engine computes with; `RuntimeError` is raised unless these hold
-        it, and nothing else, afterwards."""
+        """Put the adapter into the engine's buffers; `RuntimeError` is raised if they do not hold exactly the adapter
+        afterwards."""
         manager = getattr(self.model, "lora_manager", None)
         if manager is None:
             if self.tensors:
@@ -140,8 +139,7 @@ class PublishedAdapter:
         return [fingerprint(buffer) for layer in layers for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
 
     def _problems(self, slot: int) -> list[str]:
-        """Return what the engine's buffers hold that the learner did not send, and what it sent that they do not
-        hold."""
+        """Describe the differences between the engine's buffers and the learner's adapter."""
         sent = {self.engine_name(name): (name, tensor) for name, tensor in self.tensors.items()}
         packed = self.model.lora_manager.packed_modules
         problems = []
@@ -163,9 +161,8 @@ class PublishedAdapter:
 
 def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: PublishedAdapter) -> None:
     """
-    Have a worker, of vLLM's model runner with LoRA or without, answer every request with `adapter`, and keep it
-    through publications; calling it again changes nothing. `activate` is called when vLLM has dropped all adapters, as
-    it does at the end of every weight update.
+    Have a worker apply `adapter` to every request, and keep it during publications, if its engine has LoRA. Calling it
+    again changes nothing. `activate` is called after vLLM has dropped all adapters at the end of a weight update.
     """
     if model_runner.lora_config is None or hasattr(model_runner, "_qarl_execute_model"):
         return

@@ -1,6 +1,6 @@
 """
-Addresses of the tensors of an engine. A captured CUDA graph keeps reading the addresses that it was captured with,
-also after a reload has moved the tensors.
+Addresses of the tensors of an engine. A CUDA graph keeps reading the addresses with which it was captured, even after
+a reload has moved the tensors.
 """
 
 import sys
@@ -22,19 +22,17 @@ from .engine_tensors import kernels_in_use
 __all__ = ["Addresses", "reachable_tensors"]
 
 _LEFT_OUT = ("_modules", "kv_cache", "vllm_config")
-"""Attributes of a layer that hold no weights of its own. The last one leads to the whole engine."""
+"""Attributes of a layer without its own weights. The last one leads to the whole engine."""
 
 _NOT_OF_A_LAYER = ("vllm.config", "vllm.compilation", "trl_qarl.vllm_plugin.weight_transfer")
-"""Modules of classes that belong to the whole engine, although objects of a layer may refer to them."""
+"""Modules of classes that belong to the whole engine, although a layer's objects may refer to them."""
 
 _FOREIGN = {*sys.stdlib_module_names, "torch", "transformers"} - {"builtins", "types"}
 
 
 def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    Yield the tensors that the layers of a model refer to, with a name for each: parameters, buffers, and what is in
-    the objects that vLLM keeps for a layer, such as its kernel.
-    """
+    """Yield the tensors to which the layers of a model refer, with a name for each: parameters, buffers, and tensors
+    in objects that vLLM keeps for a layer, such as its kernel."""
     for prefix, layer in model.named_modules():
         seen: set[int] = {id(layer)}
         for attribute, value in vars(layer).items():
@@ -87,25 +85,23 @@ def _is_followed(kind: type) -> bool:
 
 class Addresses:
     """
-    Keeps every tensor that the layers of a model refer to where it lay before the first reload, as a CUDA graph has
-    captured it.
+    Keeps every tensor to which the layers of a model refer at its address before the first reload, which a CUDA graph
+    has captured.
 
-    vLLM copies what it has loaded into the memory of a layer's parameters and buffers. What a kernel holds besides,
-    such as strides, is made anew by a reload, and so is a parameter whose `data` is assigned.
+    vLLM copies loaded tensors into the memory of a layer's parameters and buffers. A reload allocates other tensors of
+    kernels, such as strides, again, and parameters whose `data` is assigned.
     """
 
     def __init__(self, model: nn.Module):
         self._model = model
-        # Views keep the memory alive; the allocator could hand out unreferenced memory.
+        # Views keep the memory allocated.
         self._first = {name: tensor.detach() for name, tensor in reachable_tensors(model) if tensor.numel()}
 
     # Tensors made in a forward pass can be written to only in this mode.
     @torch.inference_mode()
     def restore(self) -> list[str]:
-        """
-        Copy what has moved to where it lay, and let it lie there. Returns what cannot be copied, in words: its shape
-        or dtype has changed, or nothing refers to it any more.
-        """
+        """Move tensors back to their first addresses. Return descriptions of tensors that cannot be moved, because
+        shape or dtype have changed, or nothing refers to them any more."""
         now = {name: tensor for name, tensor in reachable_tensors(self._model) if tensor.numel()}
         held = {tensor.untyped_storage().data_ptr() for tensor in now.values()}
         problems, placed = [], set()
@@ -137,7 +133,7 @@ class Addresses:
         kernels = ", ".join(kernels_in_use(layer))
         runs = f"kernel {kernels}" if kernels else f"layer {type(layer).__name__}"
         return (
-            f"{problem}. Reloading the weights has moved it in memory, where the engine's CUDA graphs go on reading the old address "
+            f"{problem}. Reloading the weights has moved it in memory, but the engine's CUDA graphs keep reading the old address "
             f"({runs}, vLLM {vllm.__version__}). Start the engine with enforce_eager=True (`--enforce-eager`)."
         )
 
@@ -148,7 +144,7 @@ def _kind(tensor: torch.Tensor) -> tuple:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    # An expanded tensor has one element in memory where it counts several.
+    # Expanded dimensions have one element in memory.
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
     target[once].copy_(source[once])
 

@@ -1,24 +1,23 @@
 """
-Reloads of a model that runs in vLLM: load a learner's tensors, and check what arrived and where it lies.
+Reload of a model in vLLM with a learner's tensors, and audit of the result.
 
-One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_finish` with the
-fingerprints of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer
-in checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
+A publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_finish` with the
+fingerprints of all tensors, and `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a
+layer in checkpoint format, repacks it for its kernel and copies the result into the running tensors.
 
 `finish_weight_update` raises, and the server's gate stays closed, unless
 
-- every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
-- what each engine parameter holds after loading and before repacking has the learner's fingerprint. It is taken of
-  tensors as they arrive where nothing is repacked, and with `tensor_parallel_size` above 1, as a shard has no
-  fingerprint of its own;
-- the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is
-  repacked, and what they held before where nothing was sent. Each rank compares its own;
-- in an engine with CUDA graphs, every tensor that a layer refers to lies where it lay ([`Addresses`]).
+- exactly the names that the engine owns were received, now or in an earlier publication that is still valid;
+- each engine parameter has the learner's fingerprint after loading and before repacking. For tensors that are not
+  repacked, and with `tensor_parallel_size` above 1, where the fingerprints of shards are unknown, the received tensor
+  is compared;
+- the running tensors, including buffers, hold the result of repacking, or the loaded value if they are not repacked,
+  or their former value if nothing was sent for them. Each rank compares its own;
+- in an engine with CUDA graphs, every tensor of a layer keeps its address ([`Addresses`]).
 
 The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next
-publication and names what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps
-outside of parameters and buffers have no fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares
-log-probs.
+publication and returns the names of changed tensors, which the learner sends again. Operands of kernels outside
+parameters and buffers have no fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,8 +56,7 @@ from .engine_tensors import (
 
 __all__ = ["AuditedReload"]
 
-# The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others. Experts have
-# `w13_weight_shape`.
+# A fused layer keeps only the shape of the shard that was loaded last. Experts have `w13_weight_shape`.
 _SHARED_BY_SHARDS = "weight_shape"
 
 
@@ -69,17 +67,17 @@ class AuditedReload:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Fingerprints by checkpoint name of the last publication that was complete.
+        # Fingerprints of the last complete publication, by names in a checkpoint.
         self.published: dict[str, str] = {}
-        # Fingerprints of the tensors that the engine runs with, as the last publication left them.
+        # Fingerprints of the running tensors after the last publication.
         self._live: dict[str, str] = {}
-        # Names in a checkpoint of what fills each module.
+        # Names in a checkpoint that fill each module.
         self._sources: dict[str, list[str]] = {}
         self._is_loading = False
-        # What the engine calls the tensors whose fingerprints are those of its parameters.
+        # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
         self._engine_name = partial(engine_name, self.model)
-        # A shard of a tensor has no fingerprint of its own.
+        # The fingerprints of shards are unknown.
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
         self.copy = PatchBook(is_kept=False)
@@ -95,8 +93,7 @@ class AuditedReload:
 
     @torch.no_grad()
     def _set_scales(self) -> None:
-        # Dummy loading fills the scales of attention, too, and with keys and values in 16 bits nothing is published
-        # that sets them.
+        # Dummy loading fills the scales of attention too, which are not published with keys and values in 16 bits.
         for layer in self.model.modules():
             if is_deferred_attention_layer(layer) and hasattr(layer, "_k_scale"):
                 set_default_quant_scales(layer)
@@ -104,7 +101,7 @@ class AuditedReload:
     def _forget(self) -> None:
         self._expected: dict[str, str] | None = None
         self._arrived: dict[str, str] = {}
-        # Names and shapes of what has arrived, by what the engine calls it.
+        # Names and shapes of received tensors, by engine names.
         self._received: dict[str, tuple[str, torch.Size]] = {}
         # A tied tensor is loaded twice.
         self._loaded: list[tuple[str, str]] = []
@@ -116,8 +113,8 @@ class AuditedReload:
 
     @on_bare_model
     def changed(self) -> list[str]:
-        """Return the names in a checkpoint of the tensors that do not run as the last publication left them. A tensor
-        that no publication fills raises `RuntimeError`."""
+        """Return the names in a checkpoint of the running tensors that changed since the last publication.
+        `RuntimeError` is raised for a tensor that no publication fills."""
         self._before = live_fingerprints(self.model)
         names: set[str] = set()
         for path, value in self._live.items():
@@ -128,8 +125,8 @@ class AuditedReload:
             # The cache of a rotary embedding takes the dtype of the first queries.
             if not sources and dtype_and_shape(now) == dtype_and_shape(value):
                 raise RuntimeError(
-                    f"The engine's {path} has changed since the last publication ({value} then, {now} now), and no weight that is "
-                    "published restores it. Something else writes into the engine's memory; start the engine again."
+                    f"The engine's {path} has changed since the last publication ({value} then, {now} now), and no published weight "
+                    "restores it. Other code writes into the engine's memory; start the engine again."
                 )
             names.update(sources)
         return sorted(names) + self.adapter.changed()
@@ -139,7 +136,7 @@ class AuditedReload:
         before = self._before or live_fingerprints(self.model)
         self.abandon()
         self._before = before
-        # With LoRA most updates contain only an adapter, for which nothing is reloaded.
+        # With LoRA most updates contain only an adapter and need no reload.
         if not hasattr(self.model, "lora_manager"):
             self._start_reload()
 
@@ -216,7 +213,7 @@ class AuditedReload:
             raise
 
     def _kept(self) -> dict[str, str]:
-        """Return what earlier publications have left; of the adapter nothing where a new one has arrived."""
+        """Return the valid fingerprints of earlier publications, without an adapter that is replaced."""
         is_new = any(map(is_adapter_tensor, self._arrived))
         return {name: value for name, value in self.published.items() if not (is_new and is_adapter_tensor(name))}
 
@@ -226,7 +223,7 @@ class AuditedReload:
         self._is_loading = False
 
     def _problems(self, expected: Mapping[str, str]) -> list[str]:
-        # Of several the one that differs.
+        # If a name was loaded several times, keep the fingerprint that differs.
         self._arrived |= sorted(self._loaded, key=lambda item: expected.get(item[0]) != item[1])
         received = self._kept() | self._arrived
         received = {name: value for name, value in received.items() if name in self._arrived or name in expected}
@@ -244,9 +241,7 @@ class AuditedReload:
         return problems
 
     def _live_problems(self, expected: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
-        """
-        Return what the engine does not run with although it was loaded, or has lost although nothing was sent for it.
-        """
+        """Describe running tensors that are not what was loaded, or that changed although nothing was sent."""
         learner = {self._engine_name(name): value for name, value in expected.items()}
         arrived = {self._engine_name(name) for name in self._arrived}
         loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
@@ -260,7 +255,7 @@ class AuditedReload:
                 # Attention layers compute their scales again at the end of every reload.
                 wanted = value if is_deferred_attention_layer(modules[prefix]) else self._before.get(path, value)
             elif hasattr(getattr(modules[prefix], leaf), "weight_loader"):
-                # Its loader may compute something from what is in the checkpoint, or take a shard of it.
+                # Its loader may convert the tensor of the checkpoint, or take a shard of it.
                 wanted = value
             else:
                 wanted = learner.get(*self._owned.get(path, [path])[:1], value)
@@ -308,16 +303,15 @@ class AuditedReload:
             yield name, tensor
 
     def _load_tied(self, kept: Mapping[str, torch.Tensor]) -> None:
-        # vLLM reloads a tied output head only through the embedding. Where the head is repacked for its kernel, as on
-        # a CPU, it would keep the old weights.
+        # vLLM reloads a tied output head only through the embedding. A head that is repacked for its kernel, as on a
+        # CPU, would keep the old weights.
         for path, source in self._tied.items():
             if source in kept:
                 parameter = self.model.get_parameter(path)
                 parameter.weight_loader(parameter, kept[source])
 
     def _watch_layers(self) -> set[str]:
-        """Make each layer report its parameters when they are loaded and not yet repacked, and return the names of
-        what will be reported."""
+        """Record the parameters of each layer between loading and repacking, and return the names of these tensors."""
         reported = set()
         for prefix, layer in self.model.named_modules():
             method = getattr(layer, "quant_method", None)
@@ -330,7 +324,7 @@ class AuditedReload:
         return reported
 
     def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[nn.Parameter, list[str]]]:
-        """Yield the parameters of a layer with what fills their rows."""
+        """Yield the parameters of a layer with the names that fill their rows."""
         for leaf, parameter in layer._parameters.items():
             if parameter is not None and not leaf.endswith(_SHARED_BY_SHARDS):
                 yield parameter, self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])

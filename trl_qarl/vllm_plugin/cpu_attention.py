@@ -1,10 +1,9 @@
 """
-Attention of vLLM on a CPU whose prefill has the bits of its decoding, whatever the length, the chunks or the prefix
-that is cached.
+Attention of vLLM on a CPU with the same bits in prefill and decoding, for any length, chunks and cached prefix.
 
-vLLM has one kernel for both, and gives it a request's new tokens at once. Here its requests are handed on in parts of
-one pass each ([`~trl_qarl.numerics.cpu_attention.one_pass_requests`]), in an engine that receives its weights from
-[`trl_qarl.vllm_plugin.weight_transfer`]; any other runs as without this package.
+vLLM has one kernel for both, and gives it all new tokens of a request. In an engine that receives its weights from
+[`trl_qarl.vllm_plugin.weight_transfer`], requests are split into parts of one pass each
+([`~trl_qarl.numerics.cpu_attention.one_pass_requests`]); other engines do not change.
 """
 
 from dataclasses import replace
@@ -28,8 +27,7 @@ def register_attention() -> None:
 
 
 def describe_attention(model_runner: Any) -> str | None:
-    """Return what an engine says of its attention: [`~trl_qarl.numerics.cpu_attention.IN_ONE_PASS`] if all its layers
-    have it."""
+    """Return [`~trl_qarl.numerics.cpu_attention.IN_ONE_PASS`] if all layers of an engine have this attention."""
     builders = [
         builder for groups in model_runner.attn_groups for group in groups for builder in group.metadata_builders
     ]
@@ -37,7 +35,7 @@ def describe_attention(model_runner: Any) -> str | None:
 
 
 class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Describes which tokens of an engine step attend to which; only this differs from vLLM's backend."""
+    """Describes the requests of an engine step; the only difference from vLLM's backend."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -48,7 +46,7 @@ class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> CPUAttentionMetadata:
         batch = common_attn_metadata
-        # Encoders, and layers that look at one, see all keys at once.
+        # Encoders, and layers with cross-attention, see all keys.
         is_causal = batch.causal is True and not self.is_cross_attention and not self.is_encoder_only_attention
         if self.is_ours and is_causal and batch.max_query_len > self.size:
             starts, lengths, request = one_pass_requests(batch.query_start_loc, batch.seq_lens, self.size)

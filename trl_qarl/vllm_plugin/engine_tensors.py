@@ -24,7 +24,7 @@ __all__ = [
 
 
 def live_fingerprints(model: nn.Module) -> dict[str, str]:
-    """Fingerprints of all parameters and buffers of a model in its kernels' format, by their names in it."""
+    """Return the fingerprints of all parameters and buffers of a model in its kernels' format, by name."""
     tensors = {
         f"{prefix}.{leaf}" if prefix else leaf: tensor
         for prefix, layer in model.named_modules()
@@ -38,15 +38,13 @@ def live_fingerprints(model: nn.Module) -> dict[str, str]:
 
 
 def dtype_and_shape(value: str) -> str:
-    """Dtype and shape of a fingerprint."""
+    """Return dtype and shape of a fingerprint."""
     return value.rpartition(" ")[0]
 
 
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """
-    Names of parameters that are another one's tensor, and that one's name. A module that is there under several names,
-    as a router is in the block and in what runs its experts, counts once.
-    """
+    """Yield the name of each parameter that shares another one's tensor, and the other's name. A module with several
+    names, such as a router that is shared by block and experts, counts once."""
     first: dict[int, str] = {}
     for prefix, layer in model.named_modules():
         for leaf, parameter in layer._parameters.items():
@@ -56,8 +54,8 @@ def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Each parameter of a model in checkpoint format, and the names in a checkpoint that fill it, in their order."""
-    # A model of pictures and text may leave it to its language model.
+    """Yield each parameter of a model in checkpoint format, with the names in a checkpoint that fill it, in order."""
+    # In a model of pictures and text, the language model may have the mapping.
     packed = {}
     for module in model.modules():
         packed = (getattr(module, "packed_modules_mapping", None) or {}) | packed
@@ -78,10 +76,8 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def noisy_buffers(model: nn.Module) -> list[str]:
-    """
-    Names of the buffers that dummy loading has filled with noise. The scales of attention have defaults, and quantized
-    layers make their own.
-    """
+    """Return the names of buffers that dummy loading has filled with noise. Scales of attention have defaults, and
+    quantized layers make their own buffers."""
     return [
         f"{prefix}.{leaf}" if prefix else leaf
         for prefix, layer in model.named_modules()
@@ -92,21 +88,19 @@ def noisy_buffers(model: nn.Module) -> list[str]:
 
 
 def engine_name(model: nn.Module, name: str) -> str:
-    """Return what [`owned_names`] calls a name in a checkpoint."""
+    """Return the name in [`owned_names`] for a name in a checkpoint."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
-    # `packed_modules_mapping` says which shards are stacked into one parameter.
+    # `packed_modules_mapping` has the shards that are stacked into one parameter.
     if mapper.orig_to_new_stacked:
         mapper = replace(mapper, orig_to_new_stacked={})
     return mapper._map_name(name) or name
 
 
 def half_loaded_modules(owned: Mapping[str, list[str]], arrived: set[str]) -> list[str]:
-    """
-    Return for which modules a part of what fills them ([`owned_names`]) has arrived: vLLM reloads a module from that,
-    and the rest is uninitialized, not kept.
-    """
+    """Describe modules of which only a part of the tensors ([`owned_names`]) has arrived: vLLM reloads such a module
+    and leaves the rest uninitialized."""
     modules: dict[str, set[str]] = {}
     for path, names in owned.items():
         modules.setdefault(path.rpartition(".")[0], set()).update(names)
@@ -118,8 +112,8 @@ def half_loaded_modules(owned: Mapping[str, list[str]], arrived: set[str]) -> li
 
 
 def sources_of_modules(owned: Mapping[str, list[str]], originals: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names in a checkpoint of what fills each module, of [`owned_names`] and what [`engine_name`] calls the
-    `originals`."""
+    """Return the names in a checkpoint that fill each module, from [`owned_names`] and from the names in a checkpoint
+    by [`engine_name`], `originals`."""
     sources: dict[str, list[str]] = {}
     for path, parts in owned.items():
         of_module = sources.setdefault(path.rpartition(".")[0], [])
@@ -128,15 +122,14 @@ def sources_of_modules(owned: Mapping[str, list[str]], originals: Mapping[str, s
 
 
 def _stacked_name(layer: RoutedExperts, name: str) -> str:
-    """The name under which vLLM's loader takes the matrices of all experts at once for its parameter `w13_*` or
-    `w2_*`."""
+    """Return the name with which vLLM's loader takes the matrices of all experts for a parameter `w13_*` or `w2_*`."""
     gate_up = "w13" if layer.ckpt_gate_proj_name == "w1" else "gate_up_proj"
     matrix, _, rest = name.partition("_weight")
     return (gate_up if matrix == "w13" else layer.ckpt_down_proj_name) + rest
 
 
 def kernels_in_use(model: nn.Module) -> dict[str, int]:
-    """Class names of the kernels that run linear layers and experts, and how many layers each runs."""
+    """Return the class names of the kernels of linear layers and experts, with the number of layers of each."""
     counts: dict[str, int] = {}
     for layer in model.modules():
         scheme = getattr(layer, "scheme", None)

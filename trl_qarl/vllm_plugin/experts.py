@@ -1,6 +1,6 @@
 """
-Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has no equal one, and a complete reload of
-unquantized experts.
+Experts of mixtures in vLLM on a CPU: the learner's product for low-bit experts, and a complete reload of unquantized
+experts.
 
 | experts | vLLM on a CPU | here |
 |---|---|---|
@@ -8,9 +8,9 @@ unquantized experts.
 | `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
 | not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack only at the first load | vLLM's, repacked each time |
 
-Parameters are made by vLLM's own methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. The
-method is found through vLLM's registry of quantization configurations, where ours replaces `compressed-tensors` and
-differs only for experts.
+Parameters are made by vLLM's methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. In
+vLLM's registry of quantization configurations, the one here replaces `compressed-tensors` and differs only for
+experts.
 """
 
 from fractions import Fraction
@@ -43,14 +43,14 @@ __all__ = ["QaRLCompressedTensorsConfig", "RepackedExperts", "register_experts"]
 
 
 def register_experts() -> None:
-    """Put both in vLLM's place; calling it again changes nothing."""
+    """Register both with vLLM; calling it again changes nothing."""
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
         CustomOp.register_oot(RepackedExperts, name=UnquantizedFusedMoEMethod.__name__)
 
 
 class RepackedExperts(UnquantizedFusedMoEMethod):
-    """Unquantized experts whose weights are repacked for their kernel whenever they have been loaded."""
+    """Unquantized experts whose weights are repacked for their kernel after each load."""
 
     @override
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -60,10 +60,8 @@ class RepackedExperts(UnquantizedFusedMoEMethod):
 
 
 class _LowBitExperts(FusedMoEMethodBase):
-    """
-    Common base of the methods of low-bit experts. The class of vLLM's that makes their parameters comes after it; its
-    constructor, which looks for a kernel, is not called.
-    """
+    """Base of the methods of low-bit experts, to be listed before vLLM's class that makes their parameters, whose
+    constructor would look for a kernel and is not called."""
 
     scheme: str
     is_monolithic = False
@@ -80,22 +78,20 @@ class _LowBitExperts(FusedMoEMethodBase):
 
     @override
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """Return nothing: no kernel of vLLM's runs."""
+        """Return nothing: no kernel of vLLM runs."""
 
     @override
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Nothing to repack."""
         self._low_bit = None
 
     @override
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
         if self._low_bit is None:
-            # Not earlier: after a reload vLLM copies the values into the tensors that it keeps.
+            # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
         return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=multiply)
 
     def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
-        """Matrices of all experts, as views of the layer's parameters."""
         tensors = {
             name.removeprefix(f"{matrix}_"): parameter.data.flatten(0, 1)
             for name, parameter in layer.named_parameters()
@@ -105,48 +101,22 @@ class _LowBitExperts(FusedMoEMethodBase):
         return low_bit.row_blocks(layer.local_num_experts)
 
 
-class QaRLInt4Experts(_LowBitExperts, CompressedTensorsWNA16MoEMethod):
-    """INT4 weights with 16- or 32-bit activations; codes on a coarser grid have the same product."""
-
-    scheme = "w4a16"
-
-
-class QaRLInt4Int8Experts(QaRLInt4Experts):
-    """INT4 weights with dynamic per-token INT8 activations; the same."""
-
-    scheme = "w4a8-int8"
-
-
-class QaRLInt8WeightExperts(_LowBitExperts, CompressedTensorsWNA16MoEMethod):
-    """INT8 weights with 16- or 32-bit activations."""
-
-    scheme = "w8a16"
-
-
-class QaRLInt8Experts(_LowBitExperts, CompressedTensorsW8A8Int8MoEMethod):
-    """INT8 weights with dynamic per-token INT8 activations."""
-
-    scheme = "w8a8"
-
-
-class QaRLFp8Experts(_LowBitExperts, CompressedTensorsW8A8Fp8MoEMethod):
-    """FP8 weights with dynamic per-token FP8 activations."""
-
-    scheme = "fp8"
-
-
 _METHODS = {
-    (False, 4, False): QaRLInt4Experts,
-    (False, 4, True): QaRLInt4Int8Experts,
-    (False, 8, False): QaRLInt8WeightExperts,
-    (False, 8, True): QaRLInt8Experts,
-    (True, 8, True): QaRLFp8Experts,
+    weights_and_activations: type(name, (_LowBitExperts, base), {"scheme": scheme})
+    for weights_and_activations, name, base, scheme in (
+        # Codes on a coarser grid have the same product.
+        ((False, 4, False), "QaRLInt4Experts", CompressedTensorsWNA16MoEMethod, "w4a16"),
+        ((False, 4, True), "QaRLInt4Int8Experts", CompressedTensorsWNA16MoEMethod, "w4a8-int8"),
+        ((False, 8, False), "QaRLInt8WeightExperts", CompressedTensorsWNA16MoEMethod, "w8a16"),
+        ((False, 8, True), "QaRLInt8Experts", CompressedTensorsW8A8Int8MoEMethod, "w8a8"),
+        ((True, 8, True), "QaRLFp8Experts", CompressedTensorsW8A8Fp8MoEMethod, "fp8"),
+    )
 }
-"""By whether weights are floating-point numbers, their bits, and whether activations are quantized."""
+"""Methods by `(weights are floating-point numbers, bits of weights, activations are quantized)`."""
 
 
 class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
-    """vLLM's configuration of compressed-tensors, but for low-bit experts."""
+    """vLLM's configuration of compressed-tensors with other low-bit experts."""
 
     @override
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
@@ -156,8 +126,8 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix) if method is None else method
 
     def _method_of_experts(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
-        """Return the method of `layer`, or `None` if vLLM has to say what it is. Experts that compute something else
-        than the product here raise `NotImplementedError`."""
+        """Return the method of `layer`, or `None` to leave the choice to vLLM. `NotImplementedError` is raised for
+        experts with another computation than the product here."""
         self._add_fused_moe_to_target_scheme_map()
         projections = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in projections]
@@ -178,6 +148,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         ):
             if not is_met:
                 raise NotImplementedError(
-                    f"Experts of {prefix!r} have {what}, which the product of low-bit experts on a CPU does not. Serve them on a GPU."
+                    f"Experts of {prefix!r} have {what}, which the product of low-bit experts on a CPU does not support. Serve them "
+                    "on a GPU."
                 )
         return method(weights, activations, layer.moe_config)

@@ -1,19 +1,19 @@
 """
-The server's door: generation only with completely published weights, and one trainer at a time.
+The server's gate: generation only with completely published weights, and one trainer at a time.
 
 [`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server
-(`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It looks at paths and status codes only and imports neither
-torch nor vLLM. Weights that come over HTTP end here too, as files for the workers ([`trl_qarl.vllm_plugin.uploads`]).
+(`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It reads only paths and status codes and imports neither
+torch nor vLLM. It also receives weights over HTTP, as files for the workers ([`trl_qarl.vllm_plugin.uploads`]).
 
 - Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume`
-  after a `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed,
-  and where the trainer ends before it resumes the engine, other clients get an answer.
+  after a successful `/finish_weight_update`. So the gate stays closed after an update that fails half way, and if a
+  trainer ends before it resumes the engine, other clients get an answer.
 - `POST /qarl/session` opens a session for a trainer that proves that it knows the secret
-  ([`trl_qarl.wire.handshake`]), and keeps its response open: the session *is* the connection, so it ends when the
-  trainer ends, however that happens. While one is open, a second is refused with 409.
-- Of all other requests that may change something, everybody's are those that generate or only compute; any other path,
-  known here or not, needs the session's token in the `X-QaRL-Session` header, or is refused with 409. Requests that a
-  browser sends for a page are refused with 403, and so are methods of workers other than [`WORKER_METHODS`].
+  ([`trl_qarl.wire.handshake`]), and keeps its response open: the session *is* the connection, so it ends with the
+  trainer in any case. While it is open, a second session is refused with 409.
+- Requests that generate or only compute are open to everybody. All other requests that may change something, on known
+  and unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Requests from a
+  browser, and methods of workers other than [`WORKER_METHODS`], are refused with 403.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ import os
 import secrets
 from typing import Any
 
-from ..wire.handshake import TOKEN_FILE_VARIABLE, is_proof, proof, server_token
+from ..wire.handshake import TOKEN_FILE_VARIABLE, is_proof, json_object, proof, server_token
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE, UPLOAD_PATH
 from .uploads import Uploads
 
@@ -61,7 +61,7 @@ _GENERATING_PATHS = frozenset(
         "/v2/rerank",
     ]
 )
-# POST requests that need neither weights nor leave anything behind.
+# POST requests that neither need weights nor have lasting effects.
 _HARMLESS_PATHS = frozenset(
     [
         "/cohere/v2/chat/render",
@@ -80,18 +80,18 @@ _HARMLESS_PATHS = frozenset(
 )
 
 _HEARTBEAT_SECONDS = 30.0
-# Limit of a body: it is read before the sender is authenticated.
+# Limit of a body that is read before its sender is authenticated.
 _SESSION_BYTES = 2**16
 
 
 class PublicationGate:
     """ASGI middleware around `app`; see the module's docstring. Its state lives in one process, so the server must run
-    one API process. The secret is by default [`~trl_qarl.wire.handshake.server_token`]."""
+    only one API process. The secret `token` defaults to [`~trl_qarl.wire.handshake.server_token`]."""
 
     def __init__(self, app, token: str | None = None):
         self.app = app
         self._token = token or server_token()
-        # Challenge of the next session; another one after each proof, so that a proof serves once.
+        # Challenge of the next session; it is replaced after each proof, so that a proof is valid once.
         self._nonce = secrets.token_hex(16)
         self._transfer_dir = os.environ.get(TRANSFER_DIR_VARIABLE)
         self._uploads = Uploads(self._transfer_dir)
@@ -109,7 +109,7 @@ class PublicationGate:
             return await send({"type": "websocket.close", "code": 1013})
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        # A prefix that the router behind would strip must not hide a path from the gate.
+        # A prefix that the router strips later must not hide a path from the gate.
         path, method = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/"), scope["method"]
         if path == STATE_PATH:
             return await _respond(send, 200, self._state())
@@ -141,7 +141,7 @@ class PublicationGate:
         }
 
     async def _hold_session(self, receive, send) -> None:
-        request = _parse(await _read_body(receive, _SESSION_BYTES))
+        request = json_object(await _read_body(receive, _SESSION_BYTES))
         trainer, nonces = str(request.get("trainer", "an unnamed trainer"))[:200], [request.get("nonce"), self._nonce]
         is_known = is_proof(request.get("proof"), self._token, "trainer", nonces, trainer)
         if is_known:
@@ -172,7 +172,7 @@ class PublicationGate:
             return None if answer is None else await _respond(send, *answer)
         if path == "/collective_rpc":
             body = await _read_body(receive)
-            called = _parse(body).get("method")
+            called = json_object(body).get("method")
             # A list is not hashable.
             if not isinstance(called, str) or called not in WORKER_METHODS:
                 error = f"{called!r} cannot be called through this server, only {sorted(WORKER_METHODS)}."
@@ -202,23 +202,14 @@ class PublicationGate:
 
 
 def _is_from_a_page(headers: dict[bytes, bytes], wanted: bytes) -> bool:
-    """Return whether a browser sent it: it says so itself, and without asking first a page can send no `wanted` media
-    type."""
+    """Return whether a browser sent the request: it adds its own headers, and a page cannot send the `wanted` media
+    type without a preflight."""
     media_type = headers.get(b"content-type", wanted).partition(b";")[0].strip().lower()
     return b"origin" in headers or b"sec-fetch-site" in headers or media_type != wanted
 
 
-def _parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`, or an empty one without such an object."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _receive_again(body: bytes, receive):
-    """A `receive` that begins with a body that has been read."""
+    """Return a `receive` that first repeats a body that has been read."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again():
@@ -233,7 +224,7 @@ async def _disconnected(receive) -> None:
 
 
 async def _read_body(receive, limit: float = math.inf) -> bytes:
-    """Return the body of a request, or nothing where it has more than `limit` bytes."""
+    """Return the body of a request, or nothing if it has more than `limit` bytes."""
     chunks, size, more = [], 0, True
     while more and size <= limit:
         message = await receive()

@@ -1,6 +1,5 @@
 """
-Linear kernels for vLLM that compute as the learner does: its own products, where vLLM's cannot run, cannot be reloaded
-or cannot be repeated.
+Linear kernels for vLLM with the learner's products, where vLLM's kernels cannot run, be reloaded or be repeated.
 
 | scheme | vLLM's kernel on a CPU | taken from here when |
 |---|---|---|
@@ -11,14 +10,14 @@ or cannot be repeated.
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
 | not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.numerics.cpu`]) |
 
-They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first
-three rows are for any engine, as vLLM has nothing there: it serves an export in float32, or in FP4. A layer has one
-kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`], except
+for the first three rows, which serve exports in float32 or FP4 in any engine, because vLLM has no kernel for them. A
+layer has one kernel for any number of rows, so prefill and decode of the engine give the same bits.
 
 On a GPU they are chosen only in an engine that also runs eagerly with `VLLM_BATCH_INVARIANT=1`, so that a learner
-repeats it bit for bit (`numerics="engine"`). vLLM 0.31 has no such product of INT4 weights (Marlin), and its product
-of FP8 codes takes another tiling for other numbers of rows; vLLM 0.33 expands INT4 weights as well. None of this has
-run on a GPU, see [`trl_qarl.numerics.cuda`].
+repeats it bit for bit (`numerics="engine"`). vLLM 0.31 has no such product of INT4 weights (Marlin), and the tiling of
+its product of FP8 codes depends on the number of rows; vLLM 0.33 expands INT4 weights as well. Untested on GPUs, see
+[`trl_qarl.numerics.cuda`].
 """
 
 from typing import Any
@@ -76,10 +75,10 @@ def register_kernels(platform: PlatformEnum) -> None:
         _put_first(platform, mp=RepeatableInt4Kernel, int8=RepeatableInt8Kernel, fp8=RepeatableFp8Kernel)
         return
     _put_first(platform, mp=QaRLWeightOnlyKernel, int8=QaRLInt8Kernel, fp8=QaRLFp8Kernel, mxfp4=QaRLMxFp4Kernel)
-    # vLLM forces this class for NVFP4 weights with 16-bit activations, and looks its name up when it does.
+    # vLLM always takes the class with this name for NVFP4 weights with 16-bit activations.
     linear.MarlinNvFp4LinearKernel = QaRLNvFp4Kernel
-    # vLLM has a registry only for quantized kernels. Its method for unquantized layers, the output head included,
-    # looks this function up in its module each time weights have been loaded.
+    # vLLM has a registry only for quantized kernels. Its method for unquantized layers, including the output head,
+    # looks up this function in its module after each load.
     original = utils.dispatch_cpu_unquantized_gemm
     if not getattr(original, "is_row_invariant", False):
         utils.dispatch_cpu_unquantized_gemm = dispatch_row_invariant(original, is_our_engine)
@@ -96,25 +95,21 @@ def _put_first(platform: PlatformEnum, **kernels: type) -> None:
         table = tables[kind]
         if kernel not in table.get(platform, []):
             register_linear_kernel(kernel, platform, kind)
-            # vLLM appends and takes the first that fits; its own claims shapes that it cannot run.
+            # vLLM appends it and takes the first that fits, but its own kernel claims shapes that it cannot run.
             table[platform].insert(0, table[platform].pop())
 
 
 def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
-    """
-    Return whether the engine of `config`, by default that which is being built, has its weights from here, through one
-    of `backends` (by default, files).
-    """
+    """Return whether the engine of `config`, by default the one being built, receives its weights from this package
+    through one of `backends` (by default, files)."""
     config = config or get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
     return transfer is not None and transfer.backend in (backends or (FILE_BACKEND,))
 
 
 class LowBitKernel:
-    """
-    The part that all kernels share; vLLM's base class comes after it. Tensors are used as they arrived, so a reload
-    has no layout to get wrong.
-    """
+    """Base of all kernels, to be listed before vLLM's base class. Tensors are used in checkpoint format, without
+    repacking at a reload."""
 
     serves_any_engine = False
 
@@ -138,16 +133,15 @@ class LowBitKernel:
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
         self._low_bit = None
 
     def _make_low_bit(self, layer: torch.nn.Module, dtype: torch.dtype) -> LowBitTensor:
-        """Return the layer's weight, made of tensors as they arrived, for activations in `dtype`."""
+        """Return the layer's weight, made from its tensors, for activations in `dtype`."""
         raise NotImplementedError
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
-            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
+            # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._make_low_bit(layer, x.dtype)
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
@@ -163,14 +157,12 @@ _WEIGHT_ONLY = {
     (scalar_types.uint8b128, False): "w8a16",
     (scalar_types.uint8, True): "w8a16-asym",
 }
-"""A scheme for each of vLLM's weight types, without and with zero points, that this kernel runs."""
+"""Schemes by vLLM's weight types, and whether they have zero points."""
 
 
 class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
-    """
-    INT4 and INT8 weights, with and without zero points, and compact ones of 3 and 2 bits, with 16- or 32-bit
-    activations; symmetric INT4 with INT8 activations too.
-    """
+    """INT4 and INT8 weights, with and without zero points, and compact weights of 3 and 2 bits, with 16- or 32-bit
+    activations; also symmetric INT4 weights with INT8 activations."""
 
     serves_any_engine = True
 
@@ -194,17 +186,15 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
         return None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack; a weight-only product reads the checkpoint's layout, which has to be
-        compressed-tensors'."""
         super().process_weights_after_loading(layer)
         if self.w_q_name != "weight_packed" or getattr(layer, "weight_g_idx", None) is not None:
             raise ValueError(
                 f"vLLM has no kernel on this CPU for {self.config.weight_type} weights with {self.config.act_type} "
-                "activations, and that of trl_qarl reads pack-quantized compressed-tensors checkpoints without "
-                "activation reordering only. Serve the checkpoint with `--dtype bfloat16`."
+                "activations, and the kernel of trl_qarl reads only pack-quantized compressed-tensors checkpoints without "
+                "activation reordering. Serve the checkpoint with `--dtype bfloat16`."
             )
         self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
-        # This is the only way in which vLLM tells a kernel about activations, and it means another kernel.
+        # vLLM's only hint at quantized activations, intended for another kernel.
         if hasattr(layer, "_humming_input_quant_config"):
             if self._scheme.container != INT4_PACKED:
                 raise ValueError(
@@ -228,7 +218,7 @@ class _Fp4Kernel(LowBitKernel):
 
     @classmethod
     def _reason_against(cls, c: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> str | None:
-        # vLLM asks for low-bit activations with MXFP4, whatever the checkpoint says of them.
+        # vLLM requests low-bit activations with MXFP4 in any case, so the checkpoint's entry counts.
         is_refused = _has_activations("float")
         return "the checkpoint has 4-bit activations, which this kernel does not support" if is_refused else None
 
@@ -244,7 +234,7 @@ class QaRLNvFp4Kernel(_Fp4Kernel, NvFp4LinearKernel):
     """NVFP4 weights."""
 
     def _make_low_bit(self, layer, dtype):
-        # vLLM holds the inverse of the global scale, which is exact.
+        # vLLM holds the inverse of the global scale, a power of two.
         tensors = {
             "weight_packed": layer.weight.data,
             "weight_scale": layer.weight_scale.data,
@@ -254,8 +244,8 @@ class QaRLNvFp4Kernel(_Fp4Kernel, NvFp4LinearKernel):
 
 
 def _has_activations(weight_type: str) -> bool:
-    """Return the type of the activations, "int" or "float", if the checkpoint that is being loaded has low-bit ones
-    next to 4-bit weights."""
+    """Return whether the checkpoint being loaded has low-bit activations with 4-bit weights of this type, "int" or
+    "float"."""
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}
@@ -303,7 +293,7 @@ class QaRLFp8Kernel(LowBitKernel, FP8ScaledMMLinearKernel):
 
 
 class _Repeatable:
-    """Mixin with the difference of an engine on a GPU that a learner repeats; list it before a kernel for CPUs."""
+    """Mixin for an engine on a GPU that a learner repeats; list it before a kernel for CPUs."""
 
     @classmethod
     def _reason_against_engine(cls) -> str | None:

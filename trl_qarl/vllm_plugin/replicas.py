@@ -1,6 +1,6 @@
 """
-Calls of the workers of all replicas (`--data-parallel-size`), which return the answers of all. vLLM returns only the
-first one's, so an error from any other replica would be lost ([`hear_every_replica`]).
+Calls of the workers of all replicas (`--data-parallel-size`) that return all answers. vLLM returns only the first
+replica's, so an error from any other replica would be lost.
 """
 
 import asyncio
@@ -15,23 +15,23 @@ __all__ = ["call_every_replica", "hear_every_replica"]
 
 
 def hear_every_replica() -> None:
-    """Make the server's client of its engines return the answers of all of them; calling it again changes nothing."""
-    # Setting a method that vLLM does not have would have no effect.
+    """Have the server's client of its engines return all answers; calling it again changes nothing."""
+    # Overriding a method that vLLM has renamed would have no effect.
     assert "call_utility_async" in vars(DPLBAsyncMPClient)
     DPLBAsyncMPClient.call_utility_async = call_every_replica
 
 
 async def call_every_replica(client: DPLBAsyncMPClient, method: str, *args: Any) -> Any:
     """
-    Call a method of each engine at once.
+    Call a method of all engines concurrently.
 
     Returns:
-        Of calls of the workers what each of them answers, replica by replica; of questions whether all say yes; else
-        what all say.
+        The answers of all workers, replica by replica, for calls of workers; `True` if all answers are, for answers of
+        type `bool`; else the common answer.
 
     Raises:
-        RuntimeError: for the first replica that fails, with its number, or if they do not say the same.
-        EngineDeadError: if one is gone.
+        RuntimeError: for the first replica that fails, with its number, or if answers differ.
+        EngineDeadError: if an engine is dead.
     """
     engines = client.core_engines
 
@@ -49,5 +49,5 @@ async def call_every_replica(client: DPLBAsyncMPClient, method: str, *args: Any)
     if all(isinstance(answer, bool) for answer in answers):
         return all(answers)
     if any(answer != answers[0] for answer in answers):
-        raise RuntimeError(f"The {len(answers)} replicas do not answer {method!r} alike: {answers}.")
+        raise RuntimeError(f"The {len(answers)} replicas answer {method!r} differently: {answers}.")
     return answers[0]

@@ -1,11 +1,10 @@
 """
-Chunks of weights that arrive over HTTP, in pieces: files in the server's transfer directory, from which its workers
-read them.
+Uploads of weights over HTTP, in pieces, to files in the server's transfer directory, from which its workers read them.
 
-`POST /qarl/upload` has a piece as its body and [`UPLOAD_HEADER`] with the SHA-256 of the whole file, its size, and
-where the piece begins. The answer says how much of the file is here, so that a connection that was dropped costs a
-part of a piece; what is sent again is written to the same place. A file takes part in an update when all of it is here
-and has its hash. Memory does not grow with its size. Standard library only, as the gate's.
+`POST /qarl/upload` has a piece as its body, and [`UPLOAD_HEADER`] with the SHA-256 of the whole file, its size, and
+the offset of the piece. The answer has the number of bytes received, so a dropped connection costs only a part of a
+piece; repeated pieces are written to the same place. A file can be used in an update once it is complete and has the
+announced hash. Memory does not grow with its size. Like the gate, this module needs only the standard library.
 """
 
 import asyncio
@@ -27,14 +26,14 @@ _LIMIT = 2**32
 
 
 class Uploads:
-    """The files that a trainer is sending to the transfer directory, of at most `limit` bytes together. Without a
-    directory nothing is accepted."""
+    """Files that a trainer sends to the transfer directory, of at most `limit` bytes together. Without a directory
+    they are refused."""
 
     def __init__(self, directory: str | None, limit: int = _LIMIT):
         self._directory = directory
         self._limit = limit
         self._prefix = f"{owned_prefix()}upload-"
-        # Contiguous bytes received of each file, by its hash.
+        # Contiguous bytes received of each file, by hash.
         self._received: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._finished: list[Path] = []
@@ -46,11 +45,11 @@ class Uploads:
 
     async def receive(self, headers: dict[bytes, bytes], receive) -> tuple[int, dict[str, Any]] | None:
         """
-        Take a piece.
+        Receive a piece.
 
         Returns:
-            Status and content of the answer: `received`, how many bytes of the file are here, and `file`, its name,
-            when that is all of it; `None` if the connection is gone.
+            Status and content of the answer: `received`, the number of bytes of the file, and `file`, its name, once
+            it is complete; `None` if the connection is closed.
         """
         digest = None
         try:
@@ -82,25 +81,25 @@ class Uploads:
             return 507, {"error": f"The server cannot keep what it is sent: {error}."}
 
     def forget_finished(self) -> None:
-        """Remove the files that an update has read."""
+        """Remove files that an update has read."""
         while self._finished:
             self._finished.pop().unlink(missing_ok=True)
 
     def _parse(self, header: str) -> tuple[str, int, int]:
         if not self._directory:
             raise ValueError(
-                "This server takes no weights over HTTP. Start it with `trl-qarl vllm-serve --transport file`."
+                "This server does not accept weights over HTTP. Start it with `trl-qarl vllm-serve --transport file`."
             )
         # Create it again if a cleaner of temporary directories has removed it.
         make_transfer_dir(self._directory)
         match = re.fullmatch(r"([0-9a-f]{64}) (\d{1,15}) (\d{1,15})", header)
         if match is None:
-            raise ValueError(f"{UPLOAD_HEADER} must be the SHA-256 of the file, its size, and where the piece begins.")
+            raise ValueError(f"{UPLOAD_HEADER} must be the SHA-256 of the file, its size, and the piece's offset.")
         digest, size, offset = match[1], int(match[2]), int(match[3])
         if not 0 < size <= self._limit:
-            raise ValueError(f"A file of {size} bytes is refused: this server takes up to {self._limit}.")
+            raise ValueError(f"A file of {size} bytes is refused: this server accepts up to {self._limit}.")
         if self._sizes.setdefault(digest, size) != size:
-            raise ValueError("The file had another size before.")
+            raise ValueError("The file was announced with another size before.")
         return digest, size, offset
 
     def _make_room(self, digest: str, size: int) -> None:
@@ -121,7 +120,7 @@ class Uploads:
         path = self._path(digest, ".part")
         if await asyncio.to_thread(_sha256, path) != digest:
             self._forget(digest)
-            raise ValueError("The file that arrived has another hash than the one that was announced.")
+            raise ValueError("The received file does not have the announced hash.")
         finished = self._path(digest, ".safetensors")
         path.rename(finished)
         self._finished.append(finished)

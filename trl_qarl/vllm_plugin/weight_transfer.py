@@ -1,8 +1,8 @@
 """
-vLLM's side of publication: the transfer engines that receive a learner's tensors and reload the model with them.
+vLLM's side of publication: transfer engines that receive a learner's tensors and reload the model with them.
 
-The file transport takes the name of a safetensors file in the one directory the server was started with. A request is
-input from outside: names with any separator, links and other formats are refused, and nothing is unpickled.
+The file transport takes the name of a safetensors file in the directory with which the server was started. Requests
+are untrusted: names with separators, links and other formats are refused, and nothing is unpickled.
 """
 
 import os
@@ -40,21 +40,21 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 
 class FileChannel(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, FileUpdateInfo]):
-    """Takes weights from safetensors files in one directory, shared memory or a shared filesystem."""
+    """Reads weights from safetensors files in one directory, in shared memory or a shared filesystem."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = FileUpdateInfo
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Read once, because the environment of a running process can change.
+        # Read once; the environment of a running process can change.
         self._directory = os.environ.get(TRANSFER_DIR_VARIABLE)
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Nothing to set up: the directory is the server's own."""
+        """Do nothing: the directory is the server's."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one file. The base class would then synchronize an accelerator, which a CPU machine does not have."""
+        """Load one file. The base class would synchronize an accelerator, also on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -62,11 +62,11 @@ class FileChannel(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, Fi
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         path = confined_path(self._directory, update_info.file)
         with safe_open(path, framework="pt", device=str(self.device)) as file:
-            # Files are sorted by dtype.
+            # Tensors are sorted by dtype in the file.
             self.load((name, file.get_tensor(name)) for name in sorted(file.offset_keys(), key=load_order))
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class NCCLChannel(AuditedReload, NCCLWeightTransferEngine):

@@ -1,4 +1,4 @@
-"""Methods that trainers call in a worker, in addition to vLLM's own for weight updates."""
+"""Methods of a worker that trainers call in addition to vLLM's own for weight updates."""
 
 from typing import Any
 
@@ -17,16 +17,16 @@ from .engine_tensors import kernels_in_use
 
 __all__ = ["WorkerExtension"]
 
-# vLLM notes how a checkpoint has the tensors of a layer, and loads into the like of that, but of a bias into what
-# runs. Marlin permutes and pads it, in new memory. Here, as vLLM imports this in each worker before there is a model.
+# vLLM reloads a layer into copies in checkpoint format, except for biases, which Marlin permutes and pads in new
+# memory. Set here, because vLLM imports this module in each worker before it makes the model.
 meta.SKIP_TENSORS.discard("bias")
 
 
 class WorkerExtension:
-    """Methods a worker gains through `--worker-extension-cls`, called by `/collective_rpc` or `LLM.collective_rpc`."""
+    """Methods for `--worker-extension-cls`, called by `/collective_rpc` or `LLM.collective_rpc`."""
 
     def qarl_describe(self) -> dict[str, Any]:
-        """Return what the engine was built for, to be compared with the learner before the first publication."""
+        """Return the engine's settings, which are compared with the learner's before the first publication."""
         config = self.vllm_config
         hf_config = config.model_config.hf_text_config
         quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
@@ -47,8 +47,7 @@ class WorkerExtension:
             "pictures": self._describe_pictures(),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
-            # More than 1 only for mixtures of experts, whose replicas work together; other replicas count only
-            # themselves.
+            # More than 1 only for mixtures, whose replicas work together; other replicas count only themselves.
             "data_parallel_size": config.parallel_config.data_parallel_size,
             "replica": config.parallel_config.data_parallel_index,
             "enable_expert_parallel": config.parallel_config.enable_expert_parallel,
@@ -60,7 +59,7 @@ class WorkerExtension:
         }
 
     def _describe_gpu(self) -> dict[str, Any] | None:
-        """Arguments of [`~trl_qarl.rollout.gpu_kernels.Gpu`]; `None` on a CPU."""
+        """Return the arguments of [`~trl_qarl.rollout.gpu_kernels.Gpu`]; `None` on a CPU."""
         if self.device.type == "cpu":
             return None
         capability = current_platform.get_device_capability()
@@ -83,13 +82,13 @@ class WorkerExtension:
     def _describe_arithmetic(self) -> dict[str, Any]:
         if self.device.type != "cpu":
             return cuda.describe_arithmetic(self.vllm_config)
-        # vLLM's module for CPUs; there is none elsewhere.
+        # It imports a module that vLLM has only for CPUs.
         from .cpu_attention import describe_attention
 
         return describe_arithmetic() | {"attention": describe_attention(self.model_runner)}
 
     def qarl_begin(self) -> list[str]:
-        """Remove the unfinished update of an earlier trainer, and return the names that changed since the last
+        """Abandon an earlier trainer's unfinished update, and return the names of tensors that changed since the last
         publication."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
@@ -97,21 +96,19 @@ class WorkerExtension:
         return self.weight_transfer_engine.changed()
 
     def qarl_keep_copy(self) -> str:
-        """Keep published tensors from now on, in a [`PatchBook`], and return the digest of those that are here
-        already."""
+        """Keep published tensors in a [`PatchBook`] from now on, and return the digest of those kept already."""
         engine = self.weight_transfer_engine
         return engine.copy.confirm(engine.published)
 
     def qarl_clear_cache(self) -> None:
-        """Set keys and values to 0. Attention on a CPU multiplies those of unused slots by 0, which leaves NaN what it
-        is."""
+        """Set keys and values to 0: attention on a CPU multiplies unused slots by 0, which does not remove NaN."""
         for cache in self.model_runner.kv_caches:
-            # A layer with states of several kinds has one tensor for each.
+            # A layer with several kinds of states has a tensor for each.
             for tensor in cache if isinstance(cache, list | tuple) else [cache]:
                 tensor.zero_()
 
     def qarl_finish(self, fingerprints: dict[str, str]) -> None:
-        """Say what a complete publication consists of."""
+        """Announce the fingerprints of a complete publication."""
         engine = self.weight_transfer_engine
         serve_adapter(self.model_runner, engine.activate_adapter, engine.adapter)
         engine.expect(fingerprints)

@@ -27,8 +27,8 @@ _ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
 
 
 def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return what differs between the `quantization_config` of learner and engine, empty for an unquantized model, in
-    a way that changes numbers, as `"setting: ours, theirs"`."""
+    """Return the differences between the `quantization_config` of learner and engine, empty for an unquantized model,
+    that change numbers, as `"setting: ours, theirs"`."""
     lines = differences(("quant_method", "format"), ours, theirs)
     our_groups, their_groups = (list(config.get("config_groups", {}).values()) for config in (ours, theirs))
     if len(our_groups) != len(their_groups):
@@ -48,7 +48,7 @@ def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
 def differences(
     names: Iterable[str], ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Return those of the named settings that differ, as `"setting: ours, theirs"`."""
+    """Return the named settings that differ, as `"setting: ours, theirs"`."""
     return [
         f"{prefix}{name}: learner {ours.get(name)!r}, engine {theirs.get(name)!r}"
         for name in names
@@ -57,8 +57,8 @@ def differences(
 
 
 def group_name(index: int, scheme: QuantScheme) -> str:
-    """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's
-    own."""
+    """Return the key of a group of a `quantization_config`, which readers ignore. It names the grid if that is not the
+    container's default."""
     grid = scheme.grid
     if grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales):
         return f"group_{index}"
@@ -66,10 +66,8 @@ def group_name(index: int, scheme: QuantScheme) -> str:
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
-    """
-    Return the scheme that wrote a group of a `quantization_config` under its [`group_name`], whose bits are those of
-    the container or, after `trl-qarl export --compact`, of the grid; `None` if it is none of [`SCHEMES`].
-    """
+    """Return the scheme of a group of a `quantization_config` with its [`group_name`]; `None` if it is not in
+    [`SCHEMES`]. The bits are those of the container or, after `trl-qarl export --compact`, of the grid."""
 
     def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
         if not ours or not theirs:
@@ -94,14 +92,13 @@ def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
 CANARY_TOKENS = 48
 """Tokens that learner and engine score after each publication."""
 
-# Words, digits, spaces, punctuation and scripts that tokenizers take apart in different ways.
+# Words, digits, spaces, punctuation and scripts that tokenizers split in different ways.
 _SAMPLE_TEXT = (
     "The sum of 1234 and 5678.9 is 6912.9, so x**2 <= 10  holds.\n\tdef f(x): return {'a': [x, -x]}\n"
     "Größe, naïve, 東京は晴れ, Привет, مرحبا, 🙂"
 )
 
-# Neither changes what a forward computes: names, where the model came from, training, generation, and what is compared
-# elsewhere.
+# Settings without effect on a forward, or compared elsewhere.
 _NOT_NUMERIC = frozenset(
     [
         "architectures",
@@ -127,22 +124,22 @@ _NOT_NUMERIC = frozenset(
 
 
 def describe_model(config) -> dict[str, Any]:
-    """Return what of the configuration of a text model (`get_text_config()`), or of a vision tower, decides its
-    numbers, as JSON has it."""
+    """Return the settings of a text model (`get_text_config()`), or of a vision tower, that affect its numbers, in a
+    form for JSON."""
     settings = {
         name: value
         for name, value in config.to_dict().items()
         if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
     }
     if settings.get("sliding_window") == 0:
-        # vLLM changes one into the other.
+        # vLLM replaces one by the other.
         settings["sliding_window"] = None
     return json.loads(json.dumps(settings, default=str))
 
 
 def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides the numbers that a model computes from a picture, as JSON has it; empty for a model of text.
-    `engine` has options of vLLM's `MultiModalConfig`, of which the learner's are [`PICTURE_OPTIONS`]."""
+    """Return the settings that affect the numbers of a picture, in a form for JSON; empty for a model of text.
+    `engine` has options of vLLM's `MultiModalConfig`; the learner's are [`PICTURE_OPTIONS`]."""
     vision = getattr(config, "vision_config", None)
     if vision is None or image_processor is None:
         return {}
@@ -159,16 +156,16 @@ PICTURE_OPTIONS = {
     "mm_processor_kwargs": None,
 }
 """
-Options of vLLM's `MultiModalConfig` that change what a picture becomes: pictures are normalized by the processor, as
-the learner's are, with no other settings, and each rank has a part of the tower's weights, which an audit can compare.
+Options of vLLM's `MultiModalConfig` with effect on pictures. With these values the processor normalizes pictures, as
+in the learner, and each rank has a part of the tower's weights, which an audit can compare.
 """
 
-# Where the settings came from, and how tensors are returned.
+# Origin of the settings, and form of the returned tensors.
 _NOT_OF_PICTURES = frozenset(["auto_map", "device", "disable_grouping", "processor_class", "return_tensors"])
 
 
 def describe_tokenizer(tokenizer) -> dict[str, Any]:
-    """Size of the vocabulary, end-of-sequence token, and a hash of the encoding of a fixed text."""
+    """Return the size of the vocabulary, the end-of-sequence token, and a hash of the encoding of a fixed text."""
     ids = sample_token_ids(tokenizer)
     return {
         "vocabulary size": len(tokenizer),
@@ -178,13 +175,13 @@ def describe_tokenizer(tokenizer) -> dict[str, Any]:
 
 
 def sample_token_ids(tokenizer) -> list[int]:
-    """Token ids of a fixed text, without special tokens."""
+    """Return the token ids of a fixed text, without special tokens."""
     return list(tokenizer.encode(_SAMPLE_TEXT, add_special_tokens=False))
 
 
 def model_differences(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`, but
-    for settings that one side does not have: versions of transformers differ in which ones they write."""
+    """Return the differences between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`.
+    Settings of one side only are ignored, because versions of transformers write different ones."""
     return [
         f"{kind}.{name}: learner {ours[name]!r}, engine {theirs[name]!r}"
         for name in sorted(ours.keys() & theirs.keys())
@@ -193,7 +190,7 @@ def model_differences(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, A
 
 
 def _without_nothing(value: Any) -> Any:
-    """Nested settings without those that are `None`, which is the same as not being there."""
+    """Drop nested settings that are `None`, which are equal to missing ones."""
     if not isinstance(value, dict):
         return value
     return {name: _without_nothing(part) for name, part in value.items() if part is not None}

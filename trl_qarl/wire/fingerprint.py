@@ -1,15 +1,15 @@
 """
-Fingerprints of published tensors, and the comparison of what a learner sent with what an engine holds.
+Fingerprints of published tensors, and their comparison between learner and engine.
 
 A fingerprint reads a tensor's bytes as 64-bit words, mixes each and adds them up with odd factors, modulo 2**64:
 
     h = word ^ (word >>> 32);  h = h * g;  mix(word) = h ^ (h >>> 29)
     f = sum_c m_c * sum_i a_i * mix(word[c * C + i])        m_c = 2 c + 1, a_i odd and irregular, C words per block
 
-Mixing is a bijection and an odd factor is invertible, so any single changed word changes the sum. Without mixing the
-top bits of a word would reach only the top bits of the sum, where those of two words cancel; with it, changes of
-several words cancel with a chance of about 2**-60. The order of summation does not matter and everything is integer,
-so CPU and GPU agree. It finds transport and layout errors; it is not a defence against a forger.
+Mixing is a bijection and an odd factor is invertible, so any single changed word changes the sum. Without mixing, the
+top bits of a word would reach only the top bits of the sum, where two words cancel; with it, changes of several words
+cancel with a probability of about 2**-60. Integer sums do not depend on their order, so CPU and GPU agree. A
+fingerprint detects transport and layout errors, not forgery.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 __all__ = ["differing_entries", "fingerprint", "fingerprint_differences", "fingerprints"]
 
 _BLOCK = 1 << 15
-# On a GPU, in one step; and half a block, 128 KiB, which stays in a processor's cache while it is mixed.
+# Blocks per step on a GPU, and words per step on a CPU: half a block, 128 KiB, stays in the cache while it is mixed.
 _BLOCKS_AT_A_TIME, _IN_CACHE = 256, 1 << 14
-# Numbers of the splitmix64 generator, as signed 64-bit numbers.
+# Constants of the splitmix64 generator, as signed 64-bit numbers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
@@ -33,16 +33,16 @@ _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
     """
-    Dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`, for any dtype,
-    shape and device. Of three dimensions, as the matrices of all experts have, it has a sum for each entry of the
-    first, with hyphens between, so that what differs can be named.
+    Return dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`, for any
+    dtype, shape and device. A tensor of three dimensions, such as the matrices of all experts, has one sum for each
+    entry of the first, joined by hyphens, so that differing entries can be named.
     """
     return fingerprints([("", tensor)])[""]
 
 
 @torch.no_grad()
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the [`fingerprint`] of each tensor by its name, and wait for each of their devices once."""
+    """Return the [`fingerprint`] of each tensor by its name, waiting only once for each device."""
     described, sums = {}, {}
     for name, tensor in tensors:
         described[name] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -60,7 +60,7 @@ def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _words(entries: torch.Tensor) -> torch.Tensor:
-    """The bytes of each entry of the first dimension, filled up with zeros to 64-bit words: `(entries, words)`."""
+    """Return the bytes of each entry of the first dimension, padded with zeros to 64-bit words: `(entries, words)`."""
     if not entries.numel():
         return torch.zeros(len(entries), 0, dtype=torch.int64, device=entries.device)
     data = entries.contiguous().view(len(entries), -1).view(torch.uint8)
@@ -77,8 +77,8 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_in_cache(words: np.ndarray) -> int:
-    """The sum of one entry on a CPU. NumPy shifts unsigned numbers and multiplies without a result in memory, so it
-    takes half of torch's steps; both wrap around. Threads would take turns, as each step is short."""
+    """Return the sum of one entry on a CPU, in half of torch's steps: NumPy has unsigned shifts and needs no memory
+    for products. Threads do not help with steps this short."""
     weights = _odd_numbers(torch.device("cpu")).numpy().view(np.uint64)
     total, (high, mixed) = 0, np.empty((2, min(_IN_CACHE, len(words))), dtype=np.uint64)
     for start in range(0, len(words), _IN_CACHE):
@@ -93,7 +93,7 @@ def _sum_in_cache(words: np.ndarray) -> int:
 
 
 def _sums_in_steps(words: torch.Tensor) -> torch.Tensor:
-    """The sums of all entries on a GPU, which wants few steps."""
+    """Return the sums of all entries on a GPU, in few steps."""
     weights = _odd_numbers(words.device)
     totals = torch.zeros(len(words), dtype=torch.int64, device=words.device)
     size = _BLOCKS_AT_A_TIME * _BLOCK
@@ -113,7 +113,7 @@ def _sums_in_steps(words: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    # torch shifts signed numbers arithmetically; the masks make that `>>>`.
+    # torch shifts signed numbers arithmetically; the masks turn that into `>>>`.
     high = (words >> 32).bitwise_and_((1 << 32) - 1)
     mixed = high.bitwise_xor_(words).mul_(_FACTORS[0])
     return (mixed >> 29).bitwise_and_((1 << 35) - 1).bitwise_xor_(mixed)
@@ -121,7 +121,7 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _odd_numbers(device: torch.device) -> torch.Tensor:
-    """Odd numbers from splitmix64: those of an arithmetic progression have sums with many trailing zeros."""
+    """Return odd numbers from splitmix64; sums of an arithmetic progression would have many trailing zeros."""
     numbers = torch.arange(1, _BLOCK + 1, device=device) * _GOLDEN
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -129,8 +129,8 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 
 def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, str, str]]:
-    """Yield `name` and two fingerprints if they differ, and of tensors of three dimensions only those entries that do:
-    `name[3]` is the matrix of expert 3."""
+    """Yield `name` and two fingerprints if they differ; for tensors of three dimensions each differing entry, such as
+    `name[3]` for the matrix of expert 3."""
     if value == other:
         return
     (kind, _, sums), (other_kind, _, other_sums) = value.rpartition(" "), other.rpartition(" ")
@@ -143,8 +143,8 @@ def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, 
 
 
 def fingerprint_differences(expected: Mapping[str, str], received: Mapping[str, str], limit: int = 5) -> list[str]:
-    """Return what differs between the fingerprints a learner announced and those an engine computed, one line per
-    tensor, and at most `limit` lines of each kind."""
+    """Return the differences between the fingerprints that a learner announced and those that an engine computed, one
+    line per tensor, at most `limit` lines of each kind."""
     missing = [f"{name}: the engine received nothing" for name in expected.keys() - received.keys()]
     unknown = [f"{name}: the learner did not announce it" for name in received.keys() - expected.keys()]
     changed = [

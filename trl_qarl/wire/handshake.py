@@ -1,13 +1,13 @@
 """
-The secret that a trainer and its server share, and how each proves to the other that it knows it.
+Secret shared by a trainer and its server, and the mutual proof of knowing it.
 
-Whoever holds the session changes the weights, and whoever is the server receives them: neither may be anybody who
-reaches a port, or takes one that is free for a moment. To open a session the trainer sends HMAC-SHA256 with the secret
-over two nonces, one of each side; the server's answer carries another over the same nonces and all that it says. The
-secret never travels, and the server's nonce serves once.
+The holder of the session changes the weights, and the server receives them, so access to a port must not be enough for
+either role. To open a session the trainer sends an HMAC-SHA256 with the secret over two nonces, one from each side;
+the server's answer carries another HMAC over the same nonces and its whole content. The secret is never sent, and the
+server's nonce is used once.
 
-The secret reaches the server through the environment of a child process ([`TOKEN_VARIABLE`]), or in a file that only
-its owner can read ([`TOKEN_FILE_VARIABLE`]).
+The server gets the secret through the environment of a child process ([`TOKEN_VARIABLE`]), or in a file that only its
+owner can read ([`TOKEN_FILE_VARIABLE`]).
 """
 
 import hmac
@@ -25,6 +25,7 @@ __all__ = [
     "TOKEN_FILE_VARIABLE",
     "TOKEN_VARIABLE",
     "is_proof",
+    "json_object",
     "make_token",
     "make_token_file",
     "proof",
@@ -40,24 +41,32 @@ TOKEN_FILE_NAME = "token"
 _taken: str | None = None
 
 
+def json_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in `content` from an untrusted sender, or an empty one if there is none."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def make_token() -> str:
     """Return a new secret."""
     return secrets.token_hex(32)
 
 
 def proof(token: str, *parts: Any) -> str:
-    """HMAC-SHA256 of `parts`, which JSON can hold, in hexadecimal digits."""
+    """Return the HMAC-SHA256 of `parts`, in JSON, in hexadecimal digits."""
     return hmac.new(token.encode(), json.dumps(parts, sort_keys=True).encode(), "sha256").hexdigest()
 
 
 def is_proof(given: Any, token: str, *parts: Any) -> bool:
-    """Return whether `given`, which a stranger may have sent, is [`proof`] of the same; takes the same time whatever
-    it is."""
+    """Return whether `given`, from an untrusted sender, is [`proof`] of the same parts, in constant time."""
     return hmac.compare_digest(str(given).encode(errors="replace"), proof(token, *parts).encode())
 
 
 def make_token_file(path: str | Path) -> None:
-    """Write a new secret that only its owner can read to `path`, unless a file is there already."""
+    """Write a new secret to a file that only its owner can read, unless the file exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -67,10 +76,10 @@ def make_token_file(path: str | Path) -> None:
 
 
 def read_token_file(path: str | Path) -> str:
-    """Return the secret in a file of [`make_token_file`]. `ValueError` is raised if there is none, others can read or
-    replace it, or something else is in it."""
+    """Return the secret in a file of [`make_token_file`]. `ValueError` is raised if the file does not exist, other
+    users can read or replace it, or it has other content."""
     try:
-        # A named pipe would otherwise wait for somebody to write.
+        # Without O_NONBLOCK a named pipe would wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -78,7 +87,7 @@ def read_token_file(path: str | Path) -> str:
             if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o077:
                 raise ValueError(
                     f"The token file {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o} and belongs to user "
-                    f"{status.st_uid}, so others than user {os.getuid()} may know it. Run `chmod 600` on it as its owner, or "
+                    f"{status.st_uid}, so users other than {os.getuid()} may know it. Run `chmod 600` on it as its owner, or "
                     "copy it and name the copy."
                 )
             token = file.read(1000).strip()
@@ -93,8 +102,7 @@ def read_token_file(path: str | Path) -> str:
 
 
 def take_token() -> str | None:
-    """Return the secret in [`TOKEN_VARIABLE`], which is removed from the environment: child processes would inherit
-    it."""
+    """Return the secret in [`TOKEN_VARIABLE`], and remove it from the environment that child processes inherit."""
     global _taken
     _taken = os.environ.pop(TOKEN_VARIABLE, None) or _taken
     return _taken

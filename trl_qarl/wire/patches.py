@@ -1,5 +1,5 @@
-"""[`PatchBook`]: a copy of the tensors that were sent last, from which changes are made, or to which they are
-applied."""
+"""[`PatchBook`]: a copy of the tensors of the last weight sync, from which a learner makes changes and to which an
+engine applies them."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 
@@ -14,19 +14,18 @@ __all__ = ["PatchBook"]
 
 class PatchBook:
     """
-    Tensors in checkpoint format and host memory, as both sides have them: the learner and each worker of an engine, or
-    a folder and whoever reads it. It is as large as they are, plus one layer while changes are applied.
+    Tensors in checkpoint format and host memory, shared by learner and engine workers, or by a folder and its readers.
+    Applying changes needs memory for one more layer.
 
     Args:
         is_kept (`bool`, *optional*, defaults to `True`):
-            Whether tensors that are taken are kept, or only after the first [`~PatchBook.confirm`].
+            Whether received tensors are kept from the start, or only after the first [`~PatchBook.confirm`].
 
     Attributes:
         tensors (`dict[str, torch.Tensor]`):
-            The copy, by name. On a rank of tensor parallelism it has all of each: changes come before sharding, as
-            tensors do.
+            The copy, by name. A rank of tensor parallelism has whole tensors: changes are applied before sharding.
         fingerprints (`Mapping[str, str]`):
-            Fingerprints that the other side has confirmed, to which changes are made.
+            Fingerprints that the other side has confirmed, the base of changes.
     """
 
     def __init__(self, is_kept: bool = True):
@@ -37,22 +36,22 @@ class PatchBook:
         self._elements: dict[str, np.ndarray] = {}
 
     def confirm(self, fingerprints: Mapping[str, str]) -> str:
-        """Drop what `fingerprints` does not name, and make changes to the rest. Return their digest if a copy of all
-        of it is here, else the empty string."""
+        """Make `fingerprints` the base of changes, and drop tensors without one. Return their digest if the copy has
+        all of them, else the empty string."""
         self.is_kept, self.fingerprints = True, dict(fingerprints)
         for name in self.tensors.keys() - fingerprints.keys():
-            # Of another plan.
+            # From another plan.
             del self.tensors[name], self._elements[name]
         return base_digest(fingerprints) if fingerprints.keys() <= self.tensors.keys() else ""
 
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether the copy has a tensor of that name, shape and dtype."""
+        """Return whether the copy has a tensor with this name, shape and dtype."""
         held = self.tensors.get(name)
         return held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype)
 
     @torch.no_grad()
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor, into the memory of the one before if that fits."""
+        """Copy a tensor, into the memory of the former one if it fits."""
         if self.holds(name, tensor):
             self.tensors[name].copy_(tensor)
             return
@@ -61,13 +60,13 @@ class PatchBook:
 
     def make(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, list[str]]:
         """
-        Return a block of the changes that turn the copy into `tensors`, contiguous and on the CPU, and the names of
-        those that are shorter sent whole or are not in the copy. No block where nothing is left for it. The copy stays
-        as it is.
+        Return a block of the changes from the copy to `tensors`, contiguous and on the CPU, and the names of tensors
+        that are smaller sent whole or are not in the copy. The block is `None` without any changes. The copy does not
+        change.
         """
         known = [name for name, tensor in tensors.items() if self.holds(name, tensor)]
         block, whole = pack_delta([(n, self.fingerprints[n], self._elements[n], elements(tensors[n])) for n in known])
-        # A block that was read from a file could not be written to.
+        # `frombuffer` warns about memory that cannot be written to.
         data = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else None
         return data, [name for name in tensors if name not in known or name in whole]
 
@@ -75,18 +74,18 @@ class PatchBook:
         self, tensors: Iterable[tuple[str, torch.Tensor]], confirmed: Mapping[str, str], arrived: Container[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Yield received tensors, or those that blocks of changes make, under their names in a checkpoint, and keep them.
+        Yield received tensors, and those made from blocks of changes, with their names in a checkpoint, and keep them.
 
         Args:
             tensors (`Iterable[tuple[str, torch.Tensor]]`):
-                What was received: tensors, and blocks of [`trl_qarl.wire.delta`].
+                Tensors, and blocks of [`trl_qarl.wire.delta`].
             confirmed (`Mapping[str, str]`):
-                Fingerprints of what the copy holds.
+                Fingerprints of the tensors in the copy.
             arrived (`Container[str]`, *optional*):
-                Names that have come already, and may not be changed again.
+                Names that have been received already, and must not be changed again.
 
         Raises:
-            RuntimeError: for a block that is damaged, was applied already or is for other tensors than those here.
+            RuntimeError: for a block that is damaged, was applied already or is for other tensors than the copy's.
         """
         for name, tensor in tensors:
             if not is_delta(name):

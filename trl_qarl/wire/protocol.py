@@ -1,5 +1,5 @@
-"""Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Imports
-nothing."""
+"""Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Has no
+imports."""
 
 __all__ = [
     "CPU_WEIGHTS_VARIABLE",
@@ -31,7 +31,7 @@ NCCL_BACKEND = "qarl_nccl"
 
 
 class PublishError(RuntimeError):
-    """A publication did not land; the engine does not generate until a complete one does."""
+    """A publication failed; the engine does not generate until a complete one succeeds."""
 
 
 GATE = "trl_qarl.vllm_plugin.gate.PublicationGate"
@@ -44,10 +44,8 @@ def is_adapter_tensor(name: str) -> bool:
 
 
 def load_order(name: str) -> int:
-    """
-    Return a key by which the tensors of a layer are sorted before vLLM loads them. It counts the shapes of gate and up
-    projections of experts twice, and takes a layer for complete that early, so these come last.
-    """
+    """Return a sort key for the tensors of a layer. vLLM counts the shapes of the experts' gate and up projections
+    twice and would consider the layer complete too early, so they are loaded last."""
     return 2 * name.endswith(("gate_up_proj_shape", "w13_shape")) or int(
         name.endswith(("down_proj_shape", "w2_shape"))
     )

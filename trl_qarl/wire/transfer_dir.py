@@ -1,8 +1,7 @@
 """
-The directory of a server's file transport: its place, its permissions and its cleanup.
+Directory of a server's file transport: its place, permissions and cleanup.
 
-The names that a trainer puts into it begin with its host and process, from which the next one tells whether their
-owner still lives.
+Names of a trainer's files begin with its host and process, so the next trainer can find out if their owner still runs.
 """
 
 import hashlib
@@ -33,38 +32,34 @@ _OWNED = re.compile(r"trl-qarl-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)
 
 
 def transfer_bases() -> list[Path]:
-    """Return where transfer directories can be: shared memory, if this host has it, and the temporary directory."""
+    """Return the parents of transfer directories: shared memory, if this host has it, and the temporary directory."""
     bases = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     return [base for base in bases if os.access(base, os.W_OK | os.X_OK)]
 
 
 def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
-    """
-    Return the directory of one user and port: in shared memory if it has room for the largest chunk, `num_bytes`, else
-    in the temporary directory, else where there is more room. Containers often have 64 MiB of shared memory.
-    """
-    bases = transfer_bases()
-    free = [shutil.disk_usage(base).free for base in bases]
+    """Return the directory of one user and port: in shared memory if it has room for the largest chunk, `num_bytes`,
+    else in the temporary directory, else in the one with more room. Containers often have 64 MiB of shared memory."""
+    free = {base: shutil.disk_usage(base).free for base in transfer_bases()}
     # Metadata of the file and the page that each file system rounds up to.
     needed = num_bytes + num_bytes // 8 + 2**20
-    fitting = [base for base, space in zip(bases, free, strict=True) if space >= needed]
-    base = fitting[0] if fitting else bases[free.index(max(free))]
+    base = next((base for base, space in free.items() if space >= needed), max(free, key=free.__getitem__))
     return base / f"trl-qarl-{os.getuid()}-{port}"
 
 
 def make_transfer_dir(directory: str | Path) -> None:
-    """Make the directory only for its owner; what exists is [checked][check_transfer_dir]."""
-    # A link to a directory would pass for one.
+    """Make the directory for its owner only, or [check][check_transfer_dir] an existing one."""
+    # `makedirs` accepts a link to a directory.
     if not os.path.islink(directory):
         os.makedirs(directory, mode=0o700, exist_ok=True)
     check_transfer_dir(directory)
 
 
 def check_transfer_dir(directory: str | Path) -> None:
-    """Raise `ValueError` unless `directory` is one that only this process's user can put weights into."""
+    """Raise `ValueError` unless `directory` can be written to only by the user of this process."""
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode):
-        problem, remedy = "is a link or no directory", "Name the directory itself"
+        problem, remedy = "is a link or not a directory", "Name the directory itself"
     elif status.st_uid != os.getuid():
         problem, remedy = f"belongs to user {status.st_uid}, not to {os.getuid()}", "Choose one of your own"
     elif status.st_mode & 0o022:
@@ -73,7 +68,7 @@ def check_transfer_dir(directory: str | Path) -> None:
     else:
         return
     raise ValueError(
-        f"The transfer directory {str(directory)!r} {problem}: weights from somebody else could be in it. {remedy} with "
+        f"The transfer directory {str(directory)!r} {problem}: another user could put weights into it. {remedy} with "
         "--transfer_dir."
     )
 
@@ -82,7 +77,7 @@ def confined_path(directory: str | None, name: str) -> Path:
     """Return the path of `name` in `directory`, or raise `ValueError` unless it is a regular `.safetensors` file."""
     if not directory:
         raise ValueError(
-            f"This server takes no weights from files: {TRANSFER_DIR_VARIABLE} is not set. Start it with `trl-qarl "
+            f"This server does not accept weights from files: {TRANSFER_DIR_VARIABLE} is not set. Start it with `trl-qarl "
             "vllm-serve`, or set the variable to a directory that only you can write to."
         )
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors", name):
@@ -97,14 +92,13 @@ def confined_path(directory: str | None, name: str) -> Path:
 
 
 def owned_prefix() -> str:
-    """Beginning of the names of this process' files and folders: host, process and the time at which it was
-    started."""
+    """Return the prefix of the names of this process' files and folders: host, process and its start time."""
     return f"trl-qarl-{_host()}-{os.getpid()}-{_start_time(os.getpid())}-"
 
 
 def remove_leftovers(directory: str | Path, also: str | None = None) -> None:
-    """Remove from a folder what trainers of this user left that were killed on this host, and names with `also` after
-    their prefix, which nobody alive can use, whoever made them."""
+    """Remove files of this user's killed trainers on this host from a folder, and names with `also` after their
+    prefix, which no running process can use."""
     for path in Path(directory).glob("trl-qarl-*"):
         name = _OWNED.fullmatch(path.name)
         if name is None:
@@ -128,7 +122,7 @@ def remove_leftover_dirs() -> None:
 
 
 def _host() -> str:
-    """Differs wherever one process id can mean two processes: on another host, and in another container."""
+    """Return an id that differs between hosts and containers, where one process id can mean two processes."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -137,17 +131,9 @@ def _host() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """Start time of the process in ticks since boot; `None` if it has ended. Without `/proc`, `"0"`."""
-    if not os.path.isdir("/proc/self"):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass
-        return "0"
+    """Return the start time of a process in ticks since boot; `None` if it has ended."""
     try:
-        # The name of the program comes before, in parentheses, and may itself hold any character.
+        # The name of the program comes before, in parentheses, and may contain any character.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

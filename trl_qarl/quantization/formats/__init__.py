@@ -1,1 +1,1 @@
-"""Containers of low-bit codes, one class each."""
+"""Formats of low-bit weights, one class for each container."""

@@ -1,4 +1,4 @@
-"""FP8 codes as they are: `qdata` is float8_e4m3fn `(N, K)`, in memory and in a checkpoint (`float-quantized`)."""
+"""FP8 codes: `qdata` is float8_e4m3fn `(N, K)`, in memory and in a checkpoint (`float-quantized`)."""
 
 from functools import lru_cache
 
@@ -12,10 +12,10 @@ __all__ = ["Fp8", "round_to_grid"]
 
 
 class Fp8(Format):
-    """FP8 weights that meet FP8 activations."""
+    """FP8 weights with FP8 activations."""
 
     repeated_on_gpus = experts_in_vllm = (E4M3,)
-    # Below it vLLM leaves activations in 16 bits.
+    # On older GPUs vLLM leaves activations in 16 bits.
     min_capability = (8, 9)
 
     def pack(self, codes):
@@ -31,7 +31,7 @@ class Fp8(Format):
     def kernels(self, scheme, gpu):
         if gpu.capability < self.min_capability:
             return KernelChoice(
-                refusal="vLLM leaves activations in 16 bits below compute capability 8.9 (CompressedTensorsW8A16Fp8), and the learner "
+                refusal="vLLM leaves activations in 16 bits below compute capability 8.9 (CompressedTensorsW8A16Fp8), but the learner "
                 "quantizes them",
                 instead="'w8a8' or 'w4a16'",
             )
@@ -47,12 +47,10 @@ def _pairs(dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_to_grid(x: torch.Tensor) -> torch.Tensor:
-    """
-    Round float32 `x`, of magnitudes that round to 448 at most, to numbers of E4M3, in place:
-    `x.to(float8_e4m3fn).float()`, several times faster on a CPU, which has no instruction for that conversion.
-    """
-    # Next to 1.5 * 2**(e + 20) float32 has steps of 2**(e - 3), E4M3's of numbers from 2**e on; below 2**-6 steps do
-    # not shrink any further.
+    """Round float32 `x` to numbers of E4M3 in place, for magnitudes that round to 448 at most. The result is
+    `x.to(float8_e4m3fn).float()`, several times faster on a CPU, which has no instruction for that conversion."""
+    # Near 1.5 * 2**(e + 20) float32 has steps of 2**(e - 3), like E4M3 from 2**e on; below 2**-6 steps do not shrink
+    # any further.
     exponent = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=(127 - 6) << 23)
     shift = exponent.add_((20 << 23) | 1 << 22).view(torch.float32)
     return x.add_(shift).sub_(shift)

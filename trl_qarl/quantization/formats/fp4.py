@@ -1,26 +1,26 @@
 """
-FP4 codes: `qdata` is uint8 `(N, K / 2)`, two E2M1 codes per byte, the first in the lower half. A code is its sign and
-the number of its magnitude among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+FP4 codes: `qdata` is uint8 `(N, K / 2)`, two E2M1 codes per byte, the first in the lower half. A code is a sign and
+the index of a magnitude among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 
 *MXFP4* has powers of two as scales, one for 32 weights:
 
     scale = 2^(floor(log2(amax(|w|))) - 2), twice as large where amax is 1.75 times a power of two or more
     q = round(clamp(w / scale, -6, 6)) to the nearest magnitude, ties to the even code
 
-as compressed-tensors and OCP's specification with rounded scales have it, in float32; division and product are exact.
+in float32, as in compressed-tensors and in OCP's specification with rounded scales; division and product are exact.
 The scale of zeros is 2^-127, the smallest. From 1.75 * 2^127 on, where compressed-tensors makes infinities, scales are
-2^125, the largest. They are uint8 `(N, K / 32)`: the power `e` of 2^(e - 127), E8M0 in other words. A checkpoint
+2^125, the largest. They are stored as E8M0, uint8 `(N, K / 32)`: the power `e` of 2^(e - 127). A checkpoint
 (`mxfp4-pack-quantized`) has the same bytes.
 
-*NVFP4* has scales in two parts, float8_e4m3fn `(N, K / 16)`, all divided by one power of two `G` for all of a matrix,
-or of several that the engine holds as one:
+*NVFP4* has scales in two parts: float8_e4m3fn `(N, K / 16)`, divided by one power of two `G` for each matrix of the
+engine, which may hold several layers:
 
     s = round_e4m3(G * amax(|w|) / 6),  q = round(clamp(w / (s / G), -6, 6)),  w' = (s / G) * q
 
-which is compressed-tensors' arithmetic with this `G` for its 2688 / amax of the matrix; a scale that comes out as zero
-is 0.125. `G` is chosen once, such that weights can grow to four times the largest; larger ones are refused.
-`global_scale` holds it for each row, float32 `(N, 1)`. A checkpoint (`nvfp4-pack-quantized`) has it once, as
-`weight_global_scale`, float32 `(1,)`, and codes and scales as they are.
+This is compressed-tensors' arithmetic with `G` in place of 2688 / amax of the matrix; a scale that comes out as zero
+is 0.125. `G` is chosen once, so that weights can grow to four times the largest; larger weights are refused.
+`global_scale` holds `G` for each row, float32 `(N, 1)`. A checkpoint (`nvfp4-pack-quantized`) has it once, as
+`weight_global_scale`, float32 `(1,)`, and the same codes and scales.
 """
 
 import math
@@ -37,11 +37,11 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4(HalfBytes):
-    """FP4 weights in groups of 32 that meet 16-bit activations."""
+    """FP4 weights in groups of 32 with 16-bit activations."""
 
     checkpoint_names = ("weight_packed", "weight_scale")
     gguf_type = "MXFP4"
-    refusal_of_experts = "no reader of such a checkpoint has been tried"
+    refusal_of_experts = "reading such a checkpoint is untested"
 
     def quantize(self, weight, scheme, scale_dtype, global_scale):
         groups = in_groups(weight.float(), scheme)
@@ -61,8 +61,8 @@ class Mxfp4(HalfBytes):
         """Round float32 quotients `(N, K)` of weight and scale to the nearest E2M1 code, a tie to the even one."""
         size = codes.abs()
         bits = size.view(torch.int32)
-        # From 1 on, exponent and first bit of the mantissa count magnitudes, of which 1 is the third; below, they are
-        # halves.
+        # From 1 on, the third magnitude, exponent and first bit of the mantissa count magnitudes; below, magnitudes
+        # are halves.
         rounded = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22
         one = 127 << 1
         index = torch.where(rounded < one, size.mul_(2).round_().int(), (rounded - (one - 2)).clamp_(max=7))
@@ -79,13 +79,13 @@ class Mxfp4(HalfBytes):
         return {"weight_packed": qdata, "weight_scale": scale}
 
     def kernels(self, scheme, gpu):
-        # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to
-        # 4 bits. On Hopper it is Humming from 0.32 on.
+        # vLLM ignores the checkpoint's entry for activations, and its first choice on Blackwell rounds them to 4 bits.
+        # On Hopper its first choice is Humming from 0.32 on.
         return KernelChoice(linear=("MarlinMxFp4LinearKernel",), backends={"mxfp4": "marlin"})
 
 
 class Nvfp4(Mxfp4):
-    """FP4 weights in groups of 16 that meet 16-bit activations."""
+    """FP4 weights in groups of 16 with 16-bit activations."""
 
     operands = (Operand("global_scale", torch.float32, per_group=False),)
     checkpoint_names = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -94,16 +94,16 @@ class Nvfp4(Mxfp4):
     def choose_global_scale(self, weight):
         amax = weight.abs().amax().float().item()
         exponent = math.floor(math.log2(2688.0 / amax)) - 2 if amax > 0 else 0
-        # Scales of 2^-9 to 448 over it are numbers in bf16.
+        # Scales of 2^-9 to 448 divided by it are numbers in bf16.
         return 2.0 ** max(-100, min(exponent, 100))
 
     def choose_scales(self, groups, scheme, global_scale=None):
         scale = global_scale * (groups.abs().amax(dim=-1) / 6.0)
         if scale.numel() and (largest := scale.max().item()) > 448.0:
             raise ValueError(
-                f"Weights have grown to {largest / 448.0 * 2688.0 / global_scale:.3g}, and NVFP4's scales over the global scale {global_scale:g} end at "
-                f"{2688.0 / global_scale:.3g}: it was chosen for four times the largest weight at the start. Lower `learning_rate`, or start "
-                "a new run from a checkpoint's masters, which chooses it anew."
+                f"Weights have grown to {largest / 448.0 * 2688.0 / global_scale:.3g}, and NVFP4 with the global scale {global_scale:g} represents at "
+                f"most {2688.0 / global_scale:.3g}: the scale was chosen for four times the largest weight at the start. Lower "
+                "`learning_rate`, or start a new run from a checkpoint's masters, which chooses a new scale."
             )
         scale = scale.to(torch.float8_e4m3fn)
         scale = torch.where(scale.view(torch.uint8) == 0, torch.full_like(scale, 0.125), scale)
@@ -122,5 +122,5 @@ class Nvfp4(Mxfp4):
         return qdata, scale, tensors["weight_global_scale"].expand(len(qdata)).unsqueeze(1).contiguous()
 
     def kernels(self, scheme, gpu):
-        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack only on a GPU.
+        # vLLM would take Humming on Hopper (from 0.32 on) and FlashInfer on 10.0, which repack only on a GPU.
         return KernelChoice(linear=("MarlinNvFp4LinearKernel",), backends={"nvfp4_w4a16": "marlin"})

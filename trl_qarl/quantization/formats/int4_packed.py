@@ -1,14 +1,14 @@
 """
 INT4 codes in words: `qdata` is int32 `(N, K / 8)`, eight codes + 8 per word, the first in the lowest bits.
 
-A checkpoint (`pack-quantized`) has the same words as `weight_packed`, and `weight_shape` says `(N, K)`. Codes of fewer
+A checkpoint (`pack-quantized`) has the same words as `weight_packed`, and `weight_shape` is `(N, K)`. Codes of fewer
 bits are stored as the same numbers.
 
-`w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8
-E4M3 and one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight
-`8 c round_e4m3(g * q)` (`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So
-`s` is chosen such that the conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest
-at 56. Their product has eight bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
+`w4a8` has other scales: vLLM converts the bf16 scales `s` of a checkpoint to `s = 8 c g` with `g` in FP8 E4M3 and one
+`c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
+(`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale and each code). Therefore `s` is chosen so
+that the conversion loses nothing: `c` is rounded to four significant bits, `g` to E4M3 with the largest at 56, and
+their product has the eight bits of bf16. The engine multiplies by [`fp8_gemm_weight`].
 """
 
 from functools import lru_cache
@@ -33,7 +33,7 @@ class HalfBytes(Format):
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
 
     def pack(self, codes):
-        # Two codes in a word of 16 bits, of which the second moves next to the first: strides of 2 would be slow.
+        # In words of 16 bits the second code moves next to the first; strides of 2 would be slow.
         pairs = (codes.to(torch.int8) + 8).view(torch.int16)
         return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8).view(torch.int32)
 
@@ -52,14 +52,14 @@ class HalfBytes(Format):
         return {"weight_packed": qdata, "weight_scale": scale, "weight_shape": shape}
 
     def from_checkpoint(self, tensors):
-        """Return codes and scales of a layer's tensors; `weight_shape` tells whether codes have fewer bits."""
+        """Return codes and scales of a layer's tensors. `weight_shape` shows if codes have fewer bits."""
         words, scale = tensors["weight_packed"], tensors["weight_scale"]
         num_codes = int(tensors["weight_shape"][1]) if "weight_shape" in tensors else self.in_features(words)
         return (words if num_codes == self.in_features(words) else _from_words(words, num_codes)), scale
 
 
 class Int4Packed(HalfBytes):
-    """INT4 weights, also those on grids of 3 and 2 bits, that meet activations of 16 or 8 bits."""
+    """INT4 weights, also on grids of 3 and 2 bits, with activations of 16 or 8 bits."""
 
     gguf_type = "Q4_0"
     repeated_on_gpus = (None,)
@@ -78,7 +78,7 @@ class Int4Packed(HalfBytes):
         return product[:, : len(weight.qdata)], KERNEL
 
     def release(self, x, weight):
-        # The kernel's own copy of the weight lives only through a rollout, not through training.
+        # The kernel's copy of the weight is kept during a rollout, not during training.
         if len(x) > KERNEL_MAX_ROWS or not fits_cpu_kernels(x, weight):
             weight.drop(kernel_operands)
 
@@ -93,20 +93,17 @@ class Int4Packed(HalfBytes):
             )
         if scheme.activation == INT8:
             return KernelChoice(
-                refusal="no kernel of INT4 weights and INT8 activations on GPUs can be reloaded",
+                refusal="vLLM cannot reload any of its GPU kernels of INT4 weights and INT8 activations",
                 instead="'w4a8'" if on_hopper else "'w4a16', or w4a8 on a Hopper GPU",
             )
-        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin
-        # elsewhere.
+        # For experts on Hopper vLLM takes Humming from 0.32 on, whose repacking runs only on a GPU, else Marlin.
         needs_marlin = on_hopper and gpu.release != "0.31"
         return integer_kernels(gpu, experts_backend="marlin" if needs_marlin else None)
 
 
 def kernel_operands(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return codes and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, `N` filled up
-    to a multiple of 16: a layer and a part of it must not get products of different kinds.
-    """
+    """Return codes and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, with `N`
+    padded to a multiple of 16: a layer and a part of it must get the same kind of product."""
     pad = (0, 0, 0, -len(weight.qdata) % 16)
     scale = F.pad(weight.scale, pad).t()
     return (
@@ -116,7 +113,7 @@ def kernel_operands(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def integer_kernels(gpu, experts_backend: str | None = None) -> KernelChoice:
-    """Return vLLM's kernels of integer weights with 16-bit activations."""
+    """Return vLLM's kernels for integer weights with 16-bit activations."""
     # Machete takes multiples of 64 input and 128 output features, Marlin the rest.
     on_hopper = gpu.capability == (9, 0)
     linear = ("MacheteLinearKernel", "MarlinLinearKernel") if on_hopper else ("MarlinLinearKernel",)
@@ -124,7 +121,7 @@ def integer_kernels(gpu, experts_backend: str | None = None) -> KernelChoice:
 
 
 def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) -> torch.Tensor:
-    """Return which of 16 `values` each half byte of `qdata`, `(N, ...)`, is, the lower first: `(N, K)` in `dtype`."""
+    """Replace each half byte of `qdata`, `(N, ...)`, the lower first, by one of 16 `values`: `(N, K)` in `dtype`."""
     # One table look-up per 16 bits yields four weights; shifts and masks are four times slower on a CPU.
     table = _table(dtype, qdata.device, values)
     indices = qdata.view(torch.uint16).long()
@@ -138,9 +135,9 @@ def unsigned_codes(qdata: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps, int32 `(N, num_bits K / 32)`:
-    code `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of the row, as vLLM and compressed-tensors from 0.19 on
-    have it (https://github.com/vllm-project/compressed-tensors/pull/732)."""
+    """Pack codes of 2 or 3 bits without gaps into words, int32 `(N, num_bits K / 32)`, for `K` a multiple of 32: code
+    `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of the row. vLLM, and compressed-tensors from 0.19 on, have
+    this layout (https://github.com/vllm-project/compressed-tensors/pull/732)."""
     places = torch.arange(8, device=qdata.device)
     eights = (unsigned_codes(qdata) - 8 + 2 ** (num_bits - 1)).unflatten(1, (-1, 8)) << num_bits * places
     # Eight codes fill as many bytes as each has bits.
@@ -168,7 +165,7 @@ def _table(dtype: torch.dtype, device: torch.device, values: tuple[float, ...]) 
 
 
 def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a `w4a8` weight as the engine multiplies by it: FP8 codes `(N, K)` and float32 scales `(N, 1)`."""
+    """Return the operands by which the engine multiplies for `w4a8`: FP8 codes `(N, K)`, float32 scales `(N, 1)`."""
     channel_scale, group_scale = _fp8_scales(scale)
     codes = HalfBytes().unpack(qdata, torch.float32)
     codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
@@ -176,7 +173,7 @@ def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's conversion of scales `(N, groups)`: channel scales `(N, 1)` and E4M3 values `(N, groups)`, float32."""
+    """Convert scales `(N, groups)` like vLLM: channel scales `(N, 1)` and E4M3 values `(N, groups)`, float32."""
     scale = scale.float()
     channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
     group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
@@ -184,7 +181,7 @@ def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, where it does not clamp."""
+    """Return scales `(N, groups)` near `scale` that [`_fp8_scales`] splits without rounding unless it clamps."""
     scale = scale.float()
     amax = scale.amax(-1, keepdim=True)
     amax = torch.where(amax == 0, 1.0, amax)

@@ -1,7 +1,7 @@
 """
-INT8 codes: `qdata` is int8 `(N, K)`. A checkpoint has them as they are (`int-quantized`), or in words
-(`pack-quantized`): `weight_packed` is int32 `(N, K / 4)`, four codes + 128 per word, the first in the lowest bits, and
-`weight_shape` says `(N, K)`.
+INT8 codes: `qdata` is int8 `(N, K)`. A checkpoint has the same bytes (`int-quantized`), or words (`pack-quantized`):
+`weight_packed` is int32 `(N, K / 4)`, four codes + 128 per word, the first in the lowest bits, and `weight_shape` is
+`(N, K)`.
 """
 
 import torch
@@ -18,18 +18,17 @@ KERNEL_ALIGNMENT = 32  # bytes: 16 activations in bf16, one aligned load
 
 
 class Int8(Format):
-    """INT8 weights that meet INT8 activations."""
+    """INT8 weights with INT8 activations."""
 
     repeated_on_gpus = experts_in_vllm = (INT8,)
-    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are
-    # integers (5.17).
+    # `update_weight_conversions` of transformers' quantizer for compressed-tensors looks for `weight_packed` wherever
+    # codes are integers (5.17).
     experts_in_transformers = False
 
     def kernels(self, scheme, gpu):
         if gpu.capability >= (10, 0):
             return KernelChoice(
-                refusal="the kernel that vLLM takes (CutlassInt8ScaledMMLinearKernel) has no INT8 on Blackwell and throws at the "
-                "first forward",
+                refusal="vLLM's kernel (CutlassInt8ScaledMMLinearKernel) has no INT8 on Blackwell and throws at the first forward",
                 instead="'fp8', 'w8a16' or 'w4a16'",
             )
         return KernelChoice(("CutlassInt8ScaledMMLinearKernel",), ("TritonExperts",))
@@ -51,7 +50,7 @@ class Words(Format):
 
 
 class Int8Packed(Words):
-    """INT8 weights that meet 16-bit activations."""
+    """INT8 weights with 16-bit activations."""
 
     gguf_type = "Q8_0"
 
@@ -60,7 +59,7 @@ class Int8Packed(Words):
         fits = (
             fits_cpu_kernels(x, weight)
             and (row_invariant or len(x) <= KERNEL_MAX_ROWS)
-            # Else it reads beyond each row: wrong numbers on some processors, the end of the process on others.
+            # Otherwise the kernel reads beyond each row: wrong numbers on some processors, a crash on others.
             and x.shape[1] % KERNEL_FEATURES == 0
             and codes.is_contiguous()
             and codes.data_ptr() % KERNEL_ALIGNMENT == 0

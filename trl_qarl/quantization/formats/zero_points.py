@@ -1,17 +1,17 @@
 """
-Zero points, int8 `(N, K / group_size)`: codes of a group lie where its weights are, which always holds zero.
+Zero points, int8 `(N, K / group_size)`: the codes of a group span its weights and zero.
 
     scale = (max(w, 0) - min(w, 0)) / 15,  zero = round(clamp(-8 - min(w, 0) / scale, -8, 7))
     q = round(clamp(w / scale + zero, -8, 7)),  w' = scale * (q - zero)
 
 for INT4, with 255, -128 and 127 for INT8. This is compressed-tensors' arithmetic bit for bit, in float32 (float64 for
-such masters; a 16-bit master has the codes of its float32 copy). `zero` follows from the scale before it is rounded to
-its dtype, codes from the rounded one. A group of zeros has zero point 0. Where compressed-tensors makes infinities, of
-groups that span more than float32 holds, both ends are divided first.
+float64 masters; a 16-bit master has the codes of its float32 copy). `zero` is computed from the unrounded scale, codes
+from the scale rounded to its dtype. A group of zeros has zero point 0. If the span of a group overflows float32, where
+compressed-tensors makes infinities, both ends are divided first.
 
-A checkpoint (`pack-quantized`, `symmetric: false`) has the zero points of several rows in a word of
-`weight_zero_point`, int32 `(ceil(N / 8), K / group_size)` for INT4 and `(ceil(N / 4), ...)` for INT8, as it has the
-codes of several columns; what fills the last word is 0.
+A checkpoint (`pack-quantized`, `symmetric: false`) packs the zero points of several rows into a word of
+`weight_zero_point`, int32 `(ceil(N / 8), K / group_size)` for INT4 and `(ceil(N / 4), ...)` for INT8; the last word is
+filled up with 0.
 """
 
 import torch
@@ -26,8 +26,8 @@ __all__ = ["Int4ZeroPoints", "Int8ZeroPoints"]
 
 
 class ZeroPoints(Format):
-    """The part of a format that zero points change; the class that stores the codes comes after it among the bases.
-    `codes_per_word` is the number of codes, and of zero points, in a word of a checkpoint."""
+    """Mixin for zero points, to be listed before the class that stores the codes. `codes_per_word` is the number of
+    codes, and of zero points, in a word of a checkpoint."""
 
     codes_per_word: int
 
@@ -41,7 +41,7 @@ class ZeroPoints(Format):
         step = (highest - lowest) / grid.scale_divisor
         step = torch.where(step.isinf(), highest / grid.scale_divisor - lowest / grid.scale_divisor, step)
         qmin, qmax = grid.quant_range
-        # Of a group of zeros 0 / 0.
+        # A group of zeros gives 0 / 0.
         return step, (qmin - lowest / step).clamp_(qmin, qmax).round_().nan_to_num_(0.0).to(torch.int8)
 
     def quotients(self, groups, scale, *operands):
@@ -84,11 +84,11 @@ class Int8ZeroPoints(ZeroPoints, Words):
         if gpu.capability == (9, 0):
             return KernelChoice(linear=("MacheteLinearKernel",))
         return KernelChoice(
-            refusal="vLLM runs it with Humming (HummingLinearKernel) there, whose reload has not been rehearsed",
+            refusal="vLLM runs it with Humming (HummingLinearKernel) there, whose reload is untested",
             instead="'w4a16-asym' or 'w8a16'",
         )
 
 
 def _turned(matrix: torch.Tensor) -> torch.Tensor:
-    # Of a single row or column `contiguous` would keep odd strides.
+    # `contiguous` would keep odd strides of a single row or column.
     return matrix.t().clone(memory_format=torch.contiguous_format)

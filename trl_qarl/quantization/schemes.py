@@ -155,7 +155,7 @@ class QuantScheme:
                 f"Scheme {self.name!r}: no kernel multiplies container {self.container.name!r} with activations in "
                 f"{self.activation and self.activation.name!r}. Choose one of {allowed}."
             )
-        if self.has_signed_scales and self.activation == E4M3:
+        if self.grid is not None and self.grid.has_signed_scales and self.activation == E4M3:
             raise ValueError(
                 f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. Signed scales are for "
                 "weights of at most 4 bits with 16-bit or INT8 activations: vLLM converts the scales of 'w4a8' to FP8, which loses "

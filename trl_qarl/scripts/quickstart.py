@@ -6,7 +6,6 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
-from ..study.runs import read_runs
 from . import report
 from .errors import configuration_errors
 
@@ -89,7 +88,7 @@ def main(args: Namespace) -> None:
     exported = load_deployed(str(low_bit_dir), torch.float32).to(trainer.model.device)
     reloaded = _answer(trainer, exported, held_out)
     same = sum(a == b for a, b in zip(after, reloaded, strict=True))
-    report.write_page(*read_runs([output_dir]), output_dir / "report.html")
+    report.write_page([output_dir], output_dir / "report.html")
 
     print("\nHeld-out problems, greedy decoding of the low-bit policy")
     print(f"  before training                  {_score(before, held_out)}")

@@ -36,8 +36,10 @@ LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
 
 
 class Metric(NamedTuple):
-    """A metric over updates: the `figure` that it is in; its `name` in `metrics.jsonl`; what it is, with its unit; `limits` that the axis always
-    shows; the scale of the axis; and ranges to shade with the level of each."""
+    """
+    A metric over updates: the `figure` that it is in; its `name` in `metrics.jsonl`; what it is, with its unit;
+    `limits` that the axis always shows; the scale of the axis; and ranges to shade with the level of each.
+    """
 
     figure: str
     name: str

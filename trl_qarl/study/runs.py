@@ -86,7 +86,7 @@ class Run:
                 problems["0"] = logged.iloc[1:][logged.iloc[1:] <= 0]
             for problem, values in problems.items():
                 if len(values):
-                    found.setdefault(f"{problem} at steps {_enumerate(values.index)}", []).append(str(metric))
+                    found.setdefault(f"{problem} at step{'s' * (len(values) > 1)} {_enumerate(values.index)}", []).append(str(metric))
             for a, b in find_holes(logged.dropna().index) if metric in EVERY_BATCH else ():
                 found.setdefault(f"nothing logged between steps {a} and {b}", []).append(str(metric))
         return self.notes + [f"{', '.join(metrics)}: {problem}." for problem, metrics in found.items()]

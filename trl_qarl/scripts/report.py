@@ -6,7 +6,6 @@ The page is one file: styles and figures inline, no script, nothing loaded. What
 
 import time
 from argparse import ArgumentParser, Namespace
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..telemetry.run_files import METRICS_FILE
@@ -43,6 +42,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace) -> None:
     """Read the runs, draw the figures, write the page; with `--follow` again and again."""
+    from importlib.util import find_spec
+
     output = Path(args.output)
     with configuration_errors():
         missing = [name for name in ("jinja2", "matplotlib", "pandas", "scipy") if find_spec(name) is None]

@@ -166,7 +166,8 @@ def _draw_metric(axes: plt.Axes, groups: list[Group], metric: Metric) -> None:
     A cross marks a value that is not finite."""
     axes.set_yscale(metric.scale)
     for group in groups:
-        frame = pandas.DataFrame({run.path: run.metrics.get(metric.name, pandas.Series()) for run in group.runs})
+        logged = {run.path: run.metrics[metric.name].dropna() for run in group.runs if metric.name in run.metrics}
+        frame = pandas.DataFrame(logged)
         gaps = frame.index[np.isinf(frame).any(axis=1)]
         # A line across steps that were not logged would pass for their values.
         holes = find_holes(frame.index) if metric.name in EVERY_BATCH else ()

@@ -81,12 +81,12 @@ class Run:
         about values that are missing between others. Metrics with the same problem share a sentence."""
         found: dict[str, list[str]] = {}
         for metric, logged in self.metrics.items():
-            problems = {"not finite": logged[np.isinf(logged)]}
-            if metric in _CHANGES:
-                problems["0"] = logged.iloc[1:][logged.iloc[1:] <= 0]
-            for problem, values in problems.items():
+            later = logged.iloc[1:]
+            unchanged = later[later <= 0] if metric in _CHANGES else ()
+            for problem, values in (("not finite", logged[np.isinf(logged)]), ("0", unchanged)):
                 if len(values):
-                    found.setdefault(f"{problem} at step{'s' * (len(values) > 1)} {_enumerate(values.index)}", []).append(str(metric))
+                    steps = f"step{'s' * (len(values) > 1)} {_enumerate(values.index)}"
+                    found.setdefault(f"{problem} at {steps}", []).append(str(metric))
             for a, b in find_holes(logged.dropna().index) if metric in EVERY_BATCH else ():
                 found.setdefault(f"nothing logged between steps {a} and {b}", []).append(str(metric))
         return self.notes + [f"{', '.join(metrics)}: {problem}." for problem, metrics in found.items()]

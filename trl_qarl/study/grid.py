@@ -191,5 +191,7 @@ def _option(option: tuple[str, Any]) -> list[str]:
     name, value = option
     if value is None:
         return []
-    values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+    values = (
+        value if isinstance(value, list) else [json.dumps(value, default=str) if isinstance(value, dict) else value]
+    )
     return [f"--{name}", *map(str, values)]

@@ -180,8 +180,6 @@ def _draw_metric(axes: plt.Axes, groups: list[Group], metric: Metric) -> None:
         of_groups = {mismatch_bands({**group.config.get("options", {}), **group.config}) for group in groups}
         fine, bad = of_groups.pop()
         bands = ((0, fine, "fine"), (fine, bad, "watch"), (bad, math.inf, "bad")) if bad and not of_groups else ()
-    if metric.scale == "log":
-        axes.yaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
     low, high = min(low, *metric.limits), max(high, *metric.limits)
     for start, end, level in bands:
@@ -206,8 +204,6 @@ def _draw_distribution(axes: plt.Axes, groups: list[Group], kind: tuple[str, str
     axes.set_xscale("symlog", linthresh=min(map(abs, LOG_EDGES)))
     axes.set(yscale="log", xticks=[-1, -1e-2, -1e-4, 0, 1e-4, 1e-2, 1], xlabel=f"log({_DISTRIBUTIONS[kind[0]][1]})")
     axes.minorticks_off()
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
 
 
 def draw_finals(groups: list[Group]) -> str:

@@ -87,7 +87,7 @@ def _run_cell(config: dict[str, Any], cell: dict, cell_dir: Path, state: str, ru
     """Train and evaluate one cell. Return why it failed, `None` if it did not."""
     cell_dir.mkdir(exist_ok=True)
     if state == "new":
-        (cell_dir / CELL_FILE).write_text(json.dumps(_cell_record(config, cell), indent=2) + "\n")
+        (cell_dir / CELL_FILE).write_text(_cell_record(config, cell))
     with open(cell_dir / LOG_FILE, "a", encoding="utf-8") as log:
         if state != "evaluates":
             if code := run(build_command(config, cell, cell_dir, resume=state == "resumes"), log, log):
@@ -149,7 +149,7 @@ def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
         record = json.loads((cell_dir / CELL_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         record = None
-    if record != json.loads(json.dumps(_cell_record(config, cell))):
+    if record != json.loads(_cell_record(config, cell)):
         raise ValueError(
             f"{cell_dir} holds results of other options than this file gives; choose another `--output_dir`, or "
             "remove that directory to train the cell again."
@@ -160,8 +160,10 @@ def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     return "finished" if is_same else "evaluates"
 
 
-def _cell_record(config: dict[str, Any], cell: dict) -> dict[str, Any]:
-    return {"cell": cell, **{key: config[key] for key in ("train", "command") if key in config}}
+def _cell_record(config: dict[str, Any], cell: dict) -> str:
+    record = {"cell": cell, **{key: config[key] for key in ("train", "command") if key in config}}
+    # YAML knows dates.
+    return json.dumps(record, indent=2, default=str) + "\n"
 
 
 def lock_directory(output_dir: Path) -> TextIO:

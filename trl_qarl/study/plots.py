@@ -180,8 +180,8 @@ def _draw_metric(axes: plt.Axes, groups: list[Group], metric: Metric) -> None:
         of_groups = {mismatch_bands({**group.config.get("options", {}), **group.config}) for group in groups}
         fine, bad = of_groups.pop()
         bands = ((0, fine, "fine"), (fine, bad, "watch"), (bad, math.inf, "bad")) if bad and not of_groups else ()
-    low, high = axes.get_ylim()
-    low, high = min(low, *metric.limits), max(high, *metric.limits)
+    shown = (*axes.get_ylim(), *metric.limits)
+    low, high = min(shown), max(shown)
     for start, end, level in bands:
         if max(start, low) < min(end, high):
             axes.axhspan(max(start, low), min(end, high), color=LEVEL_COLORS[level], alpha=0.10, lw=0, zorder=0)

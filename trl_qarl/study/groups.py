@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas
-from scipy.stats import ttest_ind
 
 from .grid import label_parts
 from .runs import Run
@@ -111,6 +110,9 @@ def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     `t s sqrt(1 / n_a + 1 / n_b)` of Student's test at 5 % with the pooled standard deviation `s`, and the verdict:
     `"exceeds"`, `"within"`, or `"unknown"` where a group has fewer than two seeds.
     """
+    # The quickstart, which compares nothing, is installed without.
+    from scipy.stats import ttest_ind
+
     difference = sum(a) / len(a) - sum(b) / len(b) if len(a) and len(b) else None
     if difference is None or min(len(a), len(b)) < 2:
         return {"difference": difference, "noise": None, "verdict": "unknown"}

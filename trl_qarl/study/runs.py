@@ -74,7 +74,8 @@ class Run:
 
     def rows(self) -> list[dict[str, float]]:
         """Return what was logged, step by step."""
-        return [{"step": step, **row.dropna()} for step, row in self.metrics.iterrows()]
+        rows = self.metrics.reset_index().to_dict("records")
+        return [{name: value for name, value in row.items() if not math.isnan(value)} for row in rows]
 
     def irregularities(self) -> list[str]:
         """Return the notes, and sentences about values that are not finite, about updates that changed nothing, and
@@ -249,7 +250,9 @@ def _read_rows(path: Path, kind_of: Callable[[dict], Any], notes: list[str]) -> 
 
 
 def _kind_of_distribution(row: dict[str, Any]) -> tuple[str, str]:
-    if not np.allclose(row["edges"], HISTOGRAM_EDGES) or len(row["counts"]) != len(HISTOGRAM_EDGES) - 1:
+    edges = row["edges"]
+    is_whole = len(row["counts"]) + 1 == len(edges) == len(HISTOGRAM_EDGES)
+    if not (is_whole and all(map(math.isclose, edges, HISTOGRAM_EDGES))):
         raise ValueError("The histogram has other edges.")
     return row["name"], row["sign"]
 

@@ -65,7 +65,7 @@ def finals(runs):
 def test_runs_of_one_seed_count_once():
     groups = make_groups([rewards_run(0, [0.0]), rewards_run(0, [1.0]), rewards_run(1, [2.0])])
     assert list(groups[0].results()) == [0.5, 2.0]
-    assert "count as one seed" in groups[0].runs[0].notes[0]
+    assert "3 runs of 2 seeds" in groups[0].runs[0].notes[0]
 
 
 def test_final_reward_is_the_mean_of_the_last_quarter():

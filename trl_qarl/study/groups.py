@@ -77,13 +77,11 @@ def make_groups(runs: list[Run]) -> list[Group]:
         group.color, group.line = f"C{place % NUM_COLORS}", LINES[place // NUM_COLORS % len(LINES)]
         parts = label_parts(group.config)
         names = differing_settings([other for other in groups if label_parts(other.config) == parts])
-        group.label = (
-            ", ".join([*parts, *(f"{name}={group.settings.get(name, 'not recorded')}" for name in names)]) or "runs"
-        )
+        parts += [f"{name}={group.settings.get(name, 'not recorded')}" for name in names]
+        group.label = ", ".join(parts) or "runs"
         if len(group.seeds) < len(group.runs):
-            group.runs[0].notes.append(
-                f"{group.label}: runs of one seed share its configuration and count as one seed."
-            )
+            has = f"{group.label} has {len(group.runs)} runs of {count_of(len(group.seeds), 'seed')}"
+            group.runs[0].notes.append(f"{has}: runs of one seed count once.")
     return groups
 
 

@@ -6,6 +6,7 @@ The page is one file: styles and figures inline, no script, nothing loaded. What
 
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..telemetry.run_files import METRICS_FILE
@@ -71,7 +72,7 @@ def main(args: Namespace) -> None:
 
 
 def write_page(
-    run_dirs: list[str | Path], output: Path, with_png: bool = False, is_followed: bool = False
+    run_dirs: Iterable[str | Path], output: Path, with_png: bool = False, is_followed: bool = False
 ) -> tuple[bool, list[str]]:
     """
     Write the page about runs in directories. Return whether all of them are finished, and lines about them for the

@@ -132,7 +132,7 @@ def describe_differences(groups: list[Group], name: str = FINAL_REWARD) -> dict[
     for a, b in itertools.combinations(groups, 2):
         if any(a.config.get(key) != b.config.get(key) for key in ("model", "reward_funcs")):
             continue
-        judged = compare_groups(a.results(name), b.results(name))
+        judged = compare_groups(list(a.results(name)), list(b.results(name)))
         if (difference := judged["difference"]) is None:
             without = " and ".join(group.label for group in (a, b) if group.results(name).empty)
             sentence = f"{a.label} and {b.label}: no {what} of {without}."

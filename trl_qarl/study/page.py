@@ -24,7 +24,7 @@ from .groups import (
     format_number,
     summarize_differences,
 )
-from .plots import Figure, draw_finals
+from .plots import Figure, draw_finals, printable
 from .runs import Run
 
 
@@ -95,8 +95,7 @@ def make_page(groups: list[Group], figures: list[Figure], notes: list[str], refr
         irregularities=notes + [f"{run.name}: {note}" for run in runs for note in run.irregularities()],
         configs=[(group.title, json.dumps(group.config, indent=2, ensure_ascii=False)) for group in groups],
     )
-    # HTML does not allow control characters.
-    return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in page)
+    return printable(page)
 
 
 def _level_of(pair: tuple[Finding, str]) -> int:

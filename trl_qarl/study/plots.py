@@ -30,7 +30,7 @@ from .groups import Group
 from .runs import EVERY_BATCH, find_holes
 
 
-__all__ = ["Figure", "draw_finals", "make_figures", "save_pngs"]
+__all__ = ["Figure", "draw_finals", "make_figures", "printable", "save_pngs"]
 
 LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
 
@@ -236,6 +236,11 @@ def _svg(figure: plt.Figure) -> Markup:
     return Markup(file.getvalue()[file.getvalue().index("<svg") :])
 
 
+def printable(text: str) -> str:
+    """Replace control characters, which neither HTML nor a font has."""
+    return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def _plain(text: str) -> str:
-    """Leave out what a font cannot draw; a `$` in a name would start a formula."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text).replace("$", r"\$")
+    """A `$` in a name would start a formula."""
+    return printable(text).replace("$", r"\$")

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -257,5 +257,6 @@ def _kind_of_distribution(row: dict[str, Any]) -> tuple[str, str]:
     return row["name"], row["sign"]
 
 
-def _enumerate(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:10])) + (" and more" if len(numbers) > 10 else "")
+def _enumerate(numbers: Iterable[int]) -> str:
+    texts = list(map(str, numbers))
+    return ", ".join(texts[:10]) + (" and more" if len(texts) > 10 else "")

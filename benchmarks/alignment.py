@@ -2,8 +2,8 @@
 Writes the tables of alignment.md and draws docs/alignment.png from alignment.json: `python benchmarks/alignment.py`
 (needs matplotlib).
 
-The JSON holds what `python -m benchmarks.bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, the same
-with `--rollout server`, and what `python benchmarks/grids.py mismatch` wrote; each with its command and machine.
+The JSON holds the results of `python -m benchmarks.bench alignment --dtypes bfloat16 --tokens 3000 --json FILE`, of
+the same with `--rollout server`, and of `python benchmarks/grids.py mismatch`, each with its command and machine.
 """
 
 import json
@@ -21,16 +21,16 @@ NUMERICS = {
     "fast": ("learner with the engine's weights", "#9aa5b1"),
     "engine": ("the same with engine numerics", "#1f6feb"),
 }
-ZERO = 0.01  # where the logarithmic axis has its 0
+ZERO = 0.01  # position of 0 on the logarithmic axis
 
 
 def read_results() -> dict[str, list[dict]]:
-    """Per kind of rollout, a row per scheme."""
+    """Return one row per scheme for each kind of rollout."""
     return {name: summarize_alignment(result["rows"]) for name, result in json.loads(RESULTS.read_text()).items()}
 
 
 def fill(page: str, results: dict[str, list[dict]]) -> str:
-    """The text of the page with what lies between its marks written anew."""
+    """Return the text of the page with the tables between its markers replaced."""
     for name, rows in results.items():
         head, mark, rest = page.partition(f"<!-- {name} -->\n")
         _, end, tail = rest.partition("<!-- end -->\n")
@@ -61,19 +61,19 @@ def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if name.endswith("equal"):
-        # Only what is all, or none, is called so.
+        # 100 % and 0 % mean exactly all and none.
         text = f"{value:.0%}" if value in (0, 1) else f"{min(max(value, 0.0001), 0.9999):.2%}"
         return text.replace("%", " %")
     return number(value)
 
 
 def number(value: float) -> str:
-    """To two significant digits, and a 0 that is not a rounded one."""
+    """Format to two significant digits; "0" means exactly 0."""
     return "0" if value == 0 else f"{value:#.2g}".rstrip(".")
 
 
 def means(results: dict[str, list[dict]]) -> dict[str, dict[str, float]]:
-    """Mean |dlogp| by scheme and numerics, as drawn."""
+    """Return the mean |dlogp| by scheme and numerics, for the picture."""
     return {
         row["scheme"]: {name: row[f"{name}: mean"] for name in NUMERICS if f"{name}: mean" in row}
         for row in results["colocate"]
@@ -93,7 +93,7 @@ def draw(values: dict[str, dict[str, float]]) -> None:
         for name, value in row.items():
             label, colour = NUMERICS[name]
             axes.scatter(places[name], y, s=110, color=colour, zorder=2, label=label if y == 1 else None)
-            # Two dots of one row may lie side by side.
+            # Labels above and below, because two dots of a row can lie close together.
             above = name != "fast"
             axes.annotate(
                 number(value),
@@ -118,7 +118,7 @@ def draw(values: dict[str, dict[str, float]]) -> None:
     axes.set_title("Mean difference of a sampled token's log-prob, engine against learner (nats)", fontsize=12, pad=12)
     figure.legend(loc="lower center", ncols=3, frameon=False, fontsize=10.5, handletextpad=0.3)
     figure.subplots_adjust(left=0.09, right=0.98, top=0.88, bottom=0.2)
-    # White also on a dark page. The numbers are kept with the picture, so that a test can compare them.
+    # White also on dark pages. The picture carries its numbers, so that a test can compare them.
     figure.savefig(PICTURE, facecolor="white", metadata={"Description": repr(values)})
 
 

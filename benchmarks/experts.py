@@ -1,6 +1,6 @@
 """
-Times of the experts of one layer, forward and backward, and what their low-bit form weighs; the tables of
-benchmarks/experts.md. With `grouped` as an argument, of one product for all experts against one for each, in turn.
+Times the experts of one layer, forward and backward, and measures the size of their low-bit form, for the tables of
+benchmarks/experts.md. With the argument `grouped`, compares one product for all experts with one product per expert.
 """
 
 import sys
@@ -16,12 +16,12 @@ from trl_qarl.quantization.gemm import has_fast_bf16
 from trl_qarl.quantization.schemes import get_scheme
 
 
-# Of Qwen3-30B-A3B with an eighth of its experts.
+# Shapes of Qwen3-30B-A3B with an eighth of its experts.
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS, REPEATS = 2048, 768, 16, 4, 512, 2
 
 
 def seconds(function) -> float:
-    """Return the shortest of some calls, after one that warms up."""
+    """Return the shortest time of `REPEATS` calls, after a warm-up."""
     times = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
@@ -41,7 +41,7 @@ def make_experts(num_experts: int, hidden: int, intermediate: int) -> Qwen3MoeEx
 
 
 def compare_grouped(num_experts: int, topk: int, tokens: int, hidden: int, intermediate: int) -> None:
-    """Print processor seconds of forward and backward in `w4a16`, the median of three, which take turns."""
+    """Print processor seconds of forward and backward in `w4a16`, medians of three runs that take turns."""
     layer = QuantizedExperts.from_experts(
         make_experts(num_experts, hidden, intermediate), get_scheme("w4a16"), torch.bfloat16
     )

@@ -1,6 +1,6 @@
 """
-Why a key-value cache in FP8 is refused: `python benchmarks/fp8_cache.py` prints how far vLLM with such a cache, and
-vLLM as it is, are from the learner, in nats per sampled token of unquantized SmolLM2-135M-Instruct in bfloat16.
+Measures the reason for refusing an FP8 key-value cache: `python benchmarks/fp8_cache.py` prints the mismatch of vLLM
+with and without such a cache, in nats per sampled token of unquantized SmolLM2-135M-Instruct in bfloat16.
 """
 
 import os
@@ -35,7 +35,7 @@ def main() -> None:
         samples = _sample(engine, path, 1000, 128)
         logps = _learner_logps(load_learner(path, "bf16", dtype), samples, dtype)
         print(cache, _mismatch(logps, [logp for *_, row in samples for logp in row]), flush=True)
-        # It would end the process groups of the next one.
+        # Deleted now, because a later deletion would end the process groups of the next engine.
         del engine
 
 

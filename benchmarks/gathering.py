@@ -1,6 +1,6 @@
 """
-Memory that a process takes beyond its shards while it publishes masters that FSDP2 has sharded, which are gathered
-layer by layer: `torchrun --nproc_per_node 2 benchmarks/gathering.py`, on a CPU under Linux.
+Measures the memory that a process needs beyond its shards for a weight sync of FSDP2-sharded masters, which are
+gathered layer by layer: `torchrun --nproc_per_node 2 benchmarks/gathering.py`, on a CPU under Linux.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ SHAPES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "n
 
 
 def memory(name: str) -> int:
-    """Bytes of this process that the kernel has under `name`."""
+    """Return the bytes that the kernel reports for this process under `name`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -35,7 +35,7 @@ def main() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     shard_low_bit(model)
-    # The first time quantizes the rows of this process, which stay.
+    # The first round also quantizes this process's rows, which stay in memory.
     for _ in range(3):
         before, sizes = memory("VmRSS"), []
         Path("/proc/self/clear_refs").write_text("5")

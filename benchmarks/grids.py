@@ -1,13 +1,16 @@
 """
-Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what
-rounding does to SmolLM2, `python benchmarks/grids.py chain DIR` what it does to the model of chain sums that
-`study/chain_sums.py` left in DIR, `python benchmarks/grids.py split` what split channels bring beside smaller groups,
-and `python benchmarks/grids.py choose` one row for each scheme from what these and `alignment.json` hold, into which
-`python benchmarks/grids.py mismatch` measures log-probs of engine and learner.
+Writes the tables of schemes.md.
 
-The squared error is that of Gaussian weights `(4096, 1024)` with scales in bfloat16, relative to their sum of squares.
-The divergence is that of a model with low-bit weights from the model itself, in float32, over answers that the model
-samples, to six questions or 64 held-out sums. `kl` also prints that of keys and values in FP8, of the model as it is.
+    python benchmarks/grids.py            # squared errors
+    python benchmarks/grids.py kl         # divergence of low-bit SmolLM2
+    python benchmarks/grids.py chain DIR  # divergence of the model of `study/chain_sums.py` in DIR
+    python benchmarks/grids.py split      # split outlier channels against smaller groups
+    python benchmarks/grids.py mismatch   # log-probs of engine and learner, into alignment.json
+    python benchmarks/grids.py choose     # one row per scheme, from `kl`, `chain` and alignment.json
+
+The squared error is relative to the sum of squares, for Gaussian weights `(4096, 1024)` with scales in bfloat16. The
+divergence of a model with low-bit weights from the unquantized model is in float32, over answers that the unquantized
+model samples to six questions or 64 held-out sums. `kl` also prints the divergence with keys and values in FP8.
 """
 
 import copy
@@ -56,14 +59,14 @@ KL_SCHEMES = (
     ("w8a8", None),
     ("fp8", None),
 )
-# 128 does not divide the input features of SmolLM2.
+# Adds w4a8, because 128 does not divide the input features of SmolLM2.
 SUMS_SCHEMES = (*KL_SCHEMES, ("w4a8", 128))
-# With the share of the channels of its MLPs that is split.
+# Scheme, group size and share of MLP channels that are split.
 SPLITS = tuple((name, *rest) for name in ("w4a16", "w3a16") for rest in ((128,), (128, 0.08), (32,), (32, 0.02)))
-# Weights of SmolLM2-135M, and those of its linear layers but the head.
+# Weights of SmolLM2-135M: all, and those of its linear layers without the head.
 NUM_WEIGHTS, NUM_LOW_BIT = 134_515_008, 106_168_320
 YES, PLUGIN, NO = "yes", "with this package", "-"
-# vLLM on a CPU, on Hopper and on Blackwell, and transformers; GPUs by their sources alone.
+# Support in vLLM on CPU, Hopper and Blackwell, and in transformers. GPU entries come from the sources only.
 PLACES = {
     "w4a16": (YES, "Machete or Marlin", "Marlin", YES),
     "w4a16-asym": (YES, "Machete or Marlin", "Marlin", YES),
@@ -100,9 +103,10 @@ def table() -> str:
 @torch.no_grad()
 def divergences(settings: Sequence[tuple] = KL_SCHEMES) -> str:
     """
-    Table of nats per token from SmolLM2 to itself with low-bit weights. A setting is a scheme, a group size, and
-    perhaps a share of channels that are split; bits are those of all codes and scales per weight of the model as it
-    is.
+    Return a table of the divergence of low-bit SmolLM2 from the unquantized model, in nats per token.
+
+    A setting is a scheme, a group size, and optionally a share of channels to split. Bits count all codes and scales
+    per weight of the original model.
     """
     from splitting import split_outlier_channels
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -163,8 +167,8 @@ def bytes_in_checkpoint(weight: LowBitTensor) -> int:
 
 @torch.no_grad()
 def divergences_of_sums(folder: str) -> str:
-    """Table of nats per token from the model of chain sums, which was trained in float32 and never rounded, to itself
-    with low-bit weights."""
+    """Return a table of the divergence with low-bit weights of the model of chain sums, in nats per token. That model
+    was trained in float32 and never rounded."""
     from study.chain_sums import make_problems
     from study.divergence import divergences as divergences_over
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -191,7 +195,7 @@ def divergences_of_sums(folder: str) -> str:
 
 
 def round_keys_and_values(model) -> None:
-    """Have attention see keys and values as an FP8 cache of vLLM has them, with its scales of 1."""
+    """Round keys and values in attention as an FP8 cache of vLLM does, with its default scales of 1."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -206,15 +210,15 @@ def round_keys_and_values(model) -> None:
 
 
 def mismatches() -> None:
-    """Measure log-probs of engine and learner with every scheme, into `alignment.json`, which `choose` and
-    `alignment.py` read."""
+    """Measure log-probs of engine and learner with every scheme, and write them to `alignment.json` for `choose` and
+    `alignment.py`."""
     rows: list[dict] = []
     asked = {"dtypes": ["bfloat16"], "rollout": "colocate", "tokens": 1000, "new_tokens": 128}
     for setting in (("bf16",), *KL_SCHEMES):
         args = Namespace(mode="alignment", model_name_or_path=None, schemes=[get_scheme(*setting)], **asked)
         found = measure(args)
         rows += found["rows"]
-        # What was measured is kept when a later scheme fails.
+        # Written after each scheme, to survive a failure of a later one.
         results = json.loads(ALIGNMENT.read_text())
         results["schemes"] = {
             "command": "python benchmarks/grids.py mismatch",
@@ -226,7 +230,7 @@ def mismatches() -> None:
 
 
 def choices() -> str:
-    """Table of what is known of each scheme, from the table of divergences and `alignment.json`."""
+    """Return the table that compares all schemes, from the tables of divergences and `alignment.json`."""
     measured = {row: (float(bits), nats) for row, (bits, nats) in rows_of("kl").items()}
     sums = rows_of("chain")
     aligned = {
@@ -261,14 +265,14 @@ def choices() -> str:
 
 
 def rows_of(table: str) -> dict[tuple[str, str], list[str]]:
-    """What a table of the page says of each scheme and group size."""
+    """Return the cells of a table of the page by scheme and group size."""
     _, _, rest = PAGE.read_text().partition(f"<!-- {table} -->\n")
     rows = [line.split("|") for line in rest.partition("<!-- end -->")[0].splitlines() if "`" in line]
     return {(row[1].strip(" `"), row[2].strip()): [cell.strip() for cell in row[3:-1]] for row in rows}
 
 
 def fill(page: str, name: str, table: str) -> str:
-    """The text of the page with the table of this name written anew."""
+    """Return the text of the page with the table of this name replaced."""
     head, mark, rest = page.partition(f"<!-- {name} -->\n")
     _, end, tail = rest.partition("<!-- end -->\n")
     assert mark and end

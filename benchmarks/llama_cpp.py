@@ -2,8 +2,9 @@
 Compares greedy answers of llama.cpp with the learner's: `python benchmarks/llama_cpp.py w4a16 32` (needs the extra
 `quickstart`, and `pip install xllamacpp`).
 
-SmolLM2's low-bit policy, exported into the file that the model comes from, answers held-out sums of the quickstart and
-the questions of `grids.py` with 32 tokens each. The learner does so in float32 and under autocast to bfloat16.
+SmolLM2's low-bit policy is exported into the GGUF file that the model comes from, and answers held-out sums of the
+quickstart and the questions of `grids.py` with 32 tokens each. The learner answers them in float32 and under autocast
+to bfloat16.
 """
 
 import sys
@@ -62,7 +63,7 @@ def main(scheme: str, group_size: str | None = None) -> None:
         answers = {"llama.cpp": llama_answers(path, prompts)}
     for name, parameter in model.named_parameters():
         if "proj" not in name:
-            # As it is in the file.
+            # Rounded as in the GGUF file.
             parameter.data = parameter.data.bfloat16().float()
     answers |= {
         f"learner in {d}": learner_answers(model, tokenizer, prompts, d == "bf16") for d in ("float32", "bf16")

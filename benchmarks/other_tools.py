@@ -1,11 +1,12 @@
 """
-A model through llm-compressor and back: whether a training can go on from codes that another tool chose.
+Checks that training can continue from the codes of another tool, llm-compressor.
 
-In an environment of its own, as llm-compressor wants other versions (`pip install llmcompressor`):
-`python benchmarks/other_tools.py write MODEL FOLDER --method gptq --scheme W4A16 --group_size 32`.
-In the one of this package: `python benchmarks/other_tools.py read FOLDER`. It loads masters, compares their codes and
-scales with the file's, trains an update and exports. Calibration texts and prompts are lines of this documentation, or
-those of `--lines FILE`.
+1. In a separate environment, because llm-compressor needs other versions (`pip install llmcompressor`):
+   `python benchmarks/other_tools.py write MODEL FOLDER --method gptq --scheme W4A16 --group_size 32`.
+2. In the environment of this package: `python benchmarks/other_tools.py read FOLDER`. This loads masters, compares
+   their codes and scales with the file's, trains one update and exports.
+
+Calibration texts and prompts are lines of this documentation, or those of `--lines FILE`.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -29,7 +30,7 @@ def write(args: Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not torch.accelerator.is_available():
-        # AWQ of llm-compressor 0.14 pins what it caches, which needs an accelerator.
+        # AWQ in llm-compressor 0.14 pins its cache in memory, which needs an accelerator.
         torch.Tensor.pin_memory = lambda tensor, *args: tensor
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(args.model, dtype="bfloat16"),
@@ -73,7 +74,7 @@ def read(args: Namespace) -> None:
         report_to="none",
     )
     prompts = Dataset.from_dict({"prompt": texts(args)})
-    # Any reward that differs between answers will do.
+    # Any reward that differs between answers.
     trainer = QaRLTrainer(
         model=model,
         args=config,

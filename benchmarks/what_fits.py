@@ -1,10 +1,9 @@
 """
-The table of `docs/sharding.md` of what fits: `python benchmarks/what_fits.py`, and with `--fill docs/sharding.md` into
-that page.
+Prints the table of `docs/sharding.md` of which models fit on which GPUs: `python benchmarks/what_fits.py`. With
+`--fill docs/sharding.md`, writes the table into that page.
 
-It is what `trl-qarl estimate` calculates with `--scheme w4a16 --tokens 4096 --vllm_gpu_memory_utilization 0`, with and
-without `--use_peft`. The shapes are those of the configurations at https://huggingface.co/Qwen, of the models named
-here.
+The numbers are those of `trl-qarl estimate` with `--scheme w4a16 --tokens 4096 --vllm_gpu_memory_utilization 0`, with
+and without `--use_peft`. Shapes are from the models' configurations at https://huggingface.co/Qwen.
 """
 
 import argparse
@@ -41,7 +40,7 @@ GPUS, MEMORY = (1, 2, 4, 8), (24, 48, 80, 141)
 
 
 def sizes(name: str, num_gpus: int, lora_rank: int) -> dict[str, int]:
-    """GB of each GPU, rounded up, by launch."""
+    """Return the GB needed on each GPU, rounded up, by kind of launch."""
     config = dict(MODELS[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
@@ -50,7 +49,7 @@ def sizes(name: str, num_gpus: int, lora_rank: int) -> dict[str, int]:
 
 
 def row(name: str, num_gpus: int) -> str:
-    """What a model takes on each of so many GPUs, and the first launch that fits on each size of GPU."""
+    """Return a row: the GB that a model needs on each GPU, and the first kind of launch that fits each size of GPU."""
     cells = [name if num_gpus == GPUS[0] else "", str(num_gpus)]
     for lora_rank in (0, 16):
         found = sizes(name, num_gpus, lora_rank)
@@ -61,7 +60,7 @@ def row(name: str, num_gpus: int) -> str:
 
 
 def table() -> str:
-    """The whole table."""
+    """Return the whole table."""
     head = ["model", "GPUs", "GB", *(f"{memory}" for memory in MEMORY)]
     head += ["GB, LoRA", *(f"{memory}" for memory in MEMORY)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -70,7 +69,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fill", type=Path, metavar="PAGE", help="write it between the page's marks")
+    parser.add_argument("--fill", type=Path, metavar="PAGE", help="write the table between the page's markers")
     page = parser.parse_args().fill
     if page is None:
         print(table(), end="")

@@ -1,17 +1,19 @@
 """
-What a lossless publication of embeddings, or of an adapter, in bf16 takes at least, beside what it takes: the table of
-bounds in `benchmarks/weight_sync.md`.
+Computes lower bounds for the size of a lossless weight sync of embeddings, or of an adapter, in bf16, next to its
+actual size: the table of bounds in `benchmarks/weight_sync.md`.
 
-`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, of an adapter with `--lora_r 16`, with a folder, a name
-on the Hub or `0.1b` (random), trains as `python -m benchmarks.bench publish` does, eight updates between publications.
+    python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5
 
-A value in bf16 changes when its float32 master crosses a boundary of rounding. The receiver knows the value, not the
-master's place within the step `u` of bf16 there. Told the master's whole update `d`, it would know by how many steps
-the value moves but for one: `floor(|d| / u)` or one more, the latter with probability `p = |d| / u - floor(|d| / u)`
-where the place is uniform. So whoever has the value and is told `d` needs `H(p) = -p log2 p - (1 - p) log2 (1 - p)`
-bits, and no code that works from the last value takes less on average. Told `|d|` without its sign, as likely up as
-down, it needs `min(1, |d| / u)` more. Masters that have just been read from a checkpoint in bf16 lie on its values,
-not anywhere: the bound is for later publications.
+MODEL is a folder, a name on the Hub, or `0.1b` for random weights; `--lora_r 16` measures an adapter. Trains like
+`python -m benchmarks.bench publish`, with eight updates between weight syncs.
+
+A bf16 value changes when its float32 master crosses a rounding boundary. The receiver knows the value, but not the
+master's position within the local step `u` of bf16. If the receiver also knew the master's whole update `d`, the value
+would move by `floor(|d| / u)` steps or by one more, the latter with probability `p = |d| / u - floor(|d| / u)` for a
+uniform position. So even with `d`, a receiver needs `H(p) = -p log2 p - (1 - p) log2 (1 - p)` bits, and no code that
+starts from the last value needs less on average. If only `|d|` is known and both signs are equally likely, it needs
+`min(1, |d| / u)` bits more. Masters just read from a bf16 checkpoint lie on its values, not at uniform positions: the
+bound holds for later weight syncs.
 """
 
 import argparse
@@ -40,17 +42,17 @@ _COLUMNS = (
 
 
 def binary_entropy(probability: torch.Tensor) -> torch.Tensor:
-    """Return the bits that an event of this probability takes, elementwise; 0 for what is certain."""
+    """Return the entropy in bits of an event with this probability, elementwise; 0 for certain events."""
     other = 1 - probability
     return -(torch.xlogy(probability, probability) + torch.xlogy(other, other)) / torch.log(torch.tensor(2.0))
 
 
 def bits_when_told(old: torch.Tensor, new: torch.Tensor) -> tuple[float, float, float]:
     """
-    Return the bits that the new values in bf16 take for whoever knows the old ones and each master's update; the same
-    where its sign is unknown; and how many values are expected to change.
+    Return the bits for the new bf16 values given the old ones and each master's update, the bits if the signs of the
+    updates are unknown, and the expected number of changed values.
 
-    Nothing is counted for an update that might reach the next power of two, where the step is another one.
+    Updates that may reach the next power of two, where the step differs, count as 0 bits.
 
     Args:
         old, new (`torch.Tensor`):
@@ -60,7 +62,7 @@ def bits_when_told(old: torch.Tensor, new: torch.Tensor) -> tuple[float, float, 
     for before, after in zip(old.view(-1).split(_CHUNK), new.view(-1).split(_CHUNK), strict=True):
         value, update = before.bfloat16().double().abs(), (after.double() - before.double()).abs()
         exponent = value.frexp().exponent
-        # Seven bits after the leading one.
+        # bf16 has seven bits after the leading one.
         step = torch.ldexp(torch.ones_like(value), exponent - 8)
         lowest, highest = value - update - step, value + update + step
         is_inside = (lowest > 0) & (lowest.frexp().exponent == exponent) & (highest.frexp().exponent == exponent)
@@ -73,8 +75,8 @@ def bits_when_told(old: torch.Tensor, new: torch.Tensor) -> tuple[float, float, 
 
 
 def entropy_given(changes: torch.Tensor, context: torch.Tensor) -> float:
-    """Return the bits of `changes` for a code that knows how often each occurs in each context, both integers from 0
-    below 2**16 and 2**31."""
+    """Return the bits of `changes`, in [0, 2**16), for a code that knows their frequencies in each `context`, in
+    [0, 2**31)."""
 
     def bits_of(numbers: torch.Tensor) -> float:
         counts = numbers.unique(return_counts=True)[1].double()
@@ -85,12 +87,12 @@ def entropy_given(changes: torch.Tensor, context: torch.Tensor) -> float:
 
 def row(masters: list[torch.Tensor]) -> dict[str, float]:
     """
-    Return what the last of three publications in a row takes of the embeddings, in bits; with two, without
-    `and last change`.
+    Return the bits that the last of three consecutive weight syncs needs for the embeddings. With only two, `and last
+    change` is missing.
 
     Args:
         masters (`list[torch.Tensor]`):
-            Embeddings at each publication, float32.
+            Embeddings at each weight sync, float32.
     """
     values = [elements(master.bfloat16()) for master in masters]
     codes = [torch.from_numpy(value.astype("int32")) for value in values]
@@ -116,8 +118,8 @@ def measure(
     path: str, learning_rate: float, publications: int, updates: int, lora_r: int = 0
 ) -> Iterator[tuple[str, dict[str, float], int]]:
     """
-    Yield the updates of each publication, its [`row`], and the bytes in bf16 of the whole model or, with the rank
-    `lora_r`, of an adapter on all linear layers, which stands for the embeddings then.
+    Yield the updates before each weight sync, its [`row`], and the bytes of the whole model in bf16. With the rank
+    `lora_r`, an adapter on all linear layers takes the place of embeddings and model.
     """
     model = load_learner(path, "w4a16", torch.bfloat16)
     if lora_r:
@@ -140,7 +142,7 @@ def measure(
 
 
 def written(name: str, value: float, size: int) -> str:
-    """A cell: a share, or bits as MB and as a multiple of the model's `size` bytes in bf16."""
+    """Format a cell: a share, or bits as MB and as a multiple of the model's `size` bytes in bf16."""
     if name in ("changed", "if uniform"):
         return f"{value:.1%}"
     return f"{value / 8e6:.2f} MB, {value / 8 / size:.4f}x"
@@ -151,7 +153,7 @@ def main() -> None:
     parser.add_argument("model", help=f"folder, name on the Hub, or one of {list(SHAPES)} with random weights")
     parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--publications", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=8, help="between two publications")
+    parser.add_argument("--updates", type=int, default=8, help="updates between two weight syncs")
     parser.add_argument("--lora_r", type=int, default=0, help="rank of an adapter; without it, the embeddings")
     args = parser.parse_args()
     path = write_random_model(args.model) if args.model in SHAPES else args.model

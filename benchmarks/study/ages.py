@@ -1,9 +1,9 @@
 """
-Rollouts by weights of earlier updates, for the study of age in benchmarks/study/README.md: `long_study.py` with a
-scheme named `...-age1`.
+Rollouts from the weights of earlier updates, for the section "Older rollouts" of benchmarks/study/README.md. Used by
+`long_study.py` for schemes named `...-age1` and so on.
 
-The trainer does with a generation batch what it does with `rollout_ahead`, and keeps the same weights. The learner's
-own layers draw it, when its turn comes, so that nothing but the age differs.
+The trainer handles a generation batch as with `rollout_ahead` and keeps the same weights. The learner's own layers
+draw each batch when it is due, so nothing but the age differs.
 """
 
 from collections import deque
@@ -18,14 +18,14 @@ from trl_qarl.rollout.ahead import Ahead, Pending
 
 class Aged(Ahead):
     """
-    Has a `trainer` that generates by itself draw each batch with the weights that it had `age` generation batches
-    before, the first ones with those of the beginning.
+    Makes a trainer without vLLM draw each batch with the weights from `age` generation batches before. The first
+    batches use the initial weights.
     """
 
     def __init__(self, trainer: Any, age: int):
         super().__init__(SimpleNamespace(model=trainer.model, accelerator=trainer.accelerator), trainer.args)
         self.trainer = trainer
-        # The update that each batch began with, and its weights.
+        # First update and weights of each of the last batches.
         self.versions: deque = deque(maxlen=age)
 
     @override
@@ -33,7 +33,7 @@ class Aged(Ahead):
         if not self.versions:
             return None
         version = _, kept = self.versions[0]
-        # It generates as it does without.
+        # Without it, the trainer generates synchronously.
         self.trainer._ahead = None
         try:
             with at_version(self.trainer.model, kept):

@@ -1,10 +1,10 @@
 """
-TBPO with one thing changed, to tell what makes it slow: `benchmarks/study/long_study.py` names these controls
+Variants of TBPO with one thing changed, to find what makes it slow. `benchmarks/study/long_study.py` runs them as
 `control-*`.
 
     python benchmarks/study/band_controls.py
 
-prints how they compare in benchmarks/study/study.json, and draws benchmarks/study/study-bands.png (needs matplotlib).
+compares their results in benchmarks/study/study.json and draws benchmarks/study/study-bands.png (needs matplotlib).
 """
 
 import json
@@ -26,9 +26,9 @@ from trl_qarl.objectives.trust_bands import Bands
 
 
 HERE = Path(__file__).parent
-# Generation batches of eight updates whose mean reward is compared, counted from 0: updates 57 to 96.
+# Generation batches whose mean reward is compared, counted from 0: updates 57 to 96, at eight updates per batch.
 COMPARED, FLIPS = slice(7, 12), "quant/code_flip_rate"
-# Patterns of runs, `STUDY LEARNER OBJECTIVE`, and of what each is compared with.
+# Pairs of patterns `STUDY LEARNER OBJECTIVE`: runs, and the runs they are compared with.
 CHANGES = ("control-open", "control-kept", "control-positive", "tbpo-auto-adamw-1e-4")
 PAIRS = (
     ("length_* * tbpo", "length_* * grpo-tis"),
@@ -47,13 +47,13 @@ SHOWN = {
 @dataclass(frozen=True)
 class Control(type(TBPO)):
     """
-    TBPO, changed.
+    TBPO without some bands, or with another mean.
 
     Args:
         opened (`tuple[str, ...]`, *optional*):
-            Bands, by the names of their options, that bound nothing.
+            Bands to switch off, by option name.
         by_kept (`bool`, *optional*, defaults to `False`):
-            Whether the sum over answers is divided by the number that was kept, instead of by all.
+            Divide the sum over answers by the number of kept answers instead of by all.
     """
 
     opened: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Control(type(TBPO)):
 
 @torch.no_grad()
 def dropped_by_few_tokens(batch: Batch, bands: Bands) -> torch.Tensor:
-    """Return which answers, `(B,)`, are inside their band without the hundredth of their tokens that moved most."""
+    """Mask, `(B,)`, of the answers that are inside their band once the 1 % of tokens that moved most is left out."""
     change = (batch.per_token_logps - batch.old_per_token_logps) * batch.mask
     most = change.abs().topk(math.ceil(change.shape[1] / 100)).indices
     ratio = (change.scatter(1, most, 0.0).sum(1) / batch.mask.sum(1).clamp(min=1)).exp()
@@ -85,8 +85,7 @@ def dropped_by_few_tokens(batch: Batch, bands: Bands) -> torch.Tensor:
 
 
 def select(cells: list[dict[str, Any]], pattern: str) -> dict[tuple, dict[str, Any]]:
-    """Return the low-bit runs of a pattern by length, learner and seed. Of a run that was trained again the last
-    counts."""
+    """Return the low-bit runs of a pattern by length, learner and seed. If a run was repeated, the last one counts."""
     found = {}
     for cell in cells:
         learner = "QaRL" if cell.get("quantize_learner") else "rollout-only"
@@ -96,8 +95,7 @@ def select(cells: list[dict[str, Any]], pattern: str) -> dict[tuple, dict[str, A
 
 
 def compare(cells: list[dict[str, Any]]) -> None:
-    """Print how the runs of `PAIRS` differ, each from that of the same length, learner and seed, as mean differences
-    with 95 % intervals."""
+    """Print mean differences with 95 % intervals for `PAIRS`, over runs with the same length, learner and seed."""
     from long_tables import interval
 
     def mean(cell: dict[str, Any], metric: str, batches: slice = COMPARED) -> float:
@@ -136,7 +134,7 @@ def compare(cells: list[dict[str, Any]]) -> None:
 
 
 def draw(cells: list[dict[str, Any]]) -> None:
-    """Draw the rewards of QaRL over the updates, means over five generation batches: each run, and their mean."""
+    """Draw QaRL's rewards over the updates, smoothed over five generation batches: each run and the mean of all."""
     import matplotlib
 
     matplotlib.use("agg")

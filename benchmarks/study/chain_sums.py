@@ -1,14 +1,14 @@
 """
-Sums modulo 100 written out step by step, and a model of 0.6 million parameters that is taught them from nothing.
+Pretrains a model of 0.6 million parameters from random weights on sums modulo 100, written out step by step.
 
     python benchmarks/study/chain_sums.py --output_dir DIR
     python benchmarks/study/chain_sums.py --output_dir DIR --mixture
     python benchmarks/study/chain_sums.py --output_dir DIR --steps 60 90 --layers 2 --key_value_heads 1
 
-A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
-numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that
-reinforcement learning has something to do (benchmarks/study/README.md). With `--mixture` the model is a mixture of
-experts, of whose 2 million parameters a token meets 0.6 million.
+A problem is `03:38+47=` and its answer `85;02:47+85=32;01:85+32=17.`, one token per character. Each step adds the last
+two numbers and counts down. Pretraining stops while the model still makes a mistake in most long chains, so that
+reinforcement learning has something to improve (benchmarks/study/README.md). `--mixture` trains a mixture of experts
+with 2 million parameters, of which each token uses 0.6 million.
 """
 
 import json
@@ -19,19 +19,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-# Fewest and most steps of a chain.
+# Minimum and maximum number of steps in a chain.
 STEPS = (10, 15)
 NUM_HELD_OUT = 400
 CHARACTERS = "0123456789+=;:."
-# Pretraining: most steps, batches. Longer chains than those of the last stage have it before their own, which is as
-# long. The learning rate falls linearly to 0 in the last stage.
+# Stages of pretraining: maximum number of steps, number of batches. For longer chains, `curriculum` adds a stage of
+# the last one's size. The learning rate falls linearly to 0 in the last stage.
 CURRICULUM = ((1, 100), (3, 50), (15, 300))
 TOKENS_PER_BATCH = 4000
 
 
 def make_problem(first: int, second: int, num_steps: int) -> dict[str, str]:
     """
-    Prompt and answer.
+    Return the prompt and the answer of a chain.
 
     >>> make_problem(38, 47, 3)
     {'prompt': '03:38+47=', 'answer': '85;02:47+85=32;01:85+32=17.'}
@@ -44,7 +44,7 @@ def make_problem(first: int, second: int, num_steps: int) -> dict[str, str]:
 
 
 def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The pairs of numbers that chains start with, to train on and held out, the same for every seed."""
+    """Return the first two numbers of chains, for training and held out; the same for every seed."""
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(0).shuffle(pairs)
     return pairs[NUM_HELD_OUT:], pairs[:NUM_HELD_OUT]
@@ -52,7 +52,7 @@ def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 def num_new_tokens(steps: tuple[int, int]) -> int:
     """
-    The tokens of the longest answer and the end, and room for two steps more.
+    Return the token limit: the longest answer, the end token, and room for two more steps.
 
     >>> num_new_tokens((10, 15))
     196
@@ -61,7 +61,7 @@ def num_new_tokens(steps: tuple[int, int]) -> int:
 
 
 def make_problems(steps: tuple[int, int] = STEPS) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Problems to train on, and held-out ones, whose starts are not trained on with any number of steps."""
+    """Return training and held-out problems. No held-out pair of first numbers is trained on, with any length."""
     rng = random.Random(0)
     train, held_out = ([make_problem(*pair, rng.randint(*steps)) for pair in pairs] for pairs in split_pairs())
     starts = [{problem["prompt"].split(":")[1] for problem in problems} for problems in (train, held_out)]
@@ -72,7 +72,7 @@ def make_problems(steps: tuple[int, int] = STEPS) -> tuple[list[dict[str, str]],
 
 def right_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
     """
-    1 for a completion that ends in the right last sum and a full stop, else 0, whatever the steps before are.
+    Reward 1 for a completion that ends with the right last sum and a full stop, else 0. Earlier steps do not count.
 
     >>> right_sum(["85;02:47+85=32;01:85+32=17.", "17.", "85;02:47+85=32;01:85+32=17"], ["01:85+32=17."] * 3)
     [1.0, 0.0, 0.0]
@@ -82,7 +82,7 @@ def right_sum(completions: list[str], answer: list[str], **kwargs) -> list[float
 
 
 def make_tokenizer():
-    """One token per character; `<pad>` and `<eos>`."""
+    """Return a tokenizer with one token per character, `<pad>` and `<eos>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -96,8 +96,8 @@ def make_tokenizer():
 
 
 def make_model(seed: int = 0, layers: int = 3, key_value_heads: int = 4):
-    """A Llama of 0.64 million parameters, whose matrices have 128 or 384 inputs; 0.38 million with 2 layers and one
-    key-value head."""
+    """Return a Llama with 0.64 million parameters, whose matrices have 128 or 384 inputs. With 2 layers and one
+    key-value head it has 0.38 million."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -111,7 +111,7 @@ def make_model(seed: int = 0, layers: int = 3, key_value_heads: int = 4):
         num_key_value_heads=key_value_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        # The usual 0.02 is for wide models: sums are learned many times faster from this.
+        # The usual 0.02 suits wide models. This one learns sums many times faster from 0.08.
         initializer_range=0.08,
         pad_token_id=0,
         eos_token_id=1,
@@ -122,8 +122,8 @@ def make_model(seed: int = 0, layers: int = 3, key_value_heads: int = 4):
 
 def make_mixture(seed: int = 0):
     """
-    A Qwen3-MoE of 1.97 million parameters in the shape of [`make_model`]: in place of 384 features, each MLP has 8
-    experts of 192, two of which a token goes to. So a token meets as many weights as there, and the routers.
+    Return a Qwen3-MoE with 1.97 million parameters in the shape of [`make_model`]. Instead of 384 features, each MLP
+    has 8 experts with 192; each token uses two of them, so as many weights as in the dense model, plus the routers.
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -145,12 +145,12 @@ def make_mixture(seed: int = 0):
 
 
 def chain_steps(model) -> tuple[int, int]:
-    """Fewest and most steps of the chains that a model was taught last."""
+    """Return the minimum and maximum number of steps in the last stage of a model's pretraining."""
     return tuple(getattr(model.config, "chain_steps", STEPS))
 
 
 def answer_problems(model, tokenizer, problems: list[dict[str, str]], temperature: float, bf16: bool) -> list[str]:
-    """One completion for each problem, greedy at temperature 0."""
+    """Return one completion for each problem; greedy at temperature 0."""
     import torch
 
     was_training, texts = model.training, []
@@ -172,13 +172,13 @@ def answer_problems(model, tokenizer, problems: list[dict[str, str]], temperatur
 
 
 def score(texts: list[str], problems: list[dict[str, str]]) -> float:
-    """Share of the problems that were solved."""
+    """Return the share of problems solved."""
     return sum(right_sum(texts, [problem["answer"] for problem in problems])) / len(problems)
 
 
 def curriculum(steps: tuple[int, int]) -> list[tuple[int, int]]:
     """
-    Most steps and batches of each stage.
+    Return the maximum number of steps and the number of batches of each stage.
 
     >>> curriculum((60, 90))
     [(1, 100), (3, 50), (15, 300), (90, 300)]
@@ -188,7 +188,8 @@ def curriculum(steps: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def pretraining_batches(tokenizer, pairs: list[tuple[int, int]], stages: list[tuple[int, int]]) -> Iterator[dict]:
-    """Batches of chains of one length that start with `pairs`, as in [`curriculum`]; only the answers are learned."""
+    """Yield batches of chains of one length for the stages of [`curriculum`], starting with `pairs`. Only the answers
+    have labels."""
     import torch
 
     rng = random.Random(1)
@@ -205,8 +206,10 @@ def pretraining_batches(tokenizer, pairs: list[tuple[int, int]], stages: list[tu
 
 def muon_direction(gradient, momentum):
     """
-    Along what `torch.optim.Muon`, which takes no stacks `(..., M, N)`, would step for each matrix; `momentum` is
-    updated. In float32, all at once: on a CPU that is many times as fast as one matrix after the other in bfloat16.
+    Return the direction of `torch.optim.Muon` for each matrix of a stack `(..., M, N)`, and update `momentum`.
+
+    `torch.optim.Muon` does not support stacks. On a CPU, one product for the whole stack in float32 is many times
+    faster than one product per matrix in bfloat16.
     """
     momentum.lerp_(gradient, 0.05)
     x = gradient.lerp(momentum, 0.95)
@@ -222,7 +225,7 @@ def muon_direction(gradient, momentum):
 def pretrain(
     output_dir: Path, target: float, learning_rate: float, steps: tuple[int, int], model, mixture: bool
 ) -> None:
-    """Train `model` until `target` of 128 training problems are solved by sampling at temperature 1, and save."""
+    """Train `model` until it solves a share `target` of 128 training problems at temperature 1, and save it."""
     import torch
 
     tokenizer = make_tokenizer()
@@ -231,7 +234,7 @@ def pretrain(
     matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
     momenta = {p: torch.zeros_like(p) for p in matrices} if mixture else {}
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
-    # The loss of a mixture has its balance in it, at the usual 0.001.
+    # Adds the load-balancing loss of the experts, with the usual weight of 0.001.
     options = {"output_router_logits": True} if mixture else {}
     optimizers = [
         torch.optim.SGD(matrices, lr=10 * learning_rate)

@@ -11,15 +11,17 @@ from trl_qarl.quantization.tensors import LowBitTensor
 
 
 def decode_faster() -> None:
-    """Make the changes of this file. Only the order of sums in attention differs, where heads share their keys."""
+    """
+    Apply the patches of this module. Results only differ by the order of sums in attention, where heads share keys.
+    """
     grow_cache_in_place()
     AttentionInterface.register("sdpa", attend)
     LowBitTensor.dequantize = keep_dense(LowBitTensor.dequantize)
 
 
 def keep_dense(dequantize):
-    """Dequantize a weight once, not for every token: products in float32 on a CPU want dense weights, and those of a
-    study are small."""
+    """Dequantize each weight once instead of for every token. CPU products in float32 need dense weights, and the
+    study's models are small enough to keep them."""
 
     @functools.cache
     def make(dtype):
@@ -30,9 +32,10 @@ def keep_dense(dequantize):
 
 def grow_cache_in_place() -> None:
     """
-    Write new keys and values into room that is there already. transformers' cache copies itself for every token, and
-    attention under autocast then rounds all of its keys to bf16 again, which took nine tenths of the time of a
-    rollout.
+    Write new keys and values into preallocated memory.
+
+    transformers copies its cache for every token, and attention under autocast then rounds all keys to bf16 again.
+    Both together took 90 % of the time of a rollout.
     """
     concatenate = DynamicLayer.update
 
@@ -57,9 +60,10 @@ def grow_cache_in_place() -> None:
 
 def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """
-    As two products if there is one query, of shape `(B, H, 1, D)`, for each sequence, and fewer heads of keys: torch's
-    kernel, which takes a block of queries, needs two to three times as long on a CPU and wants a copy of the keys for
-    each head.
+    Compute attention as two products, for a single query `(B, H, 1, D)` per sequence and fewer heads of keys.
+
+    On a CPU, torch's kernel works on blocks of queries, takes two to three times as long, and needs a copy of the keys
+    for each head.
     """
     batch, heads, length, features = query.shape
     if length > 1 or key.shape[1] == heads or torch.is_grad_enabled():

@@ -1,8 +1,10 @@
 """
-Draws docs/headline.png and the figures of benchmarks/study/README.md from study.json:
-`python benchmarks/study/headline.py` (needs matplotlib); benchmarks/study/study-bits.png,
-benchmarks/study/study-length.png and benchmarks/study/study-shapes.png too where `long_tables.py --collect` has added
-the cells of benchmarks/study/bits.yaml, benchmarks/study/length_1000.yaml and benchmarks/study/shapes.yaml.
+Draws docs/headline.png and the figures of benchmarks/study/README.md from study.json (needs matplotlib):
+
+    python benchmarks/study/headline.py
+
+study-bits.png, study-length.png and study-shapes.png are only drawn if `long_tables.py --collect` has added the cells
+of bits.yaml, length_1000.yaml and shapes.yaml to study.json.
 """
 
 import itertools
@@ -30,9 +32,9 @@ RUNS = {
     ("QaRL", "tbpo"): ("QaRL, TBPO", "blue"),
 }
 BASELINE = ("long", "bf16", "bf16", "grpo-tis")
-# Held-out problems solved greedily before training, in per cent of 256 (README.md, "Before training").
+# Held-out problems solved greedily before training, in percent of 256 ("before training" in README.md).
 BEFORE = {"bf16": 74, "w4a16-g128": 62, "w3a16-g32": 32}
-# Recipes of benchmarks/study/bits.yaml, on the left as they are, on the right with `-warm`.
+# Recipes of benchmarks/study/bits.yaml: plain in the left panel, with `-warm` in the right one.
 RECIPES = {
     "nested-4": ("4", "ink"),
     "nested-3": ("3", "blue"),
@@ -44,16 +46,15 @@ RECIPES = {
 }
 
 
-# Studies of one recipe with answers of so many tokens.
+# Studies of one recipe at several answer lengths.
 LENGTHS = {"length_150": "150 tokens", "length_400": "400 tokens", "length_1000": "1,000 tokens"}
 LENGTH_SCHEME = AGE_SCHEME = "w4a16-g128-signed"
-# Of the picture task, benchmarks/study/shapes.yaml.
+# Runs of the picture task, benchmarks/study/shapes.yaml.
 SHAPES_RUNS = (("bf16", "grpo-tis"), ("QaRL", "grpo-tis"), ("rollout-only", "grpo-tis"))
 
 
 def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Means and half widths of 95 % intervals of the deployed policy's greedy scores in per cent, by scheme and
-    run."""
+    """Return mean and 95 % half width of the deployed policy's greedy scores in percent, by scheme and run."""
     groups = group_cells(cells)
 
     def score(key) -> tuple[float, float]:
@@ -68,7 +69,7 @@ def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
 
 
 def draw_scores(cells: list[dict], scores: dict[str, dict[str, tuple[float, float]]]) -> None:
-    """The headline: a dot with its 95 % interval for each run, small dots for its seeds, and a band for bf16."""
+    """Draw the headline: a dot with its 95 % interval for each run, small dots for its seeds, and a band for bf16."""
     figure, panels = _panels(figsize=(9, 3.4), sharey=True)
     groups = group_cells(cells)
     mean, width = scores["bf16"]["bf16, GRPO"]
@@ -90,12 +91,12 @@ def draw_scores(cells: list[dict], scores: dict[str, dict[str, tuple[float, floa
         axes.set_title(title, fontsize=12, loc="left")
         axes.yaxis.set_major_formatter("{x:.0f} %")
     figure.tight_layout()
-    # White also on a dark page. The numbers are kept with the picture, so that a test can compare them.
+    # White also on dark pages. The picture carries its numbers, so that a test can compare them.
     figure.savefig(PICTURE, facecolor="white", dpi=160, metadata={"Description": repr(scores)})
 
 
 def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: bool = False) -> None:
-    """A metric over the updates, means over the seeds."""
+    """Draw a metric over the updates, as means over the seeds."""
     groups = group_cells(cells)
     figure, panels = _panels(figsize=(9, 3.4), sharey=True)
     for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
@@ -114,7 +115,7 @@ def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: 
 
 
 def draw_bits(cells: list[dict]) -> None:
-    """What masters of each recipe score greedily at 4, 3 and 2 bits, means over the seeds."""
+    """Draw the greedy scores of each recipe's masters at 4, 3 and 2 bits, as means over the seeds."""
     groups = {scheme: members for (study, scheme, *_), members in group_cells(cells).items() if study == "bits"}
     figure, panels = _panels(figsize=(9, 3.6), sharey=True)
     for axes, suffix, title in zip(panels, ("", "-warm"), ("as the model is", "after a warm start"), strict=True):
@@ -140,8 +141,8 @@ def draw_bits(cells: list[dict]) -> None:
 
 
 def draw_lengths(cells: list[dict]) -> None:
-    """Rewards over the updates with the longest answers, and what the deployed policy solves by length, each seed a
-    small dot."""
+    """Draw rewards over the updates for the longest answers, and the deployed policy's scores by length, with a small
+    dot for each seed."""
     groups = group_cells(cells)
     figure, (courses, scores) = _panels(figsize=(9, 3.6))
     found = [study for study in LENGTHS if any(study == of for of, *_ in groups)]
@@ -170,8 +171,8 @@ def draw_lengths(cells: list[dict]) -> None:
 
 
 def draw_shapes(cells: list[dict]) -> None:
-    """Rewards over the updates of the picture task, each seed a thin line, and what the deployed policy solves at the
-    end, each seed a small dot."""
+    """Draw the picture task: rewards over the updates, with a thin line for each seed, and the deployed policy's final
+    scores, with a small dot for each seed."""
     groups = {tuple(run): found for (study, _, *run), found in group_cells(cells).items() if study == "shapes"}
     figure, (courses, scores) = _panels(figsize=(9, 3.4))
     for place, run in enumerate(SHAPES_RUNS):
@@ -213,8 +214,8 @@ def _panels(**options):
 
 
 def draw_ages(cells: list[dict], timed: list[dict]) -> None:
-    """Rewards over updates with rollouts of so many generation batches before, a column for each objective, and below
-    over the seconds of `timed` runs (`seconds.py`), with and without `rollout_ahead=1`; means over the seeds."""
+    """Draw rewards by age of the rollouts, as means over the seeds: over updates in a column per objective, and below
+    over seconds for the `timed` runs of `seconds.py`, with and without `rollout_ahead=1`."""
     import matplotlib.pyplot as plt
 
     groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}

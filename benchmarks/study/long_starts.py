@@ -1,6 +1,6 @@
 """
-Other starts for the low-bit policies of benchmarks/study/long_study.py, which benchmarks/study/README.md compares with
-rounding to nearest. Each changes the master weights before the first update.
+Better starts for the low-bit policies of benchmarks/study/long_study.py than rounding to nearest. Each one changes the
+master weights before the first update. Compared in the section "A better start" of benchmarks/study/README.md.
 """
 
 import copy
@@ -23,7 +23,7 @@ NUM_SAMPLES, BATCH_SIZE, NUM_DISTILLED = 256, 16, 40
 
 
 def improve_start(trainer, start: str) -> None:
-    """`mse` or `gptq`, for a trainer whose model is quantized."""
+    """Apply the start `mse` or `gptq` to a trainer whose model is quantized."""
     if start == "mse":
         clip_to_best_scale(trainer.model)
     else:
@@ -35,8 +35,9 @@ def improve_start(trainer, start: str) -> None:
 @torch.no_grad()
 def clip_to_best_scale(model) -> None:
     """
-    Clip the weights of each group to the share of its largest that makes the squared error of their low-bit form
-    least. The scale follows from the largest, so that it is the best one from the start on.
+    Clip the weights of each group to the share of the largest one with the least squared error in low bits.
+
+    The scale follows from the largest weight, so every group begins with its best scale.
     """
     for layer in quantized_layers(model).values():
         weight = layer.weight.detach().clone()
@@ -52,7 +53,7 @@ def clip_to_best_scale(model) -> None:
 
 
 def sample_answers(trainer, problems: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `(B, T)` of problems with answers by the model before quantization, and which of them are answers."""
+    """Return tokens `(B, T)` of problems with answers from the unquantized model, and a mask of the answers."""
     model, tokenizer = trainer.model, trainer.processing_class
     disable_quantized_forward(model)
     texts = chain_sums.answer_problems(model, tokenizer, problems, 1.0, trainer.args.bf16)
@@ -72,7 +73,7 @@ def sample_answers(trainer, problems: list[dict[str, str]]) -> tuple[torch.Tenso
 
 
 def distill(model, scheme: str, group_size: int, seed: int, bf16: bool, precisions: list[int] | None = None) -> None:
-    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization, at `precisions` in turn
+    """Distill the unquantized model in `NUM_DISTILLED` updates of 32 answers each, at `precisions` in turn
     (examples/warm_start.py)."""
     steps = chain_sums.chain_steps(model)
     config = DistillationConfig(
@@ -97,7 +98,7 @@ def distill(model, scheme: str, group_size: int, seed: int, bf16: bool, precisio
 
 
 def measure_divergence(trainer, schemes: dict[str, dict], problems: list[dict[str, str]]) -> dict[str, float]:
-    """KL(unquantized || low-bit) by scheme, in nats per token that the unquantized model has sampled."""
+    """Return KL(unquantized || low-bit) by scheme, in nats per token sampled from the unquantized model."""
     tokens, mask = sample_answers(trainer, problems)
     bf16 = trainer.args.bf16
     found = divergence.divergences(
@@ -114,8 +115,8 @@ def measure_divergence(trainer, schemes: dict[str, dict], problems: list[dict[st
 @torch.no_grad()
 def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
     """
-    Put the error of each rounded column into the columns that are still to be rounded, weighted by the inputs' second
-    moments (GPTQ, https://arxiv.org/abs/2210.17323). Layers see the inputs of the unquantized model.
+    Round by GPTQ (https://arxiv.org/abs/2210.17323): compensate the error of each rounded column in the others,
+    weighted by the second moments of the inputs. The inputs come from the unquantized model.
     """
     model = trainer.model
     layers = quantized_layers(model)
@@ -152,7 +153,7 @@ def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
                 scale = weight[:, column : column + size].abs().amax(1) / layer.scheme.grid.scale_divisor
                 scale = scale.to(layer.scale_dtype).float()
             codes = (weight[:, column] / scale).round().clamp(*layer.scheme.grid.quant_range)
-            # A master at the edge of the range has the same code, and the scale of its group is what it was.
+            # A master at the edge of the range keeps its code and the scale of its group.
             edge = layer.scheme.grid.scale_divisor
             rounded[:, column] = (
                 torch.where(codes == layer.scheme.grid.quant_range[1], edge, codes.clamp(-edge, edge)) * scale

@@ -1,14 +1,14 @@
 r"""
-One cell of the study of long completions in benchmarks/study/README.md, in a few minutes on one core: the model of
+Trains one cell of the study in benchmarks/study/README.md, in a few minutes on one core: the model of
 `benchmarks/study/chain_sums.py` learns to get chains of 10 to 15 sums right, in answers of 112 to 172 tokens.
 
     python benchmarks/study/chain_sums.py --output_dir MODEL
     python benchmarks/study/long_study.py --model MODEL --output_dir DIR --quantize_learner true \
         --objective tbpo --seed 0
 
-Rollouts are made in the process, by the quantized modules. `DIR/scores.json` has what the policy solves at the end,
-and `DIR/routes.jsonl` of a mixture (`chain_sums.py --mixture`) which experts were used, and where sampler and learner
-chose others.
+Rollouts come from the quantized modules, in the same process. `DIR/scores.json` has the final scores of the policy.
+For a mixture (`chain_sums.py --mixture`), `DIR/routes.jsonl` has the experts in use and the routes on which sampler
+and learner differ.
 """
 
 import json
@@ -34,8 +34,8 @@ from trl_qarl.quantization.plan import DEFAULT
 
 
 def block_by_block(bits: int, fewer: int, blocks: Sequence[int], every: int) -> dict:
-    """Return a schedule of `precisions` that begins at `bits` and has one more decoder layer at `fewer` after each
-    `every` updates."""
+    """Return a schedule of `precisions` that begins at `bits` and, every `every` updates, moves one more decoder layer
+    of `blocks` to `fewer` bits."""
     patterns = [f"re:.*layers[.]{block}[.].*" for block in blocks]
     stages = {
         count * every: dict.fromkeys(patterns[:count], fewer) | {DEFAULT: bits} for count in range(1, len(patterns))
@@ -43,8 +43,8 @@ def block_by_block(bits: int, fewer: int, blocks: Sequence[int], every: int) -> 
     return {0: bits, **stages, len(patterns) * every: fewer}
 
 
-# Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
-# With the scales of compressed-tensors, as in benchmarks/study/README.md.
+# Options of `QaRLConfig` by the name of a cell's scheme. For most matrices of this model, groups of 128 are whole
+# rows. `-observer` schemes have the scales of compressed-tensors, as most of benchmarks/study/README.md.
 VARIANTS = {
     "bf16": {"scheme": "bf16"},
     "w4a16-g32": {"scheme": "w4a16-observer", "group_size": 32},
@@ -53,24 +53,23 @@ VARIANTS = {
     "w3a16-g128": {"scheme": "w3a16-observer", "group_size": 128},
     # Signed scales (benchmarks/study/long_signed.yaml).
     "w4a16-g128-signed": {"scheme": "w4a16", "group_size": 128},
-    # Rollouts of so many generation batches before (benchmarks/study/age.yaml); `age` is this script's own, as the
-    # options below.
+    # Rollouts from the weights of earlier generation batches (benchmarks/study/age.yaml). `age`, `start` and
+    # `low_bit_rate` are options of this script: see ages.py, long_starts.py and `speed_up`.
     **{f"w4a16-g128-signed-age{age}": {"scheme": "w4a16", "group_size": 128, "age": age} for age in (1, 2, 4)},
     "w3a16-g32-signed": {"scheme": "w3a16", "group_size": 32},
     "w3a16-g32-signed-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
-    # What others found to help low-bit learners (benchmarks/study/long_variants.yaml).
+    # Changes that have helped low-bit learners elsewhere (benchmarks/study/long_variants.yaml).
     "w3a16-g32-decay0": {"scheme": "w3a16-observer", "group_size": 32, "weight_decay": 0.0},
     "w3a16-g32-decay1": {"scheme": "w3a16-observer", "group_size": 32, "weight_decay": 0.1},
     "w3a16-g32-last": {"scheme": "w3a16-observer", "group_size": 32, "exclude_modules": r"model\.layers\.2\..*"},
     "w3a16-g32-first": {"scheme": "w3a16-observer", "group_size": 32, "exclude_modules": r"model\.layers\.0\..*"},
-    # `start` and `low_bit_rate` are this script's own: benchmarks/study/long_starts.py and `speed_up`.
     "w3a16-g32-rate3": {"scheme": "w3a16-observer", "group_size": 32, "low_bit_rate": 3.0},
     "w3a16-g32-mse": {"scheme": "w3a16-observer", "group_size": 32, "start": "mse"},
     "w3a16-g32-gptq": {"scheme": "w3a16-observer", "group_size": 32, "start": "gptq"},
     "w3a16-g32-distill": {"scheme": "w3a16-observer", "group_size": 32, "start": "distill"},
     "w4a16-g128-distill": {"scheme": "w4a16-observer", "group_size": 128, "start": "distill"},
 }
-# One set of masters in groups of 32 at several precisions (benchmarks/study/bits.yaml), a list a batch at a time.
+# One set of masters in groups of 32 at several precisions (benchmarks/study/bits.yaml). Lists take turns by batch.
 NESTED = {
     "nested-4": [4],
     "nested-3": [3],
@@ -91,17 +90,16 @@ VARIANTS |= {
 }
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
-# The paper's offsets, which are for thousands of tokens, times `--band_scale`; benchmarks/study/README.md says how
-# that was chosen.
+# The paper's offsets for thousands of tokens, which `--band_scale` multiplies; benchmarks/study/README.md says how the
+# factor was chosen.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
-# An objective that a cell names, with another option: the mismatch of a whole answer truncated where else each token's
-# is, and wider bands.
+# Objectives with changed options: the mismatch weight truncated per answer instead of per token, and wider bands.
 CHANGED_OBJECTIVES = {
     "grpo-tis-sequence": ("grpo", {"vllm_importance_sampling_mode": "sequence_truncate"}),
     "tbpo-wide": ("tbpo", {name: 3 * offset for name, offset in BANDS.items()}),
 }
-# TBPO with bands that are set by hand and that set themselves, at several learning rates
+# TBPO with bands set by hand and with `trust_band="auto"`, at several learning rates
 # (benchmarks/study/bands_150.yaml).
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "muon": "muon"}
 CHANGED_OBJECTIVES |= {
@@ -114,7 +112,7 @@ CHANGED_OBJECTIVES |= {
     for optimizer, name in OPTIMIZERS.items()
     for rate in ("3e-5", "1e-4", "3e-4")
 }
-# One thing of TBPO changed at a time (benchmarks/study/band_controls.py).
+# TBPO with one thing changed at a time (benchmarks/study/band_controls.py).
 CONTROLS = {
     "open": {"opened": list(BANDS)},
     "positive": {"opened": ["negative_epsilon_low", "negative_epsilon_high"]},
@@ -127,7 +125,7 @@ CHANGED_OBJECTIVES |= {
 
 def main() -> None:
     parser = ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
-    parser.add_argument("--model", required=True, help="what chain_sums.py wrote")
+    parser.add_argument("--model", required=True, help="output folder of chain_sums.py")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--quantize_learner", choices=["true", "false"], default="true")
     parser.add_argument("--objective", default="tbpo")
@@ -137,7 +135,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--band_scale", type=float, default=30.0)
     parser.add_argument(
-        "--error_share", type=float, default=0.0, help="of completions that get a burst of error tokens"
+        "--error_share", type=float, default=0.0, help="share of completions that get a burst of error tokens"
     )
     parser.add_argument(
         "--errors_known",
@@ -145,9 +143,9 @@ def main() -> None:
         help="the engine reports the probabilities that the errors were drawn with, instead of the policy's",
     )
     parser.add_argument("--num_prompts", type=int, default=NUM_PROMPTS, help="problems of a generation batch")
-    parser.add_argument("--float32", action="store_true", help="also where the processor is fast in bf16")
+    parser.add_argument("--float32", action="store_true", help="train in float32 even where bf16 is fast")
     parser.add_argument("--places", action="store_true", help="write places.jsonl (benchmarks/study/places.py)")
-    parser.add_argument("--num_scored", type=int, default=256, help="held-out problems")
+    parser.add_argument("--num_scored", type=int, default=256, help="number of held-out problems to score")
     args = parser.parse_args()
     train(args)
 
@@ -165,14 +163,14 @@ def train(args: Namespace) -> None:
             (args.output_dir / places.PLACES_FILE).unlink(missing_ok=True)
             places.PlaceRecorder(trainer, args.output_dir / places.PLACES_FILE)
         trainer.train()
-        # So that a report does not take runs with and without errors, or from another start, for the same.
+        # Recorded so that a report does not merge runs that differ in errors, start, rate or age.
         record = args.output_dir / "run.json"
         own = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
         variant = VARIANTS[args.scheme]
         own |= {name: variant[name] for name in ("start", "low_bit_rate", "age") if name in variant}
         record.write_text(json.dumps(json.loads(record.read_text()) | own, indent=2))
     trainer.save_model(args.output_dir / "masters")
-    # The policy is scored without a fault of its engine.
+    # Score the policy without the injected errors.
     vars(trainer.model).pop("generate", None)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if not args.max_steps and args.scheme == "bf16":
@@ -210,7 +208,7 @@ def make_trainer(args: Namespace, **more):
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     start, rate, age = (options.pop(name, None) for name in ("start", "low_bit_rate", "age"))
     if isinstance(options.get("precisions"), dict):
-        # What a shorter run reaches of it.
+        # Drop the stages that a shorter run does not reach.
         reached = {update: bits for update, bits in options["precisions"].items() if update < max(args.max_steps, 1)}
         options["precisions"] = reached
     config = QaRLConfig(
@@ -259,7 +257,7 @@ def make_trainer(args: Namespace, **more):
 
 
 def held_out(model, number: int) -> list[dict[str, str]]:
-    """Problems that are not trained on, with chains as long as the model was taught."""
+    """Return held-out problems with chains as long as in the model's pretraining."""
     return chain_sums.make_problems(chain_sums.chain_steps(model))[1][:number]
 
 
@@ -276,8 +274,7 @@ def speed_up(optimizer, model, rate: float) -> None:
 
 
 def deployed_bits(variant: str) -> int | None:
-    """The smallest bits of a list or schedule, at which its masters are deployed; None for variants without
-    `precisions`."""
+    """Return the bits at which masters are deployed: the smallest of a list or schedule, None without `precisions`."""
     from trl_qarl.quantization.precisions import bits_of
 
     precisions = VARIANTS[variant].get("precisions")
@@ -286,11 +283,13 @@ def deployed_bits(variant: str) -> int | None:
 
 def score_policies(trainer, num_scored: int, deployed: int | None = None) -> dict[str, dict[str, int]]:
     """
-    Held-out problems solved: `greedy` and `sampled` (temperature 1) by the deployed policy, which is the one that made
-    the rollouts, and of one with several precisions that at `deployed` bits, the fewest. Such masters are read at each
-    of `BITS`, too: `3 bits greedy` and so on. For comparison `unquantized greedy` by the masters as they are, or after
-    a bf16 run, and before training, `w4a16-g32 greedy` and alike by its weights quantized. The model is of no use for
-    training afterwards.
+    Return the number of held-out problems solved. The model cannot be trained any more afterwards.
+
+    - `greedy` and `sampled` (temperature 1): the deployed policy, which made the rollouts. With several precisions,
+      the policy at `deployed` bits, the fewest.
+    - `3 bits greedy` and so on: the same masters at each of `BITS`, with several precisions only.
+    - `unquantized greedy`: the masters as they are, after a quantized run.
+    - `w4a16-g32 greedy` and so on: the weights quantized, after a bf16 run and before training.
     """
     import torch
 
@@ -331,10 +330,12 @@ def score_policies(trainer, num_scored: int, deployed: int | None = None) -> dic
 
 def inject_errors(model, share: float, seed: int, length: int = 8, last_start: int = 90, known: bool = False) -> None:
     """
-    A faulty engine: in `share` of the completions, `length` tokens from a random place on, at most `last_start`, are
-    drawn uniformly from the characters. The sampling log-probs stay those of the policy, to which such tokens are
-    improbable: the paper's error tokens, tiny under learner and sampler alike. With `known` they are those of the
-    uniform draw, as an honest but noisy engine has them: tiny under the learner alone, a large mismatch.
+    Simulate a faulty engine: in a `share` of the completions, `length` tokens from a random position below
+    `last_start` on are drawn uniformly from the characters.
+
+    By default the sampling log-probs remain the policy's, under which such tokens are improbable: the paper's error
+    tokens, improbable to learner and sampler. With `known` they are those of the uniform draw, as from a noisy engine
+    that reports what it did: improbable only to the learner, a large mismatch.
     """
     import torch
     from transformers import LogitsProcessor
@@ -361,7 +362,7 @@ def inject_errors(model, share: float, seed: int, length: int = 8, last_start: i
             return scores
 
     def generate_with_errors(*args, logits_processor, **kwargs):
-        # The recorder of sampling log-probs is in the list already: it sees what comes before it.
+        # The list already has the recorder of sampling log-probs, which sees the processors before it.
         logits_processor.insert(0 if known else len(logits_processor), Bursts())
         return generate(*args, logits_processor=logits_processor, **kwargs)
 

@@ -1,20 +1,19 @@
 r"""
-The tables of benchmarks/study/README.md, from the directories that `trl-qarl compare` has filled so far, finished
-cells only.
+Makes the tables of benchmarks/study/README.md from the finished cells of `trl-qarl compare`.
 
     python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants \
         --output benchmarks/study/study.json
     python benchmarks/study/long_tables.py benchmarks/study/study.json
     python benchmarks/study/long_tables.py benchmarks/study/study.json --fill benchmarks/study/README.md
 
-The first adds what the page and its pictures need of every cell, in the place of cells with the same settings; a study
-can so be made of the cells of several machines or days. The second prints
-Markdown: means over the seeds with 95 % intervals, what the telemetry saw, and which differences exceed the noise
-between seeds. The third renews the tables of the page.
+The first command collects scores and telemetry of every cell into study.json and replaces cells with the same
+settings, so the cells of a study can come from several machines or days. The second prints Markdown: means over the
+seeds with 95 % intervals, telemetry, and differences with the noise between seeds. The third updates the tables of the
+page.
 
     python benchmarks/study/long_tables.py --bands DIR
 
-prints the `--band_scale` that follows from a run that no band bounds, by the rule in benchmarks/study/README.md.
+prints the `--band_scale` for a run without bands, by the rule in benchmarks/study/README.md.
 """
 
 import itertools
@@ -40,11 +39,11 @@ import places
 import routes
 
 
-# GSPO's authors report that about 15 % of their tokens, which are whole sequences, are clipped.
+# GSPO's authors report that about 15 % of their tokens are clipped, always whole sequences.
 CLIPPED_SHARE = 0.15
 # Table 2 of the paper: the mean of the offsets of GSPO's band.
 PAPER_OFFSET = 3.5e-4
-# Kept for each generation batch, the means over its updates.
+# Metrics kept for each generation batch, as means over its updates.
 METRICS = (
     "reward",
     "entropy",
@@ -68,7 +67,7 @@ BEHAVIOUR = (
     ("completions/clipped_ratio", "cut at the limit, %", 100, 2),
     ("tbpo/dropped/total", "dropped, %", 100, 2),
 )
-# The last two are of `count_tails`.
+# The last two come from `count_tails`.
 MISMATCH = (
     ("mismatch/abs_logp_mean/negative", "nats, wrong answers", 1, 2),
     ("mismatch/abs_logp_mean/positive", "nats, right answers", 1, 2),
@@ -76,7 +75,7 @@ MISMATCH = (
     ("tail/high", "learner over e times the sampler, % of tokens", 100, 2),
     ("tail/low", "learner under 1/e, % of tokens", 100, 2),
 )
-# Of mixtures, from `routes.jsonl`.
+# From the `routes.jsonl` of mixtures.
 ROUTES = (
     ("mismatch/abs_logp_mean", "mismatch, nats", 1, 2),
     ("routes/flipped", "flipped routes, %", 100, 2),
@@ -84,11 +83,11 @@ ROUTES = (
     ("routes/effective_experts", "experts in use, of 8", 1, 3),
 )
 UPDATES_PER_BATCH = 8
-# Rewards in percent to which the way is measured, and the batches over which a course is smoothed.
+# Rewards in percent for `reach_table`, and the number of batches over which rewards are smoothed.
 LEVELS, SMOOTHED = (20, 25, 28), 5
-# What is read of masters of several precisions, and what their warm start, the same for all, takes turns at.
+# Bits at which masters of several precisions are scored, and between which their common warm start alternates.
 BITS = (4, 3, 2)
-# What a study takes from another, where it has no cell of its own with such settings.
+# Cells that a study takes from another one unless it has its own: base study, scheme, kind and objectives.
 BASES = {"age_400": ("length_400", "w4a16-g128-signed", "QaRL", ("tbpo", "grpo-tis"))}
 Cell = dict[str, Any]
 MEASURES: dict[str, Callable[[Cell], float]] = {
@@ -125,7 +124,7 @@ def main() -> None:
 
 
 def collect(directory: Path) -> list[Cell]:
-    """Settings, held-out scores and course of each finished cell."""
+    """Return settings, held-out scores and the course of metrics for each finished cell."""
     cells = []
     for path in sorted(directory.iterdir()):
         if not (path / "finished").is_file():
@@ -145,12 +144,12 @@ def collect(directory: Path) -> list[Cell]:
 
 
 def settings_of(cell: Cell) -> Cell:
-    """The study and the settings of a cell, without what came of it."""
+    """Return the study and the settings of a cell, without its results."""
     return {name: value for name, value in cell.items() if name not in ("scores", "course", "places")}
 
 
 def read_routes(path: Path) -> dict[str, dict[int, float]]:
-    """Flipped routes and the balance of the experts by update; nothing of a dense model."""
+    """Return flipped routes and the balance of the experts by update; empty series for a dense model."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     measures = {
         "routes/flipped": lambda row: row["flipped"],
@@ -162,8 +161,8 @@ def read_routes(path: Path) -> dict[str, dict[int, float]]:
 
 def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
     """
-    Means over the updates of each generation batch, to three digits; None where nothing was logged. In a study of
-    smaller batches they are over as many updates, of several batches.
+    Return means over the updates of each generation batch, to three digits; None where nothing was logged. Where a
+    batch has fewer updates, means are over eight updates of several batches.
     """
     batches = []
     for first in range(1, steps + 1, UPDATES_PER_BATCH):
@@ -173,8 +172,7 @@ def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
 
 
 def count_tails(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Shares of tokens that are over e times, and under 1/e, as probable to the learner as to the sampler, by
-    update."""
+    """Return by update the shares of tokens whose mismatch weight (learner to sampler) is above e and below 1/e."""
     totals: dict[int, list[int]] = {}
     for row in rows:
         if row["name"] == "token_mismatch_weight":
@@ -190,7 +188,7 @@ def count_tails(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def group_cells(cells: Sequence[Cell]) -> dict[tuple[str, str, str, str], list[Cell]]:
-    """Cells that differ by their seed alone, by study, scheme, kind (bf16, rollout-only, QaRL) and objective."""
+    """Group cells that only differ by seed, by study, scheme, kind (bf16, rollout-only, QaRL) and objective."""
     groups: dict[tuple[str, str, str, str], list[Cell]] = {}
     for cell in cells:
         kind = "bf16" if cell["scheme"] == "bf16" else "QaRL" if cell["quantize_learner"] else "rollout-only"
@@ -199,7 +197,7 @@ def group_cells(cells: Sequence[Cell]) -> dict[tuple[str, str, str, str], list[C
 
 
 def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
-    """For each study what its groups end at, how they behaved, and how they differ, in Markdown."""
+    """Return the Markdown tables of each study by study and kind of table."""
     found = {}
     for study in dict.fromkeys(cell["study"] for cell in cells):
         groups = {name[1:]: members for name, members in sorted(_with_base(group_cells(cells), study).items())}
@@ -218,7 +216,7 @@ def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
 def _with_base(
     groups: dict[tuple[str, str, str, str], list[Cell]], study: str
 ) -> dict[tuple[str, str, str, str], list[Cell]]:
-    """The groups of a study, filled up with cells of what it is compared with."""
+    """Return the groups of a study, with missing cells taken from its base study."""
     own = {name: cells for name, cells in groups.items() if name[0] == study}
     base, scheme, kind, objectives = BASES.get(study, (study, "", "", ()))
     for objective in objectives:
@@ -230,7 +228,7 @@ def _with_base(
 
 
 def fill(page: str, cells: Sequence[Cell]) -> str:
-    """`page` with its tables renewed: what is between `<!-- STUDY: KIND -->` and `<!-- end -->`."""
+    """Return `page` with its tables, between `<!-- STUDY: KIND -->` and `<!-- end -->`, updated."""
     for (study, kind), table in tables(cells).items():
         start = f"<!-- {study}: {kind} -->\n"
         before, found, rest = page.partition(start)
@@ -240,7 +238,7 @@ def fill(page: str, cells: Sequence[Cell]) -> str:
 
 
 def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """Final rewards and held-out scores in percent."""
+    """Return a table of final rewards and held-out scores in percent."""
     header = ["scheme", "run", "seeds", "final reward", "greedy", "sampled", "masters, greedy"]
     lines = [_row(header), _row(["---"] * len(header))]
     for (scheme, kind, objective), cells in groups.items():
@@ -250,7 +248,7 @@ def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
         lines.append(_row([scheme, f"{kind}, {objective}", str(len(cells)), *map(interval, values)]))
     schemes = {scheme for scheme, *_ in groups}
     for (_, kind, objective), cells in groups.items():
-        # Of unquantized runs, what is left after quantizing their weights.
+        # Scores of bf16 runs after quantizing their weights.
         names = dict.fromkeys(name for cell in cells for name in cell["scores"] if name.split()[0] in schemes)
         for name in names:
             scores = interval([cell["scores"][name] for cell in cells if name in cell["scores"]])
@@ -262,7 +260,7 @@ def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
 def quarters_table(
     groups: dict[tuple[str, str, str], list[Cell]], columns: Sequence[tuple[str, str, float, int]]
 ) -> list[str]:
-    """Means over the seeds of what was measured in the first and in the last quarter of the updates."""
+    """Return a table of telemetry in the first and in the last quarter of the updates, as means over the seeds."""
     header = ["scheme", "run", *(name for _, name, *_ in columns)]
     lines = [_row(header), _row(["---"] * len(header))]
     for (scheme, kind, objective), cells in groups.items():
@@ -275,8 +273,8 @@ def quarters_table(
 
 
 def bits_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """What one set of masters scores when it is read at each number of bits, in percent; a row for each group that was
-    so read."""
+    """Return a table of scores in percent for one set of masters at each number of bits, for the groups that have
+    them."""
     header = ["recipe", "seeds", *(f"{bits} bits, {name}" for name in ("greedy", "sampled") for bits in BITS)]
     lines = [_row(header), _row(["---"] * len(header))]
     for (recipe, *_), cells in groups.items():
@@ -287,7 +285,7 @@ def bits_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
 
 
 def places_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """Where error tokens and mismatch are, added over the seeds, a row for each group in which that was counted."""
+    """Return a table of where error tokens and mismatch are, summed over the seeds, for the groups that count them."""
     header = ["scheme", "run", *places.COLUMNS]
     lines = [_row(header), _row(["---"] * len(header))]
     for (scheme, kind, objective), cells in groups.items():
@@ -297,12 +295,13 @@ def places_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
 
 
 def read_at_bits(cells: Sequence[Cell], bits: int, name: str = "greedy") -> list[float]:
-    """Scores in percent of masters read at `bits` bits; none of cells with one precision."""
+    """Return scores in percent of masters at `bits` bits; none for cells with one precision."""
     return [cell["scores"][f"{bits} bits {name}"] for cell in cells if f"{bits} bits {name}" in cell["scores"]]
 
 
 def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """Greedy scores of runs of one scheme, and of bf16, pair by pair, beside the noise that `trl-qarl report` uses."""
+    """Return a table of pairwise differences of greedy scores, within a scheme and bf16, with the noise of `trl-qarl
+    report`."""
     lines = [_row(["scheme", "run", "against", "difference", "noise", ""]), _row(["---"] * 6)]
     scores = {name: [MEASURES["greedy"](cell) for cell in cells] for name, cells in groups.items()}
     for scheme in dict.fromkeys(scheme for scheme, *_ in groups if scheme != "bf16"):
@@ -315,8 +314,8 @@ def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[st
 
 
 def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points, with each objective and, where
-    all have the same number of runs, with all; bold where that exceeds the noise."""
+    """Return a table of what each change of a recipe (a scheme named `RECIPE-CHANGE`) gains in points: for each
+    objective and, where all have the same number of runs, for all together. Bold exceeds the noise."""
     header = ["change", "runs", *(f"{name} (noise)" for name in MEASURES)]
     lines = [_row(header), _row(["---"] * len(header))]
     objectives = {objective for _, _, objective in groups}
@@ -346,8 +345,8 @@ def _gains(cells: Sequence[Cell], before: Sequence[Cell]) -> list[str]:
 
 
 def reach_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """After how many generation batches rollouts of earlier weights reach a reward, `SMOOTHED` batches and all seeds
-    together, against those of age 0; and the shortest time in which a batch must be made for them to be as fast."""
+    """Return a table of the generation batches after which the reward, averaged over `SMOOTHED` batches and all seeds,
+    reaches each of `LEVELS`: at age 0, at a later age, and their ratio, the speedup of a batch that breaks even."""
     lines = [_row(["run", "age", *(f"batches to {share} %: age 0, this one (to break even)" for share in LEVELS)])]
     lines.append(_row(["---"] * (2 + len(LEVELS))))
     for (scheme, *run), cells in groups.items():
@@ -364,19 +363,19 @@ def reach_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
 
 
 def smooth(courses: Sequence[Sequence[float]]) -> list[float]:
-    """Means over the runs and the last `SMOOTHED` generation batches."""
+    """Return means over the runs and the last `SMOOTHED` generation batches."""
     means = [statistics.fmean(values) for values in zip(*courses, strict=True)]
     return [statistics.fmean(means[max(0, last - SMOOTHED) : last]) for last in range(1, len(means) + 1)]
 
 
 def batches_to(cells: Sequence[Cell], reward: float) -> int | None:
-    """The first batch at which the smoothed reward is that high."""
+    """Return the first batch whose smoothed reward reaches `reward`, or None."""
     rewards = smooth([cell["course"]["reward"] for cell in cells])
     return next((number for number, value in enumerate(rewards, 1) if value >= reward), None)
 
 
 def quarter(cell: Cell, metric: str, part: int) -> float:
-    """Mean over the batches of a quarter of the run, NaN where nothing was logged."""
+    """Return the mean over a quarter of the batches, `part` from 0 to 3; NaN where nothing was logged."""
     course = cell["course"].get(metric, [])
     low, high = (round(len(course) * edge / 4) for edge in (part, part + 1))
     values = [value for value in course[low:high] if value is not None]
@@ -384,7 +383,7 @@ def quarter(cell: Cell, metric: str, part: int) -> float:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean by Student's distribution, NaN for a single value."""
+    """Return the half width of the mean's 95 % interval by Student's distribution; NaN for a single value."""
     if len(values) < 2:
         return math.nan
     return float(sem(values) * t.ppf(0.975, len(values) - 1))
@@ -392,7 +391,7 @@ def half_width(values: Sequence[float]) -> float:
 
 def interval(values: Sequence[float]) -> str:
     """
-    Mean and half width of the 95 % interval of Student's distribution.
+    Format the mean and the half width of its 95 % interval by Student's distribution.
 
     >>> interval([50.0, 52.0, 54.0])
     '52 ± 5'
@@ -411,8 +410,8 @@ def _row(texts: Sequence[str]) -> str:
 
 def band_scale(directory: Path) -> dict[str, float]:
     """
-    The factor of the paper's offsets beyond which `CLIPPED_SHARE` of a run's sequence ratios lie, all its updates
-    together; log-spaced bins of the ratio resolve it to a quarter of a decade, between whose edges it is interpolated.
+    Return the factor of the paper's offsets beyond which `CLIPPED_SHARE` of a run's sequence ratios lie, over all its
+    updates. The bins of the ratio are log-spaced, four per decade; the factor is interpolated between their edges.
     """
     rows = map(json.loads, (directory / DISTRIBUTIONS_FILE).read_text().splitlines())
     counts: dict[tuple[float, float], float] = {}

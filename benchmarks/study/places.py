@@ -1,6 +1,6 @@
 """
-Where in the answers of a generation batch the error tokens and the mismatch are, and which answers an objective drops.
-`long_study.py --places` writes it to `places.jsonl`, a row per batch.
+Records where in an answer error tokens and mismatch are, and which answers an objective drops. `long_study.py --places`
+writes one row per generation batch to `places.jsonl`.
 """
 
 import itertools
@@ -16,9 +16,10 @@ from trl_qarl.telemetry.mismatch import ERROR_PROBABILITY
 
 
 PLACES_FILE = "places.jsonl"
-# Tokens in each place.
+# Tokens per place.
 WIDTH = 100
-# What `describe` gives: by thirds of an answer of a thousand tokens, by the sign of the advantage, by whether there are error tokens.
+# Columns of `describe`: by third of an answer of 1,000 tokens, by sign of the advantage, and with and without error
+# tokens.
 COLUMNS = (
     *(f"error tokens of 100,000, {third}" for third in ("to 300", "to 600", "beyond")),
     *(f"mismatch, nats per token, {third}" for third in ("to 300", "to 600", "beyond")),
@@ -29,8 +30,9 @@ COLUMNS = (
 
 class PlaceRecorder:
     """
-    Add a row to `path` for each generation batch of a trainer: what [`summarize`] counts, and of TBPO, over the updates that the batch
-    before it was for, how many answers with and without error tokens there were and how many of these were `dropped`.
+    Appends a row to `path` for each generation batch of a trainer: the counts of [`summarize`], and with TBPO under
+    `dropped`, over the updates on the previous batch, the answers with and without error tokens and how many of them
+    were dropped.
     """
 
     def __init__(self, trainer, path: Path):
@@ -45,12 +47,12 @@ class PlaceRecorder:
         self.has_errors = torch.zeros(0, dtype=torch.bool)
 
     def compute(self, model, inputs):
-        """The trainer's loss; notes which answers have error tokens."""
+        """Compute the trainer's loss, and note which answers have error tokens."""
         self.has_errors = error_tokens(inputs).any(1)
         return self._compute(model, inputs)
 
     def reduce(self, per_sequence):
-        """The trainer's means over the answers of an update; counts those that TBPO drops."""
+        """Average over the answers of an update as the trainer does, and count those that TBPO drops."""
         dropped = per_sequence.get("tbpo/dropped/total")
         if dropped is not None:
             counts = ~dropped.isnan()
@@ -70,15 +72,15 @@ class PlaceRecorder:
 
 
 def error_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which tokens `(B, T)` are improbable to learner and sampler alike, as in `rollout/error_token_share`."""
+    """Return a mask `(B, T)` of the tokens that are improbable to learner and sampler (`rollout/error_token_share`)."""
     likelier = torch.maximum(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
     return (likelier < math.log(ERROR_PROBABILITY)) & batch["completion_mask"].bool()
 
 
 def summarize(batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """
-    By hundreds of tokens of the answers: how many `tokens` there are, how many `errors`, and the sum of the `mismatch` in nats. By sign of
-    the advantage, first positive, then negative: `sequences`, and the sum over them of the whole answer's mismatch `|sum d|`.
+    Return counts by hundreds of tokens: `tokens`, `errors`, and the summed `mismatch` in nats. And by sign of the
+    advantage, first positive, then negative: `sequences`, and their summed mismatch of whole answers, `|sum d|`.
 
     >>> mask = torch.ones(2, 150)
     >>> old = torch.full((2, 150), -0.5)
@@ -107,7 +109,7 @@ def summarize(batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
 
 def add(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
-    Sums of several rows, or of several such sums, to four digits.
+    Add several rows, or several such sums, to four digits.
 
     >>> add([{"step": 1, "tokens": [2.0], "dropped": {"with": [1, 0]}}, {"step": 9, "tokens": [1.0, 3.0], "dropped": {"with": [1, 1]}}])
     {'tokens': [3.0, 3.0], 'dropped': {'with': [2, 1]}}
@@ -126,7 +128,7 @@ def add(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def describe(counts: Mapping[str, Any]) -> list[str]:
     """
-    The values of `COLUMNS` from what [`add`] gives; a dash for what there is none of.
+    Format the values of `COLUMNS` from a sum of [`add`]; a dash where there is nothing to count.
 
     >>> counts = {"tokens": [1e4] * 8, "errors": [1, 2, 0, 0, 0, 0, 4, 0], "mismatch": [3.0] * 8, "sequences": [4, 0]}
     >>> describe(counts | {"sequence_mismatch": [2.0, 0.0], "dropped": {"with": [5, 2], "without": [0, 0]}})

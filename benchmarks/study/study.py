@@ -1,14 +1,14 @@
 r"""
-One cell of the studies in benchmarks/study/README.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would
-be deployed.
+Trains and evaluates one cell of the appendix of benchmarks/study/README.md: SmolLM2-135M-Instruct learns a task and is
+evaluated in the form in which it would be deployed.
 
     python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo \
         --scheme w4a16-observer --seed 0
     python benchmarks/study/study.py evaluate --output_dir DIR
 
-`--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer
-completions. Rollouts come from a vLLM server that is started for the run. `--lora_mode adapter` or `merged` trains an
-adapter (docs/adapters.md); its rollouts and answers come from the learner's own layers.
+`--task addition` has the problems and the reward of `trl-qarl quickstart`; `--task counting` asks for longer
+completions. Rollouts come from a vLLM server started for the run. `--lora_mode adapter` or `merged` trains an adapter
+(docs/adapters.md), with rollouts and answers from the learner's own layers.
 """
 
 import json
@@ -23,12 +23,12 @@ from trl_qarl.scripts import quickstart
 
 
 NUM_SAMPLES, SAMPLING_TEMPERATURE = 400, 0.6
-# What bf16 master weights are quantized to after training, for comparison.
+# Scheme to which bf16 master weights are quantized after training, for comparison.
 QUANTIZED_SCHEME = "w4a16-observer"
 
 
 def share_in_place(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """Reward the share of the numbers asked for that come before the first wrong one, 0 if more numbers are given."""
+    """Reward the share of the requested numbers before the first wrong one; 0 for an answer with too many numbers."""
     rewards = []
     for text, expected in zip(completions, answer, strict=True):
         given, asked = text.split(), expected.split()
@@ -38,7 +38,8 @@ def share_in_place(completions: list[str], answer: list[str], **kwargs) -> list[
 
 
 def make_counts(num_held_out: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training and held-out problems: `46 to 51:`, after two worked examples, for every other start from 10 to 94."""
+    """Return training and held-out problems: `46 to 51:` after two worked examples, for all other numbers from 10 to
+    94."""
     counts = {start: " ".join(map(str, range(start, start + 6))) for start in range(10, 95)}
     examples = "".join(f"{start} to {start + 5}: {counts.pop(start)}{eos_token}\n" for start in (23, 91))
     problems = [{"prompt": f"{examples}{start} to {start + 5}:", "answer": answer} for start, answer in counts.items()]
@@ -48,14 +49,14 @@ def make_counts(num_held_out: int, eos_token: str) -> tuple[list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: problems to train on and held-out ones, the same for every training seed, and the reward."""
+    """A task: training and held-out problems, the same for every seed, and the reward."""
 
     make_problems: Callable[[int, str], tuple[list[dict[str, str]], list[dict[str, str]]]]
     reward: Callable[..., list[float]]
     num_held_out: int
     max_new_tokens: int
     num_prompts: int
-    # TBPO's. A geometric mean over 4 or 20 tokens moves far more per update than one over the paper's thousands, whose
+    # TBPO's bands. A geometric mean over 4 or 20 tokens moves far more per update than one over thousands: the paper's
     # bands of 1e-4 would drop almost every sequence here.
     bands: dict[str, float]
 
@@ -136,7 +137,7 @@ def train(args: Namespace) -> None:
         warmup_steps=3,
         optim="adamw_torch_fused",
         adam_beta2=0.95,
-        # 8 completions for each prompt, in 2 updates.
+        # 8 completions per prompt, in 2 updates.
         num_generations=8,
         per_device_train_batch_size=4 * (args.num_prompts or task.num_prompts),
         steps_per_generation=2,
@@ -168,9 +169,9 @@ def make_problems(task: Task, model: Path) -> tuple[list[dict[str, str]], list[d
 
 def evaluate(output_dir: Path, task: Task) -> None:
     """
-    Print the held-out problems solved in vLLM as JSON: `greedy` and `sampled` by the deployed policy, which is the one
-    that made the rollouts. For comparison come `unquantized ...` with the master weights as they are, or after a bf16
-    run `quantized ...` with its weights quantized after training.
+    Print the held-out problems solved in vLLM as JSON: `greedy` and `sampled` by the deployed policy, which made the
+    rollouts. For comparison, `unquantized ...` by the master weights as they are, or after a bf16 run `quantized ...`
+    by its weights quantized after training.
     """
     deployed = json.loads((output_dir / "run.json").read_text())["scheme"]
     name, other = ("quantized", QUANTIZED_SCHEME) if deployed == "bf16" else ("unquantized", "bf16")
@@ -207,8 +208,8 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
 def evaluate_adapter(output_dir: Path, task: Task) -> None:
     """
     Print the held-out problems solved greedily as JSON: `greedy` by the policy that made the rollouts, `before greedy`
-    by its base alone, and `quantized greedy` by base and adapter quantized together after training, unless they were
-    in it.
+    by its base without the adapter, and, except with `--lora_mode merged`, `quantized greedy` by base and adapter
+    merged and quantized after training.
     """
     import torch
 
@@ -237,8 +238,8 @@ def evaluate_adapter(output_dir: Path, task: Task) -> None:
 
 def _score_own(task: Task, model, folder: Path, dtype) -> dict[str, int]:
     """
-    Problems that `model` solves greedily, as its export would: everything that is not quantized is rounded to the
-    engine's `dtype`.
+    Return the number of problems that `model` solves greedily. As in its export, everything that is not quantized is
+    rounded to the engine's `dtype`.
     """
     import torch
     from transformers import AutoTokenizer

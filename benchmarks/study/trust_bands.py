@@ -1,9 +1,8 @@
 """
-How far do the ratios of TBPO move, and how does that depend on the length of a completion?
+Measures how far the ratios of TBPO move, depending on the length of a completion.
 
-Samples completions, makes the updates that follow one generation batch, and prints, for prefixes of several lengths,
-the spread of `log r` (the mean over tokens of the change of their log-prob) and the band that would drop a quarter of
-them:
+Samples completions, trains on them as on one generation batch, and prints for stretches of several lengths the spread
+of `log r` (the mean change of a token's log-prob) and the band that would drop a quarter of them:
 
     python benchmarks/study/trust_bands.py --learning_rate 1e-5
 """
@@ -28,7 +27,7 @@ PROMPTS = (
 
 
 def log_probs(model, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Log-probs of `ids[:, start:]`, `(B, T)`."""
+    """Return the log-probs of `ids[:, start:]`, `(B, T)`."""
     logits = model(ids[:, :-1]).logits[:, start - 1 :].float()
     return logits.log_softmax(-1).gather(-1, ids[:, start:, None])[..., 0]
 
@@ -59,7 +58,7 @@ def main() -> None:
         )
         start = prompts.input_ids.shape[1]
         old = torch.cat([log_probs(model, row, start) for row in ids.split(8)])
-    # A random sign stands for the advantage: what moves a ratio is that it is pushed, not why.
+    # Random signs instead of advantages: how far a ratio moves does not depend on the reason for the push.
     advantages = torch.where(torch.rand(len(ids)) < 0.5, -1.0, 1.0)
     if args.optim == "muon":
         decayed = {name for name, p in model.named_parameters() if p.ndim > 1}

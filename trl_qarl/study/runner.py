@@ -142,7 +142,8 @@ def _run(command: list[str], out: TextIO, log: TextIO, *, lock: int, device: str
 def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     """Return `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or
     `"new"`. A directory with results of other options than the file has now raises `ValueError`."""
-    trained, finished = (cell_dir / TRAINED_FILE).is_file(), cell_dir / FINISHED_FILE
+    finished = cell_dir / FINISHED_FILE
+    trained = finished.is_file() or (cell_dir / TRAINED_FILE).is_file()
     if not trained and not any(map(is_complete, cell_dir.glob("checkpoint-*"))):
         return "new"
     try:

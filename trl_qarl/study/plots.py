@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
 
 from ..quantization.precisions import NESTING_BITS
 from ..telemetry.advisor import DROPPED_AIM, STALLED_FLIP_RATE, mismatch_bands
@@ -186,7 +187,7 @@ def _draw_metric(axes: plt.Axes, groups: list[Group], metric: Metric) -> None:
         if max(start, low) < min(end, high):
             axes.axhspan(max(start, low), min(end, high), color=LEVEL_COLORS[level], alpha=0.10, lw=0, zorder=0)
     axes.set_ylim(low, high)
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     axes.set_xlabel("update")
 
 

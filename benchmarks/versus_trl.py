@@ -298,7 +298,10 @@ def table(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], title: str, path: Path) -> None:
     """Draw a bar of parts for each contender."""
-    from trl_qarl.study.plots import to_png
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
 
     colors = ("#8250df", "#0969da", "#bf8700", "#2da44e", "#cf222e", "#8c959f")
 
@@ -317,7 +320,10 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
         axes.set_xlabel("seconds per generation batch")
         axes.legend(frameon=False, fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.45, -0.2))
 
-    to_png([(title.replace(", ", "\n", 1), bars)], [], path)
+    figure, axes = plt.subplots(figsize=(4.6, 2.9), layout="constrained")
+    bars(axes)
+    axes.set_title(title.replace(", ", "\n", 1), fontsize="medium")
+    figure.savefig(path, dpi=120)
 
 
 def describe_processor() -> str:

@@ -140,8 +140,7 @@ def draw(cells: list[dict[str, Any]]) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     from long_tables import smooth
-
-    from trl_qarl.study.groups import COLORS
+    from palette import COLORS
 
     figure, axes = plt.subplots(figsize=(7, 3.6))
     for pattern, (name, color) in SHOWN.items():

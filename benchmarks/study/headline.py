@@ -19,8 +19,7 @@ DOCS = HERE.parents[1] / "docs"
 sys.path.insert(0, str(HERE))
 
 from long_tables import BITS, group_cells, half_width, read_at_bits, smooth  # noqa: E402
-
-from trl_qarl.study.groups import COLORS  # noqa: E402
+from palette import COLORS  # noqa: E402
 
 
 RESULTS, SECONDS, PICTURE = HERE / "study.json", HERE / "seconds.jsonl", DOCS / "headline.png"

@@ -26,7 +26,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_qarl.study.groups import compare_groups, student_95
+from scipy.stats import sem, t
+
+from trl_qarl.study.groups import compare_groups
 from trl_qarl.study.runs import read_run
 from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
 
@@ -129,7 +131,7 @@ def collect(directory: Path) -> list[Cell]:
             continue
         run = read_run(path)
         steps = int(run.config["max_steps"])
-        series = {metric: run.values(metric) for metric in METRICS} | count_tails(run.distributions)
+        series = {metric: dict(run.values(metric)) for metric in METRICS} | count_tails(run.distributions)
         series |= read_routes(path / routes.ROUTES_FILE)
         course = {metric: average_batches(values, steps) for metric, values in series.items() if values}
         settings = json.loads((path / "cell.json").read_text())["cell"]
@@ -384,7 +386,7 @@ def half_width(values: Sequence[float]) -> float:
     """Return the half width of the mean's 95 % interval by Student's distribution; NaN for a single value."""
     if len(values) < 2:
         return math.nan
-    return student_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return float(sem(values) * t.ppf(0.975, len(values) - 1))
 
 
 def interval(values: Sequence[float]) -> str:

@@ -17,15 +17,13 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize(
     ("file", "text", "names"),
     [
-        (None, None, "does not exist"),
+        (None, None, "is not a directory"),
         (".", None, "has no metrics.jsonl"),
         ("metrics.jsonl", "", "has no complete row"),
         ("metrics.jsonl", '{"step"', "has no complete row"),
         ("run.json", None, "has no run.json"),
-        ("run.json", '{"seed": 0, ', "run.json is not JSON"),
-        ("run.json", "[]", "run.json"),
-        ("run.json", '{"seed": [1]}', "`seed`"),
-        ("run.json", '{"a":' * 20_000, "run.json"),
+        ("run.json", '{"seed": 0, ', "run.json does not hold"),
+        ("run.json", "3", "run.json"),
     ],
 )
 def test_a_run_that_cannot_be_read_is_named(tmp_path, capsys, file, text, names):
@@ -44,16 +42,13 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path, capsys, file, text, names)
 @pytest.mark.parametrize(
     ("output", "options", "names"),
     [
-        ("folder", [], ".html"),
         ("a.pdf", [], "'a.pdf'"),
-        ("a.html", ["run"], "given twice"),
         ("a.html", ["--timeout", "5"], "--follow"),
         ("a.html", ["--follow", "--timeout", "-1"], "positive"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path, capsys, monkeypatch, output, options, names):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
     write_run(tmp_path / "run")
     assert names in refused(capsys, output, "run", *options)
 
@@ -66,8 +61,12 @@ def test_missing_matplotlib_is_one_line(tmp_path, capsys, monkeypatch):
 def test_one_run_is_summarized_and_the_address_is_printed(tmp_path, capsys):
     report(tmp_path / "a b.html", write_run(tmp_path / "run"))
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("reward 0.") and "mismatch 0.0" in first and "Not fine: Updating" in first
-    assert last == f"1 run in 1 group: {(tmp_path / 'a b.html').as_uri()}" and "a%20b.html" in last
+    assert (
+        first.startswith("QaRL, tbpo, w4a16, step 40 of 40: reward 0.")
+        and "mismatch 0.0" in first
+        and "Not fine: Updating" in first
+    )
+    assert last == (tmp_path / "a b.html").as_uri() and "a%20b.html" in last
 
 
 def test_a_run_is_followed_until_it_is_finished(tmp_path, monkeypatch, capsys):

@@ -3,8 +3,7 @@ import sys
 import pytest
 
 from trl_qarl.cli import main
-from trl_qarl.study.grid import build_command, cell_name, expand_grid
-from trl_qarl.study.runner import check_evaluation
+from trl_qarl.study.grid import build_command, cell_name, check_evaluation, expand_grid
 
 
 def test_grid_is_the_product_in_the_order_of_the_axes():
@@ -81,5 +80,5 @@ def test_file_that_is_no_grid_is_one_line(tmp_path, capsys, text, message):
     "text", ["", "{}", "3", '{"greedy": 1}', '{"greedy": {"correct": 3, "total": 2}}', '{"greedy": {"correct": "1"}}']
 )
 def test_evaluation_of_another_form_is_refused(text):
-    with pytest.raises(ValueError, match="the last line must be"):
+    with pytest.raises(ValueError, match="must be"):
         check_evaluation(text)

@@ -1,14 +1,10 @@
-import bisect
 import json
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from testing_utils.recorded_runs import CONFIG, Page, read_page, report, write_run
-from trl_qarl.study.groups import make_groups
-from trl_qarl.study.runs import Run
-from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
+from testing_utils.recorded_runs import Page, read_page, report, write_run
 
 
 def test_page_is_self_contained(grid_page):
@@ -21,7 +17,7 @@ def test_page_is_self_contained(grid_page):
     assert set(re.findall(r"url\((.)", text)) == {"#"}
     assert {path.name for path in grid_page.parent.iterdir()} == {"report.html"}
     # A screen reader says what a picture shows.
-    assert text.count("<svg") == text.count('<div role="img" aria-label="') > 1
+    assert text.count("<svg") == text.count('role="img" aria-label="') > 1
 
 
 @pytest.mark.slow
@@ -29,8 +25,7 @@ def test_png_files_are_written_where_they_are_asked_for(tmp_path):
     path = write_run(tmp_path / "run")
     (tmp_path / "out-length.png").write_bytes(b"of an earlier report")
     report(tmp_path / "out.html", path, "--png")
-    names = {"reward", "mismatch", "dropped", "ratio", "mismatch_weight"}
-    names |= {f"token_{name}" for name in ("ratio", "mismatch_weight")}
+    names = {"reward", "mismatch", "dropped", "distributions"}
     files = {file.name: file.read_bytes() for file in tmp_path.glob("*.png")}
     assert set(files) == {f"out-{name}.png" for name in names}
     assert all(data.startswith(b"\x89PNG") for data in files.values())
@@ -50,7 +45,7 @@ def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
         for step, nats in enumerate((1.25, 3.5, 2.75), 1)
         for kind in ("mismatch", "improbable")
     ]
-    lines = [json.dumps(row) for row in rows] + ['{"step": 4, "kind": "mismatch", "nats": "NaN"}', '{"step"']
+    lines = [json.dumps(row) for row in rows] + ['{"step": 4}', '{"step"']
     (path / "worst_completions.jsonl").write_text("\n".join(lines))
     report(tmp_path / "report.html", path)
     text = read_page(tmp_path / "report.html")
@@ -71,10 +66,9 @@ def test_gaps_zeros_broken_lines_and_missing_metrics_are_on_the_page(tmp_path):
     report(tmp_path / "out.html", path)
     text = Page(read_page(tmp_path / "out.html")).text
     for line in (
-        "run: reward is not finite at 2 steps: 3 to 4.",
+        "run: reward: not finite at steps 3, 4.",
         "run: The last line of metrics.jsonl is incomplete",
-        "No run has a value of entropy.",
-        "quant/code_flip_rate is 0 at 39 steps: 2 to 40.",
+        "run: quant/code_flip_rate: 0 at steps 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and more.",
     ):
         assert line in text, line
     assert "publish/seconds" not in text and "distribution" not in text.lower()
@@ -87,11 +81,11 @@ def test_evaluation_is_in_the_tables(tmp_path):
         (path / "evaluation.json").write_text(json.dumps(scores))
     report(tmp_path / "report.html", tmp_path)
     text = Page(read_page(tmp_path / "report.html")).text
-    assert "85.0% (80.0% to 90.0%, 2 runs)" in text and "90 of 100 (90.0%)" in text and "13 of 100 (13.0%)" in text
+    assert "85.0% (80.0% to 90.0%)" in text and "90 of 100 (90.0%)" in text and "13 of 100 (13.0%)" in text
 
 
 def test_what_runs_wrote_is_escaped(tmp_path):
-    evil = "<script>alert('$x_$')</script>&\"\x07\ud800"
+    evil = "<script>alert('$x_$')</script>&\"\x07"
     path = write_run(tmp_path / "a<b>&amp;", scheme=evil, model="$\\frac", versions={evil: evil})
     (path / "evaluation.json").write_text(json.dumps({evil: {"correct": 1, "total": 2}}))
     rows = [{"step": 40, "reward": 1, evil: None}]
@@ -104,13 +98,13 @@ def test_what_runs_wrote_is_escaped(tmp_path):
 
 def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
     text = Page(read_page(grid_page)).text
-    assert "org/model, org/other, w4a16: 10 runs in 4 groups" in text
+    assert "org/model, org/other: 10 runs in 4 groups" in text
+    assert "2 differences of final reward above the seed noise, 1 within it, 0 that cannot be judged" in text
     assert "Differences that exceed the seed noise: 2" in text
     assert "Differences that do not exceed the seed noise: 1" in text
-    assert "These runs train 2 models: org/model, org/other." in text
+    assert "These runs have 2 models: org/model; org/other." in text
     assert "Student's distribution" in text
     assert "Irregularities" not in text
-    assert re.search(r"All groups share: objective tbpo, use_vllm True, learning_rate 1e-05, max_steps 40\.", text)
 
 
 @pytest.mark.slow
@@ -195,7 +189,7 @@ def test_exact_run_says_that_its_mismatch_is_zero(tmp_path):
     report(tmp_path / "report.html", path)
     text, _, num_panels = section_of(tmp_path / "report.html", "mismatch-between-learner-and-rollout")
     assert num_panels == 0 and "Exactly 0 at every logged update: mean |log-prob difference|" in text
-    assert "triangle" not in text and "Red" not in text
+    assert "Red" not in text
     assert section_of(tmp_path / "report.html", "irregularities") is None
     _, rows, _ = section_of(tmp_path / "report.html", "worst-completions")
     assert [row[3] for row in rows[1:]] == ["improbable"]
@@ -208,24 +202,4 @@ def test_models_of_one_content_are_one_model(tmp_path):
         write_run(tmp_path / "runs" / f"run{seed}", seed=seed, model=model, model_sha256=digest)
     report(tmp_path / "report.html", tmp_path / "runs")
     text = Page(read_page(tmp_path / "report.html")).text
-    assert "3 runs in 2 groups" in text and "These runs train 2 models: one/base_model, three/base_model." in text
-
-
-def distribution_of(ratios):
-    """The figure of token ratios of one run, all of positive advantage, with a clip bound at 1.5."""
-    pytest.importorskip("pandas")
-    pytest.importorskip("matplotlib")
-    from trl_qarl.study.plots import draw_figures
-
-    counts = [0] * (len(HISTOGRAM_EDGES) - 1)
-    for ratio in ratios:
-        counts[bisect.bisect(HISTOGRAM_EDGES, ratio) - 1] += 1
-    row = {"step": 1, "name": "token_ratio", "sign": "positive", "edges": HISTOGRAM_EDGES, "counts": counts}
-    run = Run("run", CONFIG, {1: {}}, [row | {"bounds": [None, 1.5]}])
-    _, (figure,) = draw_figures(make_groups([run]))
-    return figure
-
-
-def test_a_distribution_next_to_one_alone_is_a_sentence():
-    figure = distribution_of([1.0, 1.000001, 0.999999])
-    assert figure.exact == ["All tokens are within 1e-05 of 1."] and not figure.panels
+    assert "3 runs in 2 groups" in text and "These runs have 2 models: one/base_model; three/base_model." in text

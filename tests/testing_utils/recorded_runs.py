@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 from trl_qarl.cli import main
-from trl_qarl.study.runs import Run
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 
@@ -100,9 +99,17 @@ def write_grid(path):
     return path
 
 
+def make_run(name, config, rows=({"step": 1},)):
+    """A run as it is read from a file with these rows."""
+    pytest.importorskip("pandas")
+    from trl_qarl.study.runs import Run, make_metrics
+
+    return Run(name, config, make_metrics(rows), path=name)
+
+
 def rewards_run(seed, rewards, **config):
-    rows = {step: {"reward": reward} for step, reward in enumerate(rewards, 1)}
-    return Run(f"{config}-{seed}", {**CONFIG, "max_steps": len(rewards), "seed": seed, **config}, rows)
+    rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, 1)]
+    return make_run(f"{config}-{seed}", {**CONFIG, "max_steps": len(rewards), "seed": seed, **config}, rows)
 
 
 def report(path, *run_dirs):

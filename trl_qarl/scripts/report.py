@@ -9,8 +9,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..study.groups import EVERY_BATCH, Group, count_of, describe_differences, make_groups
-from ..study.runs import Run, read_runs
 from ..telemetry.run_files import METRICS_FILE
 from .errors import configuration_errors
 
@@ -55,94 +53,78 @@ def main(args: Namespace) -> None:
                 f"`trl-qarl report` needs packages that are not installed: {', '.join(missing)}. Run "
                 '`pip install "trl-qarl[report]"`.'
             )
-        if output.is_dir() or output.suffix != ".html":
+        if output.suffix != ".html":
             raise ValueError(f"--output={args.output!r} must name a file that ends in .html, such as report.html.")
         if args.timeout is not None and not (args.follow and args.timeout > 0):
             raise ValueError(f"--timeout={args.timeout:g} must be positive and needs --follow.")
+        for path in map(Path, args.run_dirs):
+            if not path.is_dir():
+                raise ValueError(f"{path} is not a directory; give directories that training runs write.")
         output.parent.mkdir(parents=True, exist_ok=True)
         if not args.follow:
-            groups = write_page(*read_runs(args.run_dirs), output, with_png=args.png)
-    if args.follow:
-        try:
-            _follow(args.run_dirs, output, args.timeout, args.png)
-        except KeyboardInterrupt:
-            print("Stopped.")
-        return
-    from ..study.page import assess_group, summarize_findings
-
-    if len(groups) == 1:
-        print(summarize_findings(assess_group(groups[0])))
-    else:
-        found = describe_differences(groups)
-        print(
-            f"{count_of(len(found['exceeds']), 'difference')} of final reward above the seed noise, "
-            f"{len(found['within'])} within it, {len(found['unknown'])} that cannot be judged"
-        )
-    runs = [run for group in groups for run in group.runs]
-    print(f"{count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}: {output.resolve().as_uri()}")
+            _, lines = write_page(args.run_dirs, output, args.png)
+            print(*lines, output.resolve().as_uri(), sep="\n")
+            return
+    try:
+        _follow(args.run_dirs, output, args.timeout, args.png)
+    except KeyboardInterrupt:
+        print("Stopped.")
 
 
 def write_page(
-    runs: list[Run], notes: list[str], output: Path, refresh: int | None = None, with_png: bool = False
-) -> list[Group]:
-    """Write the page about runs and notes of [`read_runs`]; needs matplotlib, jinja2 and pandas."""
-    from ..study.page import make_page
-    from ..study.plots import draw_figures, save_pngs
+    run_dirs: Iterable[str | Path], output: Path, with_png: bool = False, is_followed: bool = False
+) -> tuple[bool, list[str]]:
+    """
+    Write the page about runs in directories. Return whether all of them are finished, and lines about them for the
+    console. With `is_followed` a browser loads the page again while they are not, and PNG files wait for their end.
+    """
+    from ..study.groups import describe_differences, make_groups, summarize_differences
+    from ..study.page import assess_group, make_page, summarize_findings
+    from ..study.plots import make_figures, save_pngs
+    from ..study.runs import read_runs
 
+    runs, notes = read_runs(run_dirs)
+    is_finished = not notes and all(run.is_finished for run in runs)
+    is_final = is_finished or not is_followed
     groups = make_groups(runs)
-    figures = draw_figures(groups)
-    if with_png:
-        save_pngs([*figures[0], *figures[1]], groups, output)
-    missing = [f"No run has a value of {name}." for name in EVERY_BATCH if not any(run.values(name) for run in runs)]
-    page = make_page(groups, figures, notes + missing, refresh)
+    figures = make_figures(groups)
+    if with_png and is_final:
+        save_pngs(figures, output)
     # A browser must not read half a page.
     draft = output.with_name(f".{output.name}.part")
-    draft.write_text(page, encoding="utf-8")
+    draft.write_text(make_page(groups, figures, notes, None if is_final else _REFRESH_SECONDS), encoding="utf-8")
     draft.replace(output)
-    return groups
+    lines = []
+    for group in groups:
+        steps = ", ".join(f"{run.last_step} of {run.config.get('max_steps', '?')}" for run in group.runs)
+        lines.append(f"{group.label}, step {steps}: {summarize_findings(assess_group(group))}")
+    if len(groups) > 1:
+        lines.append(summarize_differences(describe_differences(groups)))
+    return is_finished, lines
 
 
 def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: bool) -> None:
     """Write the page whenever metrics have grown. A run that has not logged yet is waited for."""
-    from ..study.page import assess_group, summarize_findings
-
-    with configuration_errors():
-        for path in map(Path, run_dirs):
-            if not path.is_dir():
-                raise ValueError(f"{path} is not a directory; give directories that training runs write.")
     print(f"Following: {output.resolve().as_uri()}", flush=True)
     seen, changed = None, time.monotonic()
     while timeout is None or time.monotonic() - changed < timeout:
-        state = _sizes(run_dirs)
-        if state == seen:
+        files = [
+            file for folder in map(Path, run_dirs) for at in (".", "*") for file in folder.glob(f"{at}/{METRICS_FILE}")
+        ]
+        sizes = {file: file.stat().st_size for file in files}
+        if sizes == seen:
             time.sleep(_POLL_SECONDS)
             continue
-        seen, changed = state, time.monotonic()
+        seen, changed = sizes, time.monotonic()
         try:
-            runs, notes = read_runs(run_dirs)
+            is_finished, lines = write_page(run_dirs, output, with_png, is_followed=True)
         except ValueError as error:
             print(f"Waiting: {error}", flush=True)
             continue
-        is_finished = not notes and all(run.is_finished for run in runs)
-        groups = write_page(
-            runs, notes, output, None if is_finished else _REFRESH_SECONDS, with_png=with_png and is_finished
-        )
-        for group in groups:
-            steps = ", ".join(f"{run.last_step} of {run.config.get('max_steps', '?')}" for run in group.runs)
-            print(f"{group.label}, step {steps}: {summarize_findings(assess_group(group))}", flush=True)
+        print("\n".join(lines), flush=True)
         if is_finished:
             print("All runs are finished.")
             return
         # Training on the same machine keeps four fifths of a core.
         time.sleep(4 * (time.monotonic() - changed))
     print(f"Nothing was logged for {timeout:g} seconds.")
-
-
-def _sizes(run_dirs: Iterable[str]) -> dict[Path, int]:
-    """Return the size of each file of metrics, by which growth is noticed."""
-    paths = [
-        file
-        for folder in map(Path, run_dirs)
-        for file in (*folder.glob(METRICS_FILE), *folder.glob(f"*/{METRICS_FILE}"))
-    ]
-    return {path: path.stat().st_size for path in paths}

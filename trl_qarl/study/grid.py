@@ -1,26 +1,25 @@
-"""The grid file: its cells, their names and the command of each."""
+"""The grid file: its cells, their names, the command of each, and what an evaluation answers."""
 
 import itertools
 import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..objectives.registry import OBJECTIVES
 from ..options import CHOICES
 from ..quantization.schemes import SCHEMES
-from .groups import label_parts
 
 
-__all__ = ["AXES", "KEYS", "build_command", "cell_name", "expand_grid", "load_grid"]
+__all__ = ["AXES", "KEYS", "build_command", "cell_name", "check_evaluation", "expand_grid", "label_parts", "load_grid"]
 
 AXES = ("quantize_learner", "objective", "scheme", "lora_mode", "seed")
 KEYS = ("command", "train", "grid", "cells", "evaluate")
 
-_CHOICES = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES), "lora_mode": CHOICES["lora_mode"]}
+_CHOICES = {"objective": OBJECTIVES, "scheme": SCHEMES, "lora_mode": CHOICES["lora_mode"]}
 
 
 def load_grid(path: str | Path) -> dict[str, Any]:
@@ -40,31 +39,20 @@ def load_grid(path: str | Path) -> dict[str, Any]:
         _require((first in config) != (second in config), f"{path} has {found}; give exactly one of them.")
     train = config.get("train", {})
     _require(isinstance(train, dict), f"`train` must map options of `trl-qarl train` to values, not {train!r}.")
-    for name, value in train.items():
-        where = f"`train` sets `{name}`"
-        is_ours = name in ("output_dir", "resume_from_checkpoint")
-        _require(not is_ours, f"{where}, which compare sets for every cell; remove it from the file.")
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    for name in ("output_dir", "resume_from_checkpoint"):
         _require(
-            all(one is None or isinstance(one, str | int | float) for one in values),
-            f"{where} to {value!r}, which no option of a command line can hold: give text, numbers, true, false, a list or a mapping "
-            "of them (a date in quotes), or write it to a file for `trl-qarl train --config`.",
+            name not in train, f"`train` sets `{name}`, which compare sets for every cell; remove it from the file."
         )
     for key in [key for key in ("command", "evaluate") if key in config]:
         words = config[key]
-        is_list = isinstance(words, list) and words and all(isinstance(word, str | int | float) for word in words)
-        _require(is_list, f"`{key}` must be a list of words such as ['{{python}}', 'train.py'], not {words!r}.")
+        shape = f"`{key}` must be a list of words such as ['{{python}}', 'train.py'], not {words!r}."
+        _require(isinstance(words, list) and words, shape)
         # A placeholder names nothing that can be looked up.
-        is_there = "{" in str(words[0]) or shutil.which(str(words[0])) is not None
+        is_there = "{" in str(words[0]) or shutil.which(str(words[0]))
         _require(
             is_there, f"`{key}` starts with {words[0]!r}, which is not an executable; install it or fix the path."
         )
     return config
-
-
-def _require(condition: Any, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
@@ -73,48 +61,44 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     under `cells`. In a product the scheme `bf16` has one cell for all values of `quantize_learner`. `ValueError` is
     raised for unknown axes and values, equal cells, and cells that the command cannot be built for.
     """
-    if "cells" in config:
-        cells = config["cells"]
-        is_list = isinstance(cells, list) and cells and all(isinstance(cell, dict) and cell for cell in cells)
-        _require(is_list, f"`cells` must be a list of mappings such as {{scheme: w4a16, seed: 0}}, not {cells!r}.")
-        for cell in cells:
-            _check_names("axis", cell, AXES)
-    else:
-        grid = config["grid"]
-        is_mapping = isinstance(grid, dict) and grid
-        _require(is_mapping, f"`grid` must map {', '.join(AXES)} to lists of values, not {grid!r}.")
-        _check_names("axis", grid, AXES)
-        for axis, values in grid.items():
-            is_list = isinstance(values, list) and values
-            _require(is_list, f"`{axis}` must be a list with at least one value, not {values!r}.")
-        cells = list(_product(grid))
-    cells = [{axis: cell[axis] for axis in AXES if axis in cell} for cell in cells]
-    train = config.get("train", {})
+    key = "cells" if "cells" in config else "grid"
+    cells = config[key]
+    if key == "grid":
+        is_mapping = isinstance(cells, dict) and cells and all(isinstance(of, list) and of for of in cells.values())
+        _require(is_mapping, f"`grid` must map {', '.join(AXES)} to lists with at least one value, not {cells!r}.")
+        _check_names("axis", cells, AXES)
+        cells = list(_product(cells))
+    is_list = isinstance(cells, list) and cells and all(isinstance(cell, dict) and cell for cell in cells)
+    _require(is_list, f"`cells` must be a list of mappings such as {{scheme: w4a16, seed: 0}}, not {cells!r}.")
     names: set[str] = set()
     for cell in cells:
+        _check_names("axis", cell, AXES)
         for axis, value in cell.items():
             _check_value(axis, value, is_ours="train" in config)
             both = f"`{axis}` is both an axis and an option under `train`; remove it from `train`."
-            _require(axis not in train, both)
-        name, options = cell_name(cell), {"quantize_learner": True, **train, **cell}
-        _require(
-            options.get("scheme") != "bf16" or options["quantize_learner"] is not False,
-            f"The cell {name} has scheme bf16 and quantize_learner false, but bf16 has no low-bit weights for only the rollout to "
-            "run; remove `quantize_learner`, or name a quantized scheme.",
-        )
-        _require(name not in names, f"The cell {name} occurs twice; remove one of them.")
+            _require(axis not in config.get("train", {}), both)
+        _require((name := cell_name(cell)) not in names, f"The cell {name} occurs twice; remove one of them.")
         names.add(name)
         build_command(config, cell, Path("DIR"))
     # Cells that differ along an axis without a placeholder would all be the same run.
-    words = " ".join(map(str, config.get("command", ())))
     varying = [axis for axis in AXES if len({cell.get(axis) for cell in cells}) > 1]
-    for name in ("output_dir", *varying) if words else ():
+    for name in ("output_dir", *varying) if "command" in config else ():
         missing = f"`command` has no {{{name}}}, so its cells would not differ in it; add the placeholder."
-        _require(f"{{{name}}}" in words, missing)
+        _require(f"{{{name}}}" in " ".join(map(str, config["command"])), missing)
     return cells
 
 
-def cell_name(cell: dict[str, str | int]) -> str:
+def label_parts(config: Mapping[str, Any]) -> list[str]:
+    """Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and
+    `lora_mode`, such as `["rollout-only", "tbpo", "w4a16"]` or `["bf16", "grpo", "lora_merged"]`."""
+    is_bf16 = config.get("scheme") == "bf16"
+    learner = None if "quantize_learner" not in config else "QaRL" if config["quantize_learner"] else "rollout-only"
+    scheme, lora = None if is_bf16 else config.get("scheme"), config.get("lora_mode")
+    parts = ["bf16" if is_bf16 else learner, config.get("objective"), scheme, lora and f"lora_{lora}"]
+    return [str(part) for part in parts if part is not None]
+
+
+def cell_name(cell: Mapping[str, str | int]) -> str:
     """Return the name of a cell's directory: what the report calls it and its seed, such as
     `QaRL-tbpo-w4a16-seed0`."""
     return "-".join(label_parts(cell) + ([f"seed{cell['seed']}"] if "seed" in cell else []))
@@ -122,27 +106,28 @@ def cell_name(cell: dict[str, str | int]) -> str:
 
 def build_command(
     config: dict[str, Any],
-    cell: dict[str, str | int],
+    cell: Mapping[str, str | int],
     output_dir: Path,
     *,
     resume: bool = False,
-    key: str | None = None,
+    key: str = "command",
 ) -> list[str]:
     """Return the arguments that train, or with `key="evaluate"` evaluate, one cell of [`expand_grid`] in its own
     directory; with `resume` from the last checkpoint there."""
-    if key is None and "train" in config:
-        options = {**config["train"], **cell, "output_dir": str(output_dir)}
-        if resume:
-            options["resume_from_checkpoint"] = True
-        words = [word for name, value in options.items() for word in _option(name, value)]
-        return [sys.executable, "-m", "trl_qarl.cli", "train", *words]
-    key = key or "command"
+    if key not in config:
+        options = {
+            **config["train"],
+            **cell,
+            "output_dir": output_dir,
+            **({"resume_from_checkpoint": True} if resume else {}),
+        }
+        return [sys.executable, "-m", "trl_qarl.cli", "train", *itertools.chain(*map(_option, options.items()))]
     values = {
         # The default of `QaRLConfig`, for the cells of bf16 in a grid that sets it for others.
         "quantize_learner": True,
         **cell,
-        "output_dir": str(output_dir),
-        "resume_from_checkpoint": str(resume).lower(),
+        "output_dir": output_dir,
+        "resume_from_checkpoint": resume,
         "python": sys.executable,
     }
 
@@ -158,15 +143,29 @@ def build_command(
     return [re.sub(r"\{(\w+)\}", fill, str(word)) for word in config[key]]
 
 
+def check_evaluation(text: str) -> dict[str, dict[str, int]]:
+    """Read what an evaluation answered, `{name: {"correct": int, "total": int}}` with at least one name; anything else
+    raises `ValueError`."""
+    try:
+        scores = json.loads(text)
+        if scores and all(0 <= score["correct"] <= score["total"] > 0 for score in scores.values()):
+            return scores
+    except (ValueError, LookupError, TypeError, AttributeError):
+        pass
+    raise ValueError(f'the answer must be {{"greedy": {{"correct": 1, "total": 2}}}} or alike, not {text[:80]!r}')
+
+
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
 def _product(grid: dict[str, list]) -> Iterator[dict[str, Any]]:
-    axes = [axis for axis in AXES if axis in grid]
+    axes, learner = [axis for axis in AXES if axis in grid], grid.get("quantize_learner", [None])[0]
     for values in itertools.product(*(grid[axis] for axis in axes)):
         cell = dict(zip(axes, values, strict=True))
-        if cell.get("scheme") == "bf16" and "quantize_learner" in cell:
-            if cell["quantize_learner"] != grid["quantize_learner"][0]:
-                continue
-            del cell["quantize_learner"]
-        yield cell
+        if cell.get("scheme") != "bf16" or cell.pop("quantize_learner", learner) == learner:
+            yield cell
 
 
 def _check_names(kind: str, names: dict[str, Any], allowed: tuple[str, ...]) -> None:
@@ -188,11 +187,11 @@ def _check_value(axis: str, value: Any, is_ours: bool) -> None:
         _require(is_known, f"`{axis}` has the value {value!r}; it can be {', '.join(_CHOICES[axis])}.")
 
 
-def _option(name: str, value: Any) -> Iterator[str]:
+def _option(option: tuple[str, Any]) -> list[str]:
+    name, value = option
     if value is None:
-        return
-    yield f"--{name}"
-    if isinstance(value, list):
-        yield from map(str, value)
-    else:
-        yield json.dumps(value) if isinstance(value, dict) else str(value)
+        return []
+    values = (
+        value if isinstance(value, list) else [json.dumps(value, default=str) if isinstance(value, dict) else value]
+    )
+    return [f"--{name}", *map(str, values)]

@@ -14,43 +14,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TextIO
-
-from tqdm import tqdm
 
 from ..checkpoint.marker import is_complete
 from ..processes import end_with_parent
-from .grid import build_command, cell_name
-from .runs import is_evaluation
+from .grid import build_command, cell_name, check_evaluation
 
 
-__all__ = ["cell_state", "check_evaluation", "check_side_by_side", "lock_directory", "run_cells"]
+__all__ = ["cell_state", "check_side_by_side", "lock_directory", "run_cells"]
 
 CELL_FILE = "cell.json"
 EVALUATION_FILE = "evaluation.json"
 FINISHED_FILE = "finished"
 TRAINED_FILE = "trained"
 LOG_FILE = "log.txt"
-
-
-def check_evaluation(text: str) -> dict[str, dict[str, int]]:
-    """Read the last line of what an evaluation printed, `{name: {"correct": int, "total": int}}`; anything else raises
-    `ValueError`."""
-    line = (text.strip().splitlines() or [""])[-1]
-    try:
-        scores = json.loads(line)
-    except ValueError:
-        scores = None
-    if not is_evaluation(scores):
-        raise ValueError(
-            f'the last line must be {{"greedy": {{"correct": 1, "total": 2}}}} or alike, not {line[:80]!r}'
-        )
-    return scores
 
 
 def run_cells(
@@ -63,89 +47,67 @@ def run_cells(
 ) -> dict[str, str]:
     """Run what is not finished, one cell per device at a time, and return the reasons of the failures by cell."""
     failures: dict[str, str] = {}
-    running: list[str] = []
-    stop = threading.Event()
-    # On a terminal: what runs, for how long, and for how long still, by the mean of the cells that have finished.
-    bar = tqdm(total=len(cells), initial=states.count("finished"), unit="cell", smoothing=0, disable=None)
-    waiting = deque(enumerate(zip(cells, states, strict=True), 1))
+    stop, free = threading.Event(), SimpleQueue[str | None]()
+    for device in devices:
+        free.put(device)
 
-    def work(device: str | None) -> None:
-        while not stop.is_set():
-            try:
-                index, (cell, state) = waiting.popleft()
-            except IndexError:
-                return
-            name = cell_name(cell)
-            position = f"[{index}/{len(cells)}] {name}:"
-            if state == "finished":
-                bar.write(f"{position} finished before, skipped", file=sys.stderr)
-                continue
-            start = time.monotonic()
-            running.append(name)
-            try:
-                reason = _run_cell(config, cell, output_dir / name, state, lock, device, stop)
-            except OSError as error:
-                reason = str(error)
-            running.remove(name)
-            if stop.is_set():
-                return
-            if reason is not None:
-                failures[name] = reason
-            took = timedelta(seconds=round(time.monotonic() - start))
-            bar.write(f"{position} {'finished in' if reason is None else 'failed after'} {took}", file=sys.stderr)
-            bar.update()
-
-    with bar, ThreadPoolExecutor(len(devices)) as pool:
-        workers = [pool.submit(work, device) for device in devices]
+    def work(index: int, cell: dict, state: str) -> None:
+        name = cell_name(cell)
+        tell = partial(print, f"[{index}/{len(cells)}] {name}:", file=sys.stderr)
+        if state == "finished":
+            tell("finished before, skipped")
+            return
+        tell("started")
+        device, start = free.get(), time.monotonic()
         try:
-            while wait(workers, timeout=1).not_done:
-                bar.set_postfix_str(", ".join(running))
+            reason = _run_cell(
+                config, cell, output_dir / name, state, partial(_run, lock=lock, device=device, stop=stop)
+            )
+        except OSError as error:
+            reason = str(error)
+        free.put(device)
+        if stop.is_set():
+            return
+        if reason is None:
+            (output_dir / name / FINISHED_FILE).write_text(json.dumps(config.get("evaluate")))
+        else:
+            failures[name] = reason
+        took = timedelta(seconds=round(time.monotonic() - start))
+        tell(f"{'finished in' if reason is None else 'failed after'} {took}")
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        try:
+            list(pool.map(work, range(1, len(cells) + 1), cells, states))
         finally:
             stop.set()
-    for worker in workers:
-        worker.result()
     return failures
 
 
-def _run_cell(
-    config: dict[str, Any],
-    cell: dict,
-    cell_dir: Path,
-    state: str,
-    lock: int,
-    device: str | None,
-    stop: threading.Event,
-) -> str | None:
+def _run_cell(config: dict[str, Any], cell: dict, cell_dir: Path, state: str, run: Callable[..., int]) -> str | None:
     """Train and evaluate one cell. Return why it failed, `None` if it did not."""
     cell_dir.mkdir(exist_ok=True)
-    _write(cell_dir / CELL_FILE, json.dumps(_cell_record(config, cell), indent=2) + "\n")
+    if state == "new":
+        (cell_dir / CELL_FILE).write_text(_cell_record(config, cell))
     with open(cell_dir / LOG_FILE, "a", encoding="utf-8") as log:
         if state != "evaluates":
-            command = build_command(config, cell, cell_dir, resume=state == "resumes")
-            code = _run(command, log, log, lock, device, stop)
-            if code:
+            if code := run(build_command(config, cell, cell_dir, resume=state == "resumes"), log, log):
                 return _describe_exit(code)
-            if not stop.is_set():
-                _write(cell_dir / TRAINED_FILE, "")
+            (cell_dir / TRAINED_FILE).touch()
         if "evaluate" in config:
             answer = cell_dir / "evaluation.txt"
             with open(answer, "w", encoding="utf-8") as out:
-                code = _run(build_command(config, cell, cell_dir, key="evaluate"), out, log, lock, device, stop)
+                code = run(build_command(config, cell, cell_dir, key="evaluate"), out, log)
             if code:
                 return f"evaluation: {_describe_exit(code)}"
             try:
-                scores = check_evaluation(answer.read_text(encoding="utf-8"))
+                scores = check_evaluation(([""] + answer.read_text(encoding="utf-8").strip().splitlines())[-1])
             except ValueError as error:
-                return f"evaluation: {error}"
-            _write(cell_dir / EVALUATION_FILE, json.dumps(scores) + "\n")
-    if stop.is_set():
-        # A program that is asked to end may do so with code 0.
-        return "interrupted"
-    _write(cell_dir / FINISHED_FILE, json.dumps(config.get("evaluate")) + "\n")
+                return f"evaluation: {error} in the last line"
+            (cell_dir / EVALUATION_FILE).write_text(json.dumps(scores) + "\n")
     return None
 
 
-def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | None, stop: threading.Event) -> int:
+def _run(command: list[str], out: TextIO, log: TextIO, *, lock: int, device: str | None, stop: threading.Event) -> int:
     """Return the exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None`
     all."""
     log.write(f"$ {shlex.join(command)}\n")
@@ -162,9 +124,8 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
         env=None if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device},
     )
     try:
-        while process.poll() is None and not stop.is_set():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.2)
+        while process.poll() is None and not stop.wait(0.2):
+            pass
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -174,36 +135,36 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return process.returncode
+    # A program that is asked to end may do so with code 0.
+    return process.returncode or (-signal.SIGTERM if stop.is_set() else 0)
 
 
 def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     """Return `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or
     `"new"`. A directory with results of other options than the file has now raises `ValueError`."""
-    finished = (cell_dir / FINISHED_FILE).is_file()
-    trained = finished or (cell_dir / TRAINED_FILE).is_file()
-    has_checkpoint = any(map(is_complete, cell_dir.glob("checkpoint-*")))
-    if not (trained or has_checkpoint):
+    finished = cell_dir / FINISHED_FILE
+    trained = finished.is_file() or (cell_dir / TRAINED_FILE).is_file()
+    if not trained and not any(map(is_complete, cell_dir.glob("checkpoint-*"))):
         return "new"
     try:
         record = json.loads((cell_dir / CELL_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         record = None
-    if record != json.loads(json.dumps(_cell_record(config, cell))):
+    if record != json.loads(_cell_record(config, cell)):
         raise ValueError(
             f"{cell_dir} holds results of other options than this file gives; choose another `--output_dir`, or "
             "remove that directory to train the cell again."
         )
     if not trained:
         return "resumes"
-    if not finished:
-        return "evaluates"
-    evaluated = (cell_dir / FINISHED_FILE).read_text(encoding="utf-8").strip()
-    return "finished" if evaluated == json.dumps(config.get("evaluate")) else "evaluates"
+    is_same = finished.is_file() and finished.read_text().strip() == json.dumps(config.get("evaluate"))
+    return "finished" if is_same else "evaluates"
 
 
-def _cell_record(config: dict[str, Any], cell: dict) -> dict[str, Any]:
-    return {"cell": cell, **{key: config[key] for key in ("train", "command") if key in config}}
+def _cell_record(config: dict[str, Any], cell: dict) -> str:
+    record = {"cell": cell, **{key: config[key] for key in ("train", "command") if key in config}}
+    # YAML knows dates.
+    return json.dumps(record, indent=2, default=str) + "\n"
 
 
 def lock_directory(output_dir: Path) -> TextIO:
@@ -220,22 +181,11 @@ def lock_directory(output_dir: Path) -> TextIO:
 
 
 def check_side_by_side(train: dict[str, Any]) -> None:
-    if train.get("vllm_server_autostart"):
-        problem = "`vllm_server_autostart` with several --devices: every cell would start its server on the same port."
-    elif train.get("use_vllm") and train.get("vllm_mode") == "server":
-        problem = (
-            "`vllm_mode: server` with several --devices: the cells would publish their weights to the same server."
+    if train.get("vllm_server_autostart") or (train.get("use_vllm") and train.get("vllm_mode") == "server"):
+        raise ValueError(
+            "`vllm_mode: server` with several --devices: the cells would share one server, or its port with "
+            "`vllm_server_autostart`. Use `vllm_mode: colocate`, or a `command` that chooses a free port."
         )
-    else:
-        return
-    raise ValueError(f"{problem} Use `vllm_mode: colocate`, or a `command` that chooses a free port.")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write `path` completely or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _describe_exit(code: int) -> str:

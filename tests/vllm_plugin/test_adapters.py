@@ -149,7 +149,7 @@ def test_values_that_do_not_reach_the_running_buffers_are_noticed(publisher, mon
 @pytest.mark.parametrize(
     ("tensor", "named"),
     [
-        (lambda model: model.get_submodule("model.layers.1.mlp.down_proj").lora_b_stacked[0], "the adapter"),
+        (lambda model: model.get_submodule("model.layers.1.mlp.down_proj").lora_b_stacked[0], "adapter"),
         (lambda model: model.get_submodule("model.layers.1.mlp.down_proj").base_layer.weight_packed, "model.layers.1"),
     ],
     ids=["adapter", "base"],

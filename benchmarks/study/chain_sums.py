@@ -23,8 +23,8 @@ from pathlib import Path
 STEPS = (10, 15)
 NUM_HELD_OUT = 400
 CHARACTERS = "0123456789+=;:."
-# Stages of pretraining: maximum number of steps, number of batches. For longer chains, `curriculum` adds a stage of
-# the last one's size. The learning rate falls linearly to 0 in the last stage.
+# Stages of pretraining: maximum number of steps, number of batches. For shorter or longer chains, `curriculum` ends
+# with a stage of the last one's size. The learning rate falls linearly to 0 in the last stage.
 CURRICULUM = ((1, 100), (3, 50), (15, 300))
 TOKENS_PER_BATCH = 4000
 
@@ -73,12 +73,18 @@ def make_problems(steps: tuple[int, int] = STEPS) -> tuple[list[dict[str, str]],
 def right_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
     """
     Reward 1 for a completion that ends with the right last sum and a full stop, else 0. Earlier steps do not count.
+    The only sum of a chain of one step is in the prompt, and the completion is the result.
 
     >>> right_sum(["85;02:47+85=32;01:85+32=17.", "17.", "85;02:47+85=32;01:85+32=17"], ["01:85+32=17."] * 3)
     [1.0, 0.0, 0.0]
+    >>> right_sum(["85.", "1785."], ["85."] * 2)
+    [1.0, 0.0]
     """
-    endings = ("=" + expected.rsplit("=", 1)[-1] for expected in answer)
-    return [float(text.endswith(ending)) for text, ending in zip(completions, endings, strict=True)]
+    rewards = []
+    for text, right in zip(completions, answer, strict=True):
+        _, equals, last = right.rpartition("=")
+        rewards.append(float(text.endswith(f"={last}") if equals else text == right))
+    return rewards
 
 
 def make_tokenizer():
@@ -182,9 +188,11 @@ def curriculum(steps: tuple[int, int]) -> list[tuple[int, int]]:
 
     >>> curriculum((60, 90))
     [(1, 100), (3, 50), (15, 300), (90, 300)]
+    >>> curriculum((2, 2))
+    [(1, 100), (2, 300)]
     """
-    last = (steps[1], CURRICULUM[-1][1])
-    return [*CURRICULUM, *[last] * (last not in CURRICULUM)]
+    shorter = [stage for stage in CURRICULUM if stage[0] < steps[1]]
+    return [*shorter, (steps[1], CURRICULUM[-1][1])]
 
 
 def pretraining_batches(tokenizer, pairs: list[tuple[int, int]], stages: list[tuple[int, int]]) -> Iterator[dict]:
@@ -261,7 +269,8 @@ def pretrain(
             optimizer.zero_grad()
         if step % 25 == 0:
             row = {"step": step, "seconds": round(time.monotonic() - start), "loss": round(loss.item(), 4)}
-            if step > num_steps - last and loss < 0.03:
+            # Scoring takes long, and a model with a larger loss per token solves too few.
+            if step > num_steps - last and loss < max(0.03, 0.5 / steps[1]):
                 row["sampled"] = score(answer_problems(model, tokenizer, probe, 1.0, bf16=False), probe)
             history.append(row)
             print(json.dumps(row), flush=True)

@@ -7,7 +7,6 @@ study-bits.png, study-length.png and study-shapes.png are only drawn if `long_ta
 of bits.yaml, length_1000.yaml and shapes.yaml to study.json.
 """
 
-import itertools
 import json
 import statistics
 import sys
@@ -214,17 +213,15 @@ def _panels(**options):
 
 
 def draw_ages(cells: list[dict], timed: list[dict]) -> None:
-    """Draw rewards by age of the rollouts, as means over the seeds: over updates in a column per objective, and below
-    over seconds for the `timed` runs of `seconds.py`, with and without `rollout_ahead=1`."""
+    """Draw rewards by age of the rollouts, as means over the seeds, in a column for each objective: over updates, and
+    below over seconds for the `timed` runs of `seconds.py`, with and without `rollout_ahead=1`."""
     import matplotlib.pyplot as plt
 
     groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}
     objectives = list(dict.fromkeys(objective for _, _, objective in groups))
     colors = {0: "ink", 1: "blue", 2: "green", 4: "vermillion"}
-    rows = [objectives, ["seconds"] * len(objectives)]
-    figure, panels = plt.subplot_mosaic(rows, figsize=(3.6 * len(objectives), 5.8), sharey=True)
-    for objective in objectives:
-        axes = panels[objective]
+    figure, panels = plt.subplots(2, len(objectives), figsize=(3.6 * len(objectives), 5.8), sharey=True)
+    for objective, (axes, below) in zip(objectives, panels.T, strict=True):
         for age, color in colors.items():
             of = groups.get((AGE_SCHEME + (f"-age{age}" if age else ""), "QaRL", objective), [])
             if of:
@@ -234,16 +231,15 @@ def draw_ages(cells: list[dict], timed: list[dict]) -> None:
         axes.set_title(f"QaRL, {objective}", fontsize=10)
         axes.set_xlabel("update")
         axes.legend(title="age in batches", loc="upper left", fontsize=8, title_fontsize=8, frameon=False)
-    below, names = panels["seconds"], dict.fromkeys(run["objective"] for run in timed)
-    for (objective, style), ahead in itertools.product(zip(names, ("-", "--", ":"), strict=False), (0, 1)):
-        runs = [run for run in timed if (run["objective"], run["rollout_ahead"]) == (objective, ahead)]
-        seconds = [statistics.fmean(times) for times in zip(*(run["seconds"] for run in runs), strict=True)]
-        label = f"{objective}, rollout_ahead={ahead} ({len(runs)} seeds)"
-        rewards = smooth([run["reward"] for run in runs])
-        below.plot(seconds, rewards, style, color=COLORS[colors[ahead]], label=label)
-    below.set_xlabel("seconds, vLLM on a core of its own")
-    below.legend(loc="lower right", fontsize=8, frameon=False)
-    for axes in (panels[objectives[0]], below):
+        for ahead in (0, 1):
+            runs = [run for run in timed if (run["objective"], run["rollout_ahead"]) == (objective, ahead)]
+            seconds = [statistics.fmean(times) for times in zip(*(run["seconds"] for run in runs), strict=True)]
+            label = f"rollout_ahead={ahead} ({len(runs)} seeds)"
+            rewards = smooth([run["reward"] for run in runs])
+            below.plot(seconds, rewards, color=COLORS[colors[ahead]], label=label)
+        below.set_xlabel("seconds, vLLM on a core of its own")
+        below.legend(loc="lower right", fontsize=8, frameon=False)
+    for axes in panels[:, 0]:
         axes.set_ylabel("reward")
     figure.tight_layout()
     figure.savefig(HERE / "study-age.png", facecolor="white", dpi=130)

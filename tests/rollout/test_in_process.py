@@ -58,6 +58,9 @@ def test_the_command_of_a_plan_starts_a_server_with_the_learners_layers(tmp_path
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, scheme):
     from vllm import SamplingParams
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from trl_qarl.vllm_plugin.cpu_sampling import random_sample
 
     start_engines_quickly(monkeypatch)
     model, folder = export(tmp_path, scheme)
@@ -79,6 +82,7 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     ours = torch.tensor([entry[token].logprob for token, entry in zip(ids, answer.outputs[0].logprobs, strict=True)])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    assert topk_topp_sampler.compiled_random_sample is random_sample
 
 
 @pytest.mark.vllm

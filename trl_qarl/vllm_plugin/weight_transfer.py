@@ -23,6 +23,7 @@ from ..wire.protocol import TRANSFER_DIR_VARIABLE, load_order
 from ..wire.transfer_dir import confined_path
 from .adapters import on_bare_model
 from .audited_reload import AuditedReload
+from .cpu_sampling import register_sampling
 
 
 __all__ = ["FileChannel", "NCCLChannel"]
@@ -49,6 +50,8 @@ class FileChannel(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, Fi
         super().__init__(*args, **kwargs)
         # Read once; the environment of a running process can change.
         self._directory = os.environ.get(TRANSFER_DIR_VARIABLE)
+        if self.device.type == "cpu":
+            register_sampling()
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing: the directory is the server's."""

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.options import check_numerics
-from trl_qarl.numerics import backends, cuda
+from trl_qarl.numerics import cuda, ops
 from trl_qarl.numerics.availability import check_engine_numerics, choose_numerics
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.rollout.server_command import build_server_command
@@ -62,7 +62,7 @@ def gpu_kernels(monkeypatch):
     monkeypatch.setattr(batch_invariant, "log_softmax", lambda x, dim: torch.log_softmax(x, dim))
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **_: 3)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", paged_attention, raising=False)
-    monkeypatch.setattr(backends, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(ops, "is_on_gpu", lambda x: True)
     cuda._layout.cache_clear()
     return calls
 

@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from testing_utils import relative_error
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import ops
-from trl_qarl.numerics.backends import backend_of
-from trl_qarl.numerics.ops import token_log_probs
+from trl_qarl.numerics.ops import backend_of, token_log_probs
 
 
 @pytest.mark.parametrize(

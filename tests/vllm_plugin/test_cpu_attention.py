@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics import cpu_attention
 
 
 pytest.importorskip("vllm")
@@ -38,7 +37,7 @@ def make_builder(is_ours=True, **fields):
         "is_cross_attention": False,
         "is_encoder_only_attention": False,
         "is_ours": is_ours,
-        "size": cpu_attention.queries_in_one_pass(isa, 4, 2),
+        "size": kernels.queries_in_one_pass(isa, 4, 2),
     }
     for name, value in (defaults | fields).items():
         setattr(builder, name, value)
@@ -112,7 +111,7 @@ def test_vllm_takes_it_for_cpus_and_registering_again_changes_nothing():
     assert OnePassBackend.get_impl_cls() is CPUAttentionBackend.get_impl_cls()
 
 
-@pytest.mark.parametrize(("is_ours", "says"), [((True, True), cpu_attention.IN_ONE_PASS), ((True, False), None)])
+@pytest.mark.parametrize(("is_ours", "says"), [((True, True), kernels.IN_ONE_PASS), ((True, False), None)])
 def test_an_engine_says_whether_all_its_layers_have_it(is_ours, says):
     from types import SimpleNamespace
 

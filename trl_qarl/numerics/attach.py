@@ -7,13 +7,13 @@ names, hooks and ties do not change.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from transformers.utils import ModelOutput
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..quantization.gemm import low_bit_linear
@@ -23,14 +23,7 @@ from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
 from .availability import adapters_beside, check_engine_numerics
-from .modules import (
-    ATTENTION,
-    ENGINE_OPERATIONS,
-    EngineOperation,
-    LoraOperation,
-    class_of,
-    operation_of,
-)
+from .modules import ATTENTION, ENGINE_OPERATIONS, EngineOperation, LoraOperation, class_of, operation_of
 
 
 __all__ = [
@@ -43,30 +36,26 @@ __all__ = [
 
 
 def attach_engine_numerics(
-    model: nn.Module,
-    dtype: torch.dtype = torch.bfloat16,
-    temperature: float = 1.0,
-    adapter_rank: int | None = None,
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0, adapter_rank: int | None = None
 ) -> None:
     """
     Have `model` compute every log-prob like the engine, bit for bit, with gradients.
 
-    Quantized layers run the engine's product of their scheme; all other parameters stay float32 masters that are
-    rounded to `dtype` at each use. Autocast has no effect on the model. Logits are in `dtype`; compute log-probs with
+    Quantized layers run the engine's product of their scheme; other parameters stay float32 masters that are rounded
+    to `dtype` at each use. Autocast has no effect. Logits are in `dtype`; compute log-probs with
     [`~trl_qarl.numerics.ops.token_log_probs`], or pass `labels` and `fused_lm_head=True` like TRL.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             A model of a class in [`~trl_qarl.numerics.availability.COVERED_CLASSES`], prepared by
-            [`~trl_qarl.prepare_model`] or not quantized; also with LoRA next to its layers or in their low-bit
-            weights.
+            [`~trl_qarl.prepare_model`] or not quantized, with or without LoRA.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
             Dtype in which the engine runs the model.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, for calls with `fused_lm_head=True`.
         adapter_rank (`int`, *optional*):
-            Rank to which the engine pads adapters next to the layers with zeros, which affects the last bit. Defaults
-            to their own rank.
+            Rank to which the engine pads adapters next to the layers with zeros, which affects the last bit.
+            Defaults to their own rank.
 
     Raises:
         ValueError: from [`~trl_qarl.numerics.availability.check_engine_numerics`], or if they are attached already.
@@ -156,8 +145,7 @@ def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None
 
 
 class _ModelForward(EngineOperation):
-    """The model's forward, which returns the engine's log-probs for calls with `fused_lm_head` (TRL's
-    `add_fused_lm_head`)."""
+    """The model's forward, with the engine's log-probs for calls with `fused_lm_head` (TRL's `add_fused_lm_head`)."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str, temperature: float):
         super().__init__(model, dtype, device)
@@ -182,9 +170,8 @@ class _ModelForward(EngineOperation):
         model = self.module
         if not fused_lm_head:
             kwargs |= {} if labels is None else {"labels": labels}
-            if self.original is not None:
-                return self.original(*args, **kwargs)
-            return type(model).forward(model, *args, **kwargs)
+            original = self.original or MethodType(type(model).forward, model)
+            return original(*args, **kwargs)
         labels = labels[:, 1:]
         scored = labels != -100
         kwargs |= {"use_cache": False}
@@ -203,12 +190,8 @@ class _ModelForward(EngineOperation):
         product = operation_of(head).product(weight)
         values = ops.head_log_probs(hidden, weight, bias, product, labels[scored], self.temperature)
         log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
-        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=self._aux_loss(outputs, mask))
-
-    def _aux_loss(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return Mixtral's load-balancing loss, which TRL and all mixtures of transformers use."""
-        logits = getattr(outputs, "router_logits", None)
-        if not logits:
-            return None
-        config = self.module.config
-        return load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, attention_mask)
+        aux_loss, config = None, model.config
+        if logits := getattr(outputs, "router_logits", None):
+            # All mixtures of transformers, and TRL, use Mixtral's.
+            aux_loss = load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, mask)
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,7 @@ class Exactness:
         self._warns_once, self.has_differed = exact is None, False
 
     def check(
-        self,
-        output: dict[str, Any],
-        batch: Batch,
-        model: nn.Module,
-        accelerator: Any,
-        llm: Any = None,
-        score: Callable | None = None,
+        self, output: dict[str, Any], batch: Batch, model: nn.Module, accelerator: Any, llm=None, score=None
     ) -> None:
         """
         Compare the log-probs of a generation batch bit for bit on every process. `output` is TRL's batch, `batch` the
@@ -81,15 +76,13 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
     theirs = engine.get("arithmetic") or {}
     if adapter_rank is not None:
         ours, theirs = ours | {"max_lora_rank": adapter_rank}, theirs | {"max_lora_rank": engine["lora"]["max_rank"]}
-    lines = [
-        f"{name}: learner {ours[name]}, engine {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]
-    ]
-    if lines:
+    differing = [name for name in ours if theirs.get(name) != ours[name]]
+    if differing:
+        lines = [f"  {name}: learner {ours[name]}, engine {theirs.get(name)}\n" for name in differing]
         raise ValueError(
-            "numerics='engine': the engine's arithmetic is not the learner's:\n  "
-            + "\n  ".join(lines)
-            + "\nStart the server with `trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same "
-            "kind of processor, or use numerics='fast' or exact='warn'."
+            f"numerics='engine': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
+            "`trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same kind of "
+            "processor, or use numerics='fast' or exact='warn'."
         )
 
 
@@ -128,17 +121,12 @@ def choose_versions(
 
 
 def describe_difference(
-    output: dict[str, Any],
-    mask: torch.Tensor,
-    model: nn.Module,
-    llm: Any | None = None,
-    score: Callable[[list[list[int]]], list[list[dict[int, float]]]] | None = None,
+    output: dict[str, Any], mask: torch.Tensor, model: nn.Module, llm: Any = None, score: Callable | None = None
 ) -> str:
     """
     Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
     differs when the engine computes the whole sequence. `mask`, `(B, T)`, is true for completion tokens; `llm` is the
-    engine in this process, if any; `score` returns log-probs of sequences at temperature 1 from another engine, like
-    `log_probs` of [`~trl_qarl.rollout.engine.Engine`].
+    engine in this process, if any; `score` is `log_probs` of another [`~trl_qarl.rollout.engine.Engine`].
     """
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
@@ -147,18 +135,15 @@ def describe_difference(
         f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
     )
     # With sharded masters, all processes would have to compute.
-    if largest == 0 or is_sharded(model):
+    if largest == 0 or is_sharded(model) or (llm is None and score is None):
         return text
     prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
     completion = output["completion_ids"][row, : column + 1].tolist()
     if llm is None:
-        return text if score is None else f"{text}; {_ask_again(model, score, prompt + completion, len(prompt))}"
+        return f"{text}; {_ask_again(model, score, prompt + completion, len(prompt))}"
     difference = first_difference(model, llm, prompt + completion[:-1])
-    if difference is None:
-        return (
-            f"{text}; over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
-        )
-    return f"{text}; {difference}"
+    agreement = "over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
+    return f"{text}; {difference or agreement}"
 
 
 @torch.no_grad()
@@ -170,13 +155,14 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
     ours = token_log_probs(logits, tokens[0, 1:]).tolist()
     theirs = [entry[token] for entry, token in zip(score([ids])[0], ids[1:], strict=True)]
     differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b]
+    text = "over the same tokens at once, at temperature 1,"
     if not differing:
-        return "over the same tokens at once, at temperature 1, it agrees on all, so its decoding differs from its prefill"
+        return f"{text} it agrees on all, so its decoding differs from its prefill"
     index = differing[0]
     place = f"token {index} of the prompt" if index < num_prompt else f"token {index - num_prompt} of the completion"
     return (
-        f"over the same tokens at once, at temperature 1, {len(differing)} of {len(ours)} differ, the first is {place} (learner "
-        f"{ours[index - 1]:.6f}, engine {theirs[index - 1]:.6f}); vllm_mode='colocate' would name the layer"
+        f"{text} {len(differing)} of {len(ours)} differ, the first is {place} (learner {ours[index - 1]:.6f}, engine "
+        f"{theirs[index - 1]:.6f}); vllm_mode='colocate' would name the layer"
     )
 
 
@@ -225,23 +211,19 @@ def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Ten
 
         return hook
 
+    def keep_ids(name, ids):
+        outputs.setdefault(f"router of {name}", ids.long())
+
     with ExitStack() as stack:
         for name in names:
-            stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
-            for module in model.get_submodule(name).modules():
-                _watch_router(stack, module, outputs, f"router of {name}")
+            layer, keep_routes = model.get_submodule(name), partial(keep_ids, name)
+            stack.callback(layer.register_forward_hook(keep(name)).remove)
+            for module in layer.modules():
+                if isinstance(operation_of(module), Router):
+                    hook = module.register_forward_hook(lambda _, args, output, keep=keep_routes: keep(output[2]))
+                    stack.callback(hook.remove)
+                # vLLM's.
+                elif hasattr(router := getattr(module, "router", None), "set_capture_fn"):
+                    router.set_capture_fn(keep_routes)
+                    stack.callback(router.set_capture_fn, None)
         yield outputs
-
-
-def _watch_router(stack: ExitStack, module: nn.Module, outputs: dict[str, torch.Tensor], key: str) -> None:
-    """Until `stack` is closed, keep the experts that a router of the learner or of vLLM in `module` chooses."""
-
-    def keep(ids):
-        outputs.setdefault(key, ids.long())
-
-    router = getattr(module, "router", None)
-    if hasattr(router, "set_capture_fn"):
-        router.set_capture_fn(keep)
-        stack.callback(router.set_capture_fn, None)
-    elif isinstance(operation_of(module), Router):
-        stack.callback(module.register_forward_hook(lambda module, args, output: keep(output[2])).remove)

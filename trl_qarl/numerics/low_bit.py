@@ -28,9 +28,8 @@ from ..quantization.quantize import e4m3_scale, quantize_activation
 from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE
-from . import backends, cuda
-from .cpu import PackedLinear, reason_not_to_call, vllm_version
-from .cpu_attention import IN_ONE_PASS
+from . import cuda, ops
+from .cpu import IN_ONE_PASS, PackedLinear, reason_not_to_call, vllm_version
 
 
 __all__ = ["describe_arithmetic", "low_bit_linear", "multiply"]
@@ -44,7 +43,7 @@ def low_bit_linear(
     K)`, with the same bits for a row in any batch, in learner and engine. A bias `(N,)` is rounded to that dtype.
     `MemoryError` is raised if the operand does not fit into free memory.
     """
-    if backends.is_on_gpu(rows):
+    if ops.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
     product = _product_of(low_bit, rows.dtype)
     if product is None:

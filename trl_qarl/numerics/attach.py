@@ -1,8 +1,6 @@
 """
-Attaches the engine's operations to a transformers model, and detaches them.
-
-A module gets an operation as the `forward` of its instance, a quantized layer gets a product. Classes, parameters,
-names, hooks and ties do not change.
+Attaches the engine's operations to a transformers model, and detaches them: a module gets an operation as the
+`forward` of its instance, a quantized layer a product. Classes, parameters, names, hooks and ties do not change.
 """
 
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from ..quantization.names import base_model
 from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
-from .availability import adapters_beside, check_engine_numerics
+from .availability import check_engine_numerics
 from .modules import ATTENTION, ENGINE_OPERATIONS, EngineOperation, LoraOperation, class_of, operation_of
 
 
@@ -72,7 +70,7 @@ def attach_engine_numerics(
             module.product = low_bit.low_bit_linear
         elif operation := ENGINE_OPERATIONS.get(class_of(module)):
             module.forward = operation(module, dtype, device)
-    for _, layer in adapters_beside(model):
+    for _, layer in LoraOperation.layers_of(model):
         layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
     # accelerate wraps the model's forward later, which hides it.
     model._engine_forward = model.forward = _ModelForward(model, dtype, device, temperature)
@@ -123,20 +121,17 @@ def _true_positions(module, args, kwargs):
 
 
 def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
-    """
-    Return the model's keyword arguments for a padded batch with all tokens in one row, where positions separate the
+    """Return the model's keyword arguments for a padded batch with all tokens in one row, where positions separate the
     sequences: their bits stay the same, and padding costs nothing. `None` without padding, or for inputs of another
-    form. `scored`, `(B, T - 1)`, is true at positions whose next token is scored.
-    """
-    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    form. `scored`, `(B, T - 1)`, is true at positions whose next token is scored."""
+    known = "input_ids", "attention_mask", "position_ids"
+    ids, mask, given = map(kwargs.get, known)
     if ids is None or mask is None or mask.shape != ids.shape or mask.all():
         return None
-    known = {"input_ids", "attention_mask", "position_ids"}
     if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known):
         return None
     mask = mask.bool()
     own = mask.cumsum(-1) - 1
-    given = kwargs.get("position_ids")
     counts_from_zero = given is None or torch.equal(given.expand_as(own)[mask], own[mask])
     # An empty sequence, or a scored token after padding, cannot be packed.
     if not (counts_from_zero and mask.any(dim=1).all() and mask[:, :-1][scored].all()):

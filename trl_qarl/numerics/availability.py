@@ -15,23 +15,16 @@ from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import adapted_layers, base_model
+from ..quantization.names import base_model
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .experts import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, FAMILIES, TRANSPARENT, class_of, window_of
+from .modules import ENGINE_OPERATIONS, FAMILIES, TRANSPARENT, LoraOperation, class_of, window_of
 
 
-__all__ = [
-    "COVERED_CLASSES",
-    "adapters_beside",
-    "check_engine_numerics",
-    "choose_numerics",
-    "contradicting_options",
-    "obstacles",
-]
+__all__ = ["COVERED_CLASSES", "check_engine_numerics", "choose_numerics", "contradicting_options", "obstacles"]
 
 COVERED_CLASSES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Model classes with engine numerics for all their operations."""
@@ -153,7 +146,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"
-    for path, layer in adapters_beside(model):
+    for path, layer in LoraOperation.layers_of(model):
         yield not on_gpu, f"{path!r} has an adapter next to it, whose product is untested on GPUs"
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
         yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
@@ -183,10 +176,3 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
                 reason = "which vLLM runs with 16-bit activations below compute capability 8.9"
                 is_native = torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability
                 yield is_native, f"{path!r} has scheme {scheme.name!r}, {reason}"
-
-
-def adapters_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield PEFT's layers whose adapter is outside the low-bit weight."""
-    for name, layer in adapted_layers(model):
-        if not getattr(layer.base_layer, "holds_adapter", False):
-            yield name, layer

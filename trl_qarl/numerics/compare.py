@@ -81,7 +81,6 @@ def _products(kernels, random) -> Pairs:
 
 
 def _cpu_attentions(kernels, random) -> Pairs:
-    import vllm._custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn
 
     # The only part of the configuration that the engine's attention reads.
@@ -91,19 +90,8 @@ def _cpu_attentions(kernels, random) -> Pairs:
     isa = cpu_attn._get_attn_isa(torch.bfloat16, kernels.KV_BLOCK_SIZE, HEAD_DIM)
 
     def make_metadata(**batch):
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=HEADS,
-            num_kv_heads=KEY_HEADS,
-            head_dim=HEAD_DIM,
-            seq_lens=batch["seq_lens"],
-            dtype=torch.bfloat16,
-            query_start_loc=batch["query_start_loc"],
-            causal=True,
-            sliding_window_size=-1,
-            isa=isa,
-            enable_kv_split=False,
-        )
+        of_batch = batch["query_start_loc"], batch["seq_lens"]
+        schedule = kernels.schedule(HEADS, KEY_HEADS, HEAD_DIM, torch.bfloat16, isa, *of_batch)
         return cpu_attn.CPUAttentionMetadata(**batch, scheduler_metadata=schedule)
 
     layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)

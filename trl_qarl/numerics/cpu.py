@@ -50,6 +50,7 @@ __all__ = [
     "reason_not_to_call",
     "rms_norm",
     "rotate",
+    "schedule",
     "silu_mul",
     "vllm_version",
 ]
@@ -152,11 +153,9 @@ class PackedLinear:
 
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Apply an adapter, `(R, K)` and `(N, R)`, to `rows`, `(M, K)`, all bfloat16, like vLLM's `torch_ops.bgmv_shrink` and
-    `bgmv_expand`, which have an adapter per row: one product for each row. Return `rows @ a.T`, `(M, R)`, summed in
-    float32 and rounded, and its product with `b.T`, `(M, N)`.
-    """
+    """Apply an adapter, `(R, K)` and `(N, R)`, to `rows`, `(M, K)`, all bfloat16, like vLLM's `torch_ops.bgmv_shrink`
+    and `bgmv_expand`, which have an adapter per row: one product for each row. Return `rows @ a.T`, `(M, R)`, summed
+    in float32 and rounded, and its product with `b.T`, `(M, N)`."""
     inner = torch.bmm(rows.float()[:, None], a.float().t().expand(len(rows), -1, -1))[:, 0].to(rows.dtype)
     return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]
 
@@ -220,12 +219,10 @@ def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int, has_window
 def one_pass_requests(
     query_starts: torch.Tensor, key_lengths: torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Split the requests of a batch into requests of at most `size` queries, from [`queries_in_one_pass`]; each sees the
-    keys up to its last query. `query_starts`, `(R + 1,)` int32, has the first query of each request; its queries are
-    the last positions of `key_lengths`, `(R,)` int32. Return both tensors for the new requests, and the index of the
-    original request of each.
-    """
+    """Split the requests of a batch into requests of at most `size` queries, from [`queries_in_one_pass`]; each sees
+    the keys up to its last query. `query_starts`, `(R + 1,)` int32, has the first query of each request; its queries
+    are the last positions of `key_lengths`, `(R,)` int32. Return both tensors for the new requests, and the index of
+    the original request of each."""
     counts = query_starts.diff()
     parts = (counts + size - 1) // size
     request = torch.repeat_interleave(torch.arange(len(counts)), parts)
@@ -254,7 +251,6 @@ def blocks_of_keys(
 @lru_cache(maxsize=4)
 def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
     """Return the layout that all layers of a forward share: slots of keys, blocks of sequences, thread schedule."""
-    import vllm._custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, KV_BLOCK_SIZE, head_dim)
@@ -262,21 +258,8 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
     size = queries_in_one_pass(isa, num_heads, num_key_heads, window is not None)
     query_starts, keys, request = one_pass_requests(query_starts, keys, size)
     table = table[request]
-    schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(request),
-        num_heads=num_heads,
-        num_kv_heads=num_key_heads,
-        head_dim=head_dim,
-        seq_lens=keys,
-        dtype=dtype,
-        query_start_loc=query_starts,
-        causal=True,
-        sliding_window_size=-1 if window is None else window,
-        isa=isa,
-        # Sums over keys must not depend on the number of threads.
-        enable_kv_split=False,
-    )
-    return isa, slots, table, query_starts, keys, schedule
+    metadata = schedule(num_heads, num_key_heads, head_dim, dtype, isa, query_starts, keys, window)
+    return isa, slots, table, query_starts, keys, metadata
 
 
 def dispatch_row_invariant(original, is_ours):
@@ -301,3 +284,23 @@ def dispatch_row_invariant(original, is_ours):
 
     dispatch.is_row_invariant = True
     return dispatch
+
+
+def schedule(num_heads, num_key_heads, head_dim, dtype, isa, query_starts, key_lengths, window=None) -> torch.Tensor:
+    """Return vLLM's division of a batch among threads."""
+    import vllm._custom_ops as ops
+
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(key_lengths),
+        num_heads=num_heads,
+        num_kv_heads=num_key_heads,
+        head_dim=head_dim,
+        seq_lens=key_lengths,
+        dtype=dtype,
+        query_start_loc=query_starts,
+        causal=True,
+        sliding_window_size=-1 if window is None else window,
+        isa=isa,
+        # Sums over keys must not depend on the number of threads.
+        enable_kv_split=False,
+    )

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -132,8 +133,7 @@ def use_one_tiling() -> None:
 
 
 def prepare_process() -> None:
-    """Set up a process before it calls the first kernel or starts the engine. vLLM's kernels read
-    `VLLM_BATCH_INVARIANT` once, so this has no effect after an engine without it."""
+    """Set up a process before the first kernel or an engine: vLLM's kernels read `VLLM_BATCH_INVARIANT` only once."""
     from vllm import envs
 
     os.environ.update(ENVIRONMENT)
@@ -250,9 +250,7 @@ def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, ...]:
 
 
 def _batch_invariant() -> ModuleType:
-    from vllm.model_executor.determinism import batch_invariant
-
-    return batch_invariant
+    return import_module("vllm.model_executor.determinism.batch_invariant")
 
 
 def _vllm_version() -> str | None:

@@ -17,26 +17,17 @@ from .modules import Router, operation_of
 from .ops import token_log_probs
 
 
-__all__ = [
-    "Exactness",
-    "check_arithmetic",
-    "choose_versions",
-    "describe_difference",
-    "first_difference",
-    "largest_difference",
-]
+__all__ = ["Exactness", "check_arithmetic", "choose_versions", "describe_difference", "largest_difference"]
 
 
 logger = logging.getLogger(__name__)
 
 
 class Exactness:
-    """
-    Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics. `exact`
-    is `"require"` to raise or `"warn"` to log each batch; `None` raises if engine numerics were configured, and logs
-    only the first such batch if they were chosen by default. After `has_differed`, the sampler's log-probs no longer
-    replace the learner's.
-    """
+    """Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics.
+    `exact` is `"require"` to raise or `"warn"` to log each batch; `None` raises if engine numerics were configured,
+    and logs only the first such batch if they were chosen by default. After `has_differed`, the sampler's log-probs no
+    longer replace the learner's."""
 
     def __init__(self, exact: str | None, is_asked_for: bool):
         self.is_required = exact == "require" or (exact is None and is_asked_for)
@@ -45,11 +36,9 @@ class Exactness:
     def check(
         self, output: dict[str, Any], batch: Batch, model: nn.Module, accelerator: Any, llm=None, score=None
     ) -> None:
-        """
-        Compare the log-probs of a generation batch bit for bit on every process. `output` is TRL's batch, `batch` the
-        same as a [`~trl_qarl.forward.Batch`]; `llm` and `score` are those of [`describe_difference`]. If exactness is
-        required, `RuntimeError` names the token that differs.
-        """
+        """Compare the log-probs of a generation batch bit for bit on every process. `output` is TRL's batch, `batch`
+        the same as a [`~trl_qarl.forward.Batch`]; `llm` and `score` are those of [`describe_difference`]. If exactness
+        is required, `RuntimeError` names the token that differs."""
         largest, *_ = largest_difference(*batch.rollout)
         overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
         if overall == 0.0 or (self.has_differed and self._warns_once):
@@ -65,12 +54,10 @@ class Exactness:
 
 
 def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:
-    """
-    Raise `ValueError`, naming both values of each difference, unless the engine has the kernels of this process. The
-    entry `"arithmetic"` of `engine` is [`~trl_qarl.numerics.low_bit.describe_arithmetic`] of the engine, or its
+    """Raise `ValueError`, naming both values of each difference, unless the engine has the kernels of this process.
+    The entry `"arithmetic"` of `engine` is [`~trl_qarl.numerics.low_bit.describe_arithmetic`] of the engine, or its
     counterpart in [`trl_qarl.numerics.cuda`]. `adapter_rank` is the rank to which the learner pads adapters next to
-    its layers.
-    """
+    its layers."""
     # The learner never splits sums over threads, despite the environment of this process.
     ours = cuda.describe_arithmetic() if on_gpu else low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     theirs = engine.get("arithmetic") or {}
@@ -123,11 +110,9 @@ def choose_versions(
 def describe_difference(
     output: dict[str, Any], mask: torch.Tensor, model: nn.Module, llm: Any = None, score: Callable | None = None
 ) -> str:
-    """
-    Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
+    """Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
     differs when the engine computes the whole sequence. `mask`, `(B, T)`, is true for completion tokens; `llm` is the
-    engine in this process, if any; `score` is `log_probs` of another [`~trl_qarl.rollout.engine.Engine`].
-    """
+    engine in this process, if any; `score` is `log_probs` of another [`~trl_qarl.rollout.engine.Engine`]."""
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
     text = (
@@ -141,7 +126,7 @@ def describe_difference(
     completion = output["completion_ids"][row, : column + 1].tolist()
     if llm is None:
         return f"{text}; {_ask_again(model, score, prompt + completion, len(prompt))}"
-    difference = first_difference(model, llm, prompt + completion[:-1])
+    difference = _first_difference(model, llm, prompt + completion[:-1])
     agreement = "over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
     return f"{text}; {difference or agreement}"
 
@@ -167,12 +152,10 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
 
 
 @torch.no_grad()
-def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
-    """
-    Describe the first of the learner's embedding, decoder layers and final norm whose output for one sequence, `ids`,
-    differs from that of the engine in this process, and for a mixture the first token that its router sends to other
-    experts. Return `None` if all agree.
-    """
+def _first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
+    """Describe the first of the learner's embedding, decoder layers and final norm whose output for one sequence,
+    `ids`, differs from that of the engine in this process, and for a mixture the first token that its router sends to
+    other experts. Return `None` if all agree."""
     from vllm import SamplingParams
 
     model = base_model(model)

@@ -9,9 +9,8 @@ for a row in any batch. A layer's operand is made once for each version of its w
 | INT4 by INT8 | vLLM's `int4_scaled_mm_cpu`, the same | 0.5 |
 | all, without AVX512, without vLLM or not in bfloat16 | [`~trl_qarl.quantization.gemm.low_bit_linear`] | none in addition to the codes, or less than 1 |
 
-Codes and scales stay in memory in addition to the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the last row replaces
-the first one, which takes less memory and more time. Both sides have to agree, so an engine reports its products
-([`describe_arithmetic`]).
+Codes and scales stay in memory too. With `TRL_QARL_CPU_WEIGHTS=packed` the last row replaces the first one, which takes
+less memory and more time. Both sides have to agree, so an engine reports its products ([`describe_arithmetic`]).
 """
 
 import os
@@ -38,11 +37,9 @@ __all__ = ["describe_arithmetic", "low_bit_linear", "multiply"]
 def low_bit_linear(
     rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
-    """
-    Return [`~trl_qarl.quantization.gemm.low_bit_linear`] of `rows`, `(M, K)` in the engine's dtype, and a weight `(N,
-    K)`, with the same bits for a row in any batch, in learner and engine. A bias `(N,)` is rounded to that dtype.
-    `MemoryError` is raised if the operand does not fit into free memory.
-    """
+    """Return [`~trl_qarl.quantization.gemm.low_bit_linear`] of `rows`, `(M, K)` in the engine's dtype, and a weight
+    `(N, K)`, with the same bits for a row in any batch, in learner and engine. A bias `(N,)` is rounded to that dtype.
+    `MemoryError` is raised if the operand does not fit into free memory."""
     if ops.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
     product = _product_of(low_bit, rows.dtype)
@@ -169,8 +166,7 @@ def _fastest(scheme: QuantScheme) -> type | None:
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _computes(make: type) -> bool:
-    """Return whether a product of vLLM is available and correct on this processor, with the same bits for a row in any
-    batch."""
+    """Return whether a product of vLLM is correct on this processor, with the same bits for a row in any batch."""
     if not torch.cpu._is_vnni_supported():
         return False
     generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@ gradient checkpointing and sharding.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import pairwise
 from types import MethodType
@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
+from ..quantization.names import adapted_layers
 from ..quantization.storage import weight_version
 from . import experts, ops
 
@@ -47,8 +48,8 @@ FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3M
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Return the number of last keys that a query of an attention layer sees, or `None` if it sees all keys, for which
-    configurations may have 0."""
+    """Return the number of last keys that a query of an attention layer sees, or `None` (in configurations also 0) if
+    it sees all keys."""
     if isinstance(module, (MistralAttention, MixtralAttention)):
         return module.config.sliding_window or None
     return getattr(module, "sliding_window", None) or None
@@ -140,6 +141,12 @@ class LoraOperation(EngineOperation):
         super().__init__(module, dtype, device)
         self.rank = rank
 
+    @staticmethod
+    def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield PEFT's layers whose adapter is outside the low-bit weight."""
+        layers = adapted_layers(model)
+        return ((name, layer) for name, layer in layers if not getattr(layer.base_layer, "holds_adapter", False))
+
     def forward(self, x):
         module = self.module
         y = module.base_layer(x)
@@ -212,8 +219,7 @@ class _MLP(EngineOperation):
 
 
 class Router(_Linear):
-    """Returns logits in the engine's dtype, weights in float32, and experts in the engine's order, which is not sorted
-    by weight."""
+    """Returns logits in the engine's dtype, weights in float32, and experts in the engine's order, unsorted."""
 
     def forward(self, x):
         module = self.module

@@ -62,11 +62,9 @@ def is_on_gpu(x: torch.Tensor) -> bool:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """
-    Return `x / sqrt(mean(x**2) + epsilon) * weight`, computed in float32; on a CPU rounded before the product with
+    """Return `x / sqrt(mean(x**2) + epsilon) * weight`, computed in float32; on a CPU rounded before the product with
     `weight` and after it. `x`, `(..., H)`, is float32 for the residual stream, else in `dtype`, like the result; the
-    master `weight`, `(H,)`, is rounded to `dtype`.
-    """
+    master `weight`, `(H,)`, is rounded to `dtype`."""
     return _RMSNorm.apply(x, weight, epsilon, dtype)
 
 
@@ -82,12 +80,10 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """
-    Return the causal attention of packed sequences, with the same bits for any number of queries. `query`, like the
+    """Return the causal attention of packed sequences, with the same bits for any number of queries. `query`, like the
     result, is `(sum(query_lengths), heads, head_dim)`, and `key` and `value` are `(sum(key_lengths), key_heads,
     head_dim)`. The queries of a sequence are its last positions, and see `window` last keys, including their own, or
-    all; only vLLM's kernels for CPUs support a window, other backends raise `NotImplementedError`.
-    """
+    all; only vLLM's kernels for CPUs support a window, other backends raise `NotImplementedError`."""
     return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window)
 
 
@@ -99,11 +95,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pro
 def add_lora(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, rank: int
 ) -> torch.Tensor:
-    """
-    Return `y + scaling * B A x` through [`~trl_qarl.numerics.cpu.lora`] of `y`, `(..., N)`, and `x`, `(..., K)`, in the
-    engine's dtype, and of the masters `a`, `(R, K)`, rounded here, and `b`, `(N, R)`, multiplied by `scaling` and then
-    rounded. `rank` is the engine's, at least `R`.
-    """
+    """Return `y + scaling * B A x` through [`~trl_qarl.numerics.cpu.lora`] of `y`, `(..., N)`, and `x`, `(..., K)`, in
+    the engine's dtype, and of the masters `a`, `(R, K)`, rounded here, and `b`, `(N, R)`, multiplied by `scaling` and
+    then rounded. `rank` is the engine's, at least `R`."""
     return _AddLora.apply(y, x, a, b, scaling, rank)
 
 

@@ -101,10 +101,9 @@ def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
     functions = [(publisher, "fingerprints_of", "fingerprints"), (delta, "_deflate", "compress")]
     if with_engine:
         # The trainer's side imports nothing of what runs in vLLM.
-        plugin = type(engine._worker.weight_transfer_engine).__module__.rpartition(".")[0]
-        audited_reload = sys.modules[f"{plugin}.audited_reload"]
+        channel = sys.modules[type(engine._worker.weight_transfer_engine).__module__]
         functions += [(patches, "apply_delta", "apply")]
-        functions += [(audited_reload, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
+        functions += [(channel, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
     elif isinstance(engine.channel, channels.HTTPChannel):
         functions += [(channels, "save", "send"), (engine.channel, "_upload", "send")]
     seconds: dict[str, float] = defaultdict(float)

@@ -5,6 +5,12 @@ import pytest
 from trl_qarl.numerics import cpu as kernels
 
 
+pytest.importorskip("vllm.v1.attention.backends.cpu_attn", exc_type=ImportError)
+
+from vllm.model_executor.layers import utils
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(kernels.reason_not_to_call() is not None, reason=str(kernels.reason_not_to_call())),
@@ -16,13 +22,6 @@ def judge(monkeypatch):
     """The judgement afresh, of a release whose number nobody knows."""
     monkeypatch.setattr(kernels, "vllm_version", lambda: "9.9.9")
     return kernels.reason_against.__wrapped__
-
-
-def layers():
-    from vllm.model_executor.layers import utils
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-    return utils, CPUAttentionBackendImpl
 
 
 def test_the_installed_release_is_accepted_whatever_it_is_called(judge):
@@ -38,23 +37,22 @@ def test_an_unquantized_product_of_other_bits_is_named(judge, monkeypatch):
 
 
 def test_an_attention_of_other_bits_is_named(judge, monkeypatch):
-    *_, attention = layers()
-    forward = attention.forward
+    forward = CPUAttentionBackendImpl.forward
 
     def attend_otherwise(self, layer, query, *arguments):
         return forward(self, layer, query * 1.02, *arguments)
 
-    monkeypatch.setattr(attention, "forward", attend_otherwise)
+    monkeypatch.setattr(CPUAttentionBackendImpl, "forward", attend_otherwise)
     assert "its attention differs from the learner's in" in judge()
 
 
 @pytest.mark.parametrize(
     ("place", "name", "reason"),
     [
-        (0, "dispatch_cpu_unquantized_gemm", "product of unquantized weights cannot be compared (AttributeError"),
-        (1, "do_kv_cache_update", "attention cannot be compared (AttributeError"),
+        (utils, "dispatch_cpu_unquantized_gemm", "product of unquantized weights cannot be compared (AttributeError"),
+        (CPUAttentionBackendImpl, "do_kv_cache_update", "attention cannot be compared (AttributeError"),
     ],
 )
 def test_what_a_release_has_moved_is_named(judge, monkeypatch, place, name, reason):
-    monkeypatch.delattr(layers()[place], name)
+    monkeypatch.delattr(place, name)
     assert reason in judge()

@@ -210,7 +210,8 @@ def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_p
     prompts = [prefix + torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 50, 90)]
     parameters = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True)
     # The first prompt fills the cache; all are longer than what vLLM computes at once.
-    outputs = [o for part in (prompts[:1], prompts) for o in llm.generate([*map(tokens, part)], parameters)]
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = [o for part in (requests[:1], requests) for o in llm.generate(part, parameters)]
     assert [output.num_cached_tokens for output in outputs] == [0, 256, 256, 256, 256]
     attach_engine_numerics(model)
     [table] = llm.apply_model(lambda engine: engine.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
@@ -270,10 +271,6 @@ def test_long_sequences_agree_in_every_bit_while_weights_change(tmp_path, arch, 
         assert mask.all() and mask.shape[1] + batch["prompt_ids"].shape[1] == LENGTH
         assert torch.equal(batch["learner_logps"], batch["sampling_per_token_logps"])
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
-
-
-def tokens(ids):
-    return {"prompt_token_ids": ids}
 
 
 @pytest.mark.xdist_group("warm_servers")
@@ -363,25 +360,16 @@ def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkey
         ("amx", None, r"amx: learner (True|False), engine None"),
         ("l2_cache_size", 1, r"l2_cache_size: learner \d+, engine 1"),
         ("vllm", "0.0.1", r"vllm: learner \d+\.\d+\S*, engine 0.0.1"),
-        (
-            "attention",
-            None,
-            r"attention: learner requests of one pass, engine None\n.*same releases of vLLM and trl_qarl",
-        ),
+        ("attention", None, r"learner requests of one pass, engine None\n.*same releases of vLLM and trl_qarl"),
+        ("lora", {"max_rank": 64}, "max_lora_rank: learner 8, engine 64"),
     ],
 )
-def test_an_engine_on_another_processor_or_with_another_prefill_is_refused(key, value, message):
+def test_an_engine_on_another_processor_or_with_another_prefill_or_rank_is_refused(key, value, message):
     theirs = low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     check_arithmetic({"arithmetic": theirs})
-    with pytest.raises(ValueError, match=message):
-        check_arithmetic({"arithmetic": theirs | {key: value}})
-
-
-def test_an_engine_that_fills_up_adapters_to_another_rank_is_refused():
-    theirs = low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     check_arithmetic({"arithmetic": theirs, "lora": {"max_rank": 8}}, adapter_rank=8)
-    with pytest.raises(ValueError, match="max_lora_rank: learner 8, engine 64"):
-        check_arithmetic({"arithmetic": theirs, "lora": {"max_rank": 64}}, adapter_rank=8)
+    with pytest.raises(ValueError, match=message):
+        check_arithmetic({"arithmetic": theirs | {key: value}, "lora": {"max_rank": 8}} | {key: value}, adapter_rank=8)
 
 
 def test_a_log_prob_that_is_not_known_does_not_pass_for_equal():

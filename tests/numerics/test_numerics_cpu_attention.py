@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from testing_utils.learners import make_attention, needs_vllm
-from trl_qarl.numerics import cpu_attention
+from trl_qarl.numerics import cpu
 
 
 @pytest.fixture(params=["amx", "vec"])
@@ -14,9 +14,9 @@ def instructions(request, monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     elif not torch.cpu._is_amx_tile_supported():
         pytest.skip("no AMX")
-    cpu_attention._layout.cache_clear()
+    cpu._layout.cache_clear()
     yield
-    cpu_attention._layout.cache_clear()
+    cpu._layout.cache_clear()
 
 
 @needs_vllm
@@ -37,8 +37,8 @@ def test_attention_has_the_bits_of_decoding_at_any_length(
         assert torch.equal(output, whole[start:end]), (start, end)
     # One token at a time; first of some steps, then of all in one batch.
     decoded = {position: attend((position, position + 1))[0][0] for position in (0, 1, 736, 1376, length - 1)}
-    monkeypatch.setattr(cpu_attention, "PASS_ROWS", {})
-    cpu_attention._layout.cache_clear()
+    monkeypatch.setattr(cpu, "PASS_ROWS", {})
+    cpu._layout.cache_clear()
     (all_decoded,) = attend((0, length))
     assert all(torch.equal(all_decoded[position], row) for position, row in decoded.items())
     assert (whole != all_decoded).flatten(1).any(dim=1).nonzero().flatten().tolist() == []
@@ -59,8 +59,8 @@ def test_attention_to_a_window_has_the_bits_of_decoding(window, instructions):
 def test_a_prefill_of_vllm_has_other_bits_at_some_length(instructions, monkeypatch):
     """Without which all of this would be for nothing."""
     whole = make_attention(3000, 4, 2, 128)((0, 3000))[0]
-    monkeypatch.setattr(cpu_attention, "PASS_ROWS", dict.fromkeys(cpu_attention.PASS_ROWS, 1 << 20))
-    cpu_attention._layout.cache_clear()
+    monkeypatch.setattr(cpu, "PASS_ROWS", dict.fromkeys(cpu.PASS_ROWS, 1 << 20))
+    cpu._layout.cache_clear()
     prefill = make_attention(3000, 4, 2, 128)((0, 3000))[0]
     is_equal = (prefill == whole).flatten(1).all(dim=1)
     assert is_equal[:320].all() and not is_equal[2000:].all()
@@ -69,7 +69,7 @@ def test_a_prefill_of_vllm_has_other_bits_at_some_length(instructions, monkeypat
 def test_requests_of_one_pass_are_all_queries_and_see_what_they_saw():
     counts, keys = [1, 16, 17, 0, 40, 1], [9, 16, 30, 5, 40, 1]
     query_starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
-    starts, lengths, request = cpu_attention.one_pass_requests(query_starts, torch.tensor(keys, dtype=torch.int32), 16)
+    starts, lengths, request = cpu.one_pass_requests(query_starts, torch.tensor(keys, dtype=torch.int32), 16)
     assert starts.dtype == lengths.dtype == torch.int32 and starts.diff().max() <= 16 and len(request) == 8
 
     def seen(starts, lengths, names):

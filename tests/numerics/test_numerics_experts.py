@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_mixture, relative_error
 from testing_utils.learners import needs_vllm
 from trl_qarl import prepare_model
-from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
-from trl_qarl.numerics.availability import check_engine_numerics
+from trl_qarl.numerics.attach import engine_numerics
 from trl_qarl.numerics.experts import PackedExperts, experts, route
 
 
@@ -141,19 +140,3 @@ def test_gradients_reach_experts_routers_and_shared_experts(tmp_path, arch, arit
 def _forced(router, logits, ids):
     shares = torch.softmax(logits, -1).gather(1, ids)
     return logits, shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares, ids
-
-
-def test_mixtures_that_engines_compute_otherwise_are_refused(tmp_path):
-    for arch, fields, message in (
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not 0"),
-        ("olmoe", {}, "OlmoeForCausalLM is not supported"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_engine_numerics(make_model(tmp_path, arch, **fields))
-
-
-@needs_vllm
-def test_experts_of_sizes_that_vllm_does_not_take_are_refused(tmp_path):
-    model = make_model(tmp_path, "qwen3_moe", moe_intermediate_size=40)
-    with pytest.raises(ValueError, match=r"mlp.experts' has sizes \(128, 40\); vLLM's product .* multiples of 32"):
-        attach_engine_numerics(model)

@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from testing_utils import relative_error
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import ops
-from trl_qarl.numerics.backends import backend_of
-from trl_qarl.numerics.ops import token_log_probs
+from trl_qarl.numerics.ops import backend_of, token_log_probs
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_no_tensor_of_attention_grows_with_the_square_of_the_length(arithmetic):
     with LargestTensor() as largest:
         output = ops.attention(*inputs, lengths, lengths, 0.1)
         output.backward(torch.ones_like(output))
-    # The scores of one head of one sequence alone would be 16 times as many; torch's kernel keeps a sum of each row.
+    # The scores of one head of one sequence alone would be 16 times as many as those of a block of queries.
     assert 0 < largest.numel <= inputs[0].numel() < 2048**2 // 15
 
 

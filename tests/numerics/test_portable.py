@@ -8,7 +8,7 @@ from testing_utils import logged, make_vllm_trainer
 from testing_utils.learners import make_attention, needs_vllm
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import portable
-from trl_qarl.numerics.backends import backend_of
+from trl_qarl.numerics.ops import backend_of
 from trl_qarl.quantization.gemm import linear_in_blocks
 
 

@@ -8,8 +8,7 @@ from testing_utils import make_tiny_model
 from trl_qarl import get_scheme, prepare_model
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics.backends import backend_of
-from trl_qarl.numerics.ops import token_log_probs
+from trl_qarl.numerics.ops import backend_of, token_log_probs
 
 
 REASON = kernels.reason_against()

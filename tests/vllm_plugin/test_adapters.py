@@ -1,5 +1,7 @@
 """A LoRA adapter next to low-bit weights in a real vLLM engine: what arrives, is refused and is computed then."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -89,10 +91,7 @@ def test_what_changed_of_an_adapter_is_sent(publisher):
     [
         (lambda n, t: [] if n == A else [(n, t)], f"{A}: the engine received nothing"),
         (lambda n, t: [(n, t.flip(0) if n == B else t)], f"{B}: learner float32"),
-        (
-            lambda n, t: [(n, t), (n.replace("v_proj", "rotary_emb"), t)],
-            "rotary_emb.lora_A.weight: the learner did not",
-        ),
+        (lambda n, t: [(n, t), (n.replace("v_proj", "rotary_emb"), t)], "rotary_emb.lora_A.weight: the learner did"),
     ],
     ids=["missing", "rows elsewhere", "unknown"],
 )
@@ -105,23 +104,17 @@ def test_an_adapter_that_is_damaged_on_its_way_is_refused_and_the_next_one_heals
     assert mismatch(publisher) < 1e-5
 
 
-def scale_b(layer, set_lora):
-    def set_wrongly(index, a, b):
-        set_lora(index, a, [None if part is None else 1.5 * part for part in b])
-
-    return set_wrongly
+def scale_b(layer, set_lora, index, a, b):
+    set_lora(index, a, [None if part is None else 1.5 * part for part in b])
 
 
-def keep_the_old(layer, set_lora):
-    return lambda index, a, b: None
+def keep_the_old(*args):
+    pass
 
 
-def leave_a_row(layer, set_lora):
-    def set_and_write(index, a, b):
-        set_lora(index, a, b)
-        layer.lora_a_stacked[1][index, 0, 0, 0] = 1
-
-    return set_and_write
+def leave_a_row(layer, set_lora, index, a, b):
+    set_lora(index, a, b)
+    layer.lora_a_stacked[1][index, 0, 0, 0] = 1
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,7 @@ def test_values_that_do_not_reach_the_running_buffers_are_noticed(publisher, mon
     layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
     update(publisher.model, 8, 0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(layer, "set_lora", wrong(layer, layer.set_lora))
+        patch.setattr(layer, "set_lora", partial(wrong, layer, layer.set_lora))
         with pytest.raises(PublishError, match="The published adapter is not the learner's") as error:
             publisher.publish("wrong")
     assert message in str(error.value)

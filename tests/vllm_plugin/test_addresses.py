@@ -47,12 +47,8 @@ def model():
     return nn.Sequential(Layer(), nn.Linear(2, 2))
 
 
-def tensors(model):
-    return dict(addresses_module.reachable_tensors(model))
-
-
 def test_whatever_a_layer_refers_to_is_found_under_one_name(model):
-    assert sorted(tensors(model)) == [
+    assert sorted(dict(addresses_module.reachable_tensors(model))) == [
         "0.quant_method.kernel.multiply.scale",
         "0.quant_method.kernel.named['offset'].args[0]",
         "0.quant_method.kernel.strides.values[0]",

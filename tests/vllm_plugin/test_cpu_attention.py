@@ -1,13 +1,23 @@
 """The engine's attention on a CPU, with vLLM's kernels and without an engine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics import cpu_attention
 
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.v1.attention.backends.cpu_attn", exc_type=ImportError)
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from trl_qarl.vllm_plugin import register
+from trl_qarl.vllm_plugin.cpu_attention import OnePassBackend, OnePassMetadataBuilder, describe_attention
+
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not kernels.has_engine_kernels(), reason=str(kernels.reason_against())),
@@ -20,34 +30,16 @@ COUNTS, LENGTHS = [1, 900, 1, 45, 16, 700], [1200, 900, 1, 1000, 40, 1024]
 
 
 def make_builder(is_ours=True, **fields):
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    from trl_qarl.vllm_plugin.cpu_attention import OnePassMetadataBuilder
-
     builder = object.__new__(OnePassMetadataBuilder)
     isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, 128)
-    defaults = {
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "dtype": torch.bfloat16,
-        "window_size": -1,
-        "block_size": BLOCK_SIZE,
-        "kv_cache_dtype": "auto",
-        "isa": isa,
-        "is_cross_attention": False,
-        "is_encoder_only_attention": False,
-        "is_ours": is_ours,
-        "size": cpu_attention.queries_in_one_pass(isa, 4, 2),
-    }
-    for name, value in (defaults | fields).items():
-        setattr(builder, name, value)
+    vars(builder).update(num_heads=4, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, window_size=-1, isa=isa)
+    vars(builder).update(block_size=BLOCK_SIZE, kv_cache_dtype="auto", size=kernels.queries_in_one_pass(isa, 4, 2))
+    vars(builder).update(is_cross_attention=False, is_encoder_only_attention=False, is_ours=is_ours)
+    vars(builder).update(fields)
     return builder
 
 
-def make_batch(counts=COUNTS, lengths=LENGTHS, **fields):
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
+def make_batch(counts=COUNTS, **fields):
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
     # All requests have the same keys; rows are longer than any needs.
     table = torch.arange(NUM_BLOCKS, dtype=torch.int32).expand(len(counts), -1).contiguous()
@@ -55,11 +47,11 @@ def make_batch(counts=COUNTS, lengths=LENGTHS, **fields):
         **{
             "query_start_loc": starts,
             "query_start_loc_cpu": starts,
-            "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+            "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32),
             "num_reqs": len(counts),
             "num_actual_tokens": sum(counts),
             "max_query_len": max(counts),
-            "max_seq_len": max(lengths),
+            "max_seq_len": max(LENGTHS),
             "block_table_tensor": table,
             "slot_mapping": torch.zeros(sum(counts), dtype=torch.int64),
             "causal": True,
@@ -97,12 +89,6 @@ def test_tables_of_blocks_are_no_wider_than_the_longest_request():
 
 
 def test_vllm_takes_it_for_cpus_and_registering_again_changes_nothing():
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from trl_qarl.vllm_plugin import register
-    from trl_qarl.vllm_plugin.cpu_attention import OnePassBackend, OnePassMetadataBuilder
-
     for _ in range(2):
         register()
         assert AttentionBackendEnum.CPU_ATTN.get_class() is OnePassBackend
@@ -112,11 +98,7 @@ def test_vllm_takes_it_for_cpus_and_registering_again_changes_nothing():
     assert OnePassBackend.get_impl_cls() is CPUAttentionBackend.get_impl_cls()
 
 
-@pytest.mark.parametrize(("is_ours", "says"), [((True, True), cpu_attention.IN_ONE_PASS), ((True, False), None)])
+@pytest.mark.parametrize(("is_ours", "says"), [((True, True), kernels.IN_ONE_PASS), ((True, False), None)])
 def test_an_engine_says_whether_all_its_layers_have_it(is_ours, says):
-    from types import SimpleNamespace
-
-    from trl_qarl.vllm_plugin.cpu_attention import describe_attention
-
     groups = [[SimpleNamespace(metadata_builders=[make_builder(value)])] for value in is_ours]
     assert describe_attention(SimpleNamespace(attn_groups=groups)) == says

@@ -1,17 +1,30 @@
 """The gate is plain ASGI, driven here in front of an application that answers everything."""
 
 import asyncio
-import functools
-import inspect
+import hashlib
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 
-from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate
+from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate, Uploads
 from trl_qarl.wire.handshake import is_proof, proof
-from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+from trl_qarl.wire.protocol import (
+    SESSION_HEADER,
+    SESSION_PATH,
+    STATE_PATH,
+    TRANSFER_DIR_VARIABLE,
+    UPLOAD_HEADER,
+    UPLOAD_PATH,
+)
 
 
+pytestmark = pytest.mark.anyio
+
+CONTENT = bytes(range(256)) * 40
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
 SECRET = "5" * 64
 
 
@@ -73,27 +86,35 @@ class Server:
         return status
 
 
-def run(scenario):
-    asyncio.run(scenario(Server()))
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
 
 
-def served(test, run=run):
-    """A test whose arguments `server` and `token` are what `run` gives it, and the others fixtures."""
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """The transfer directory of `server`."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(tmp_path))
+    return tmp_path
 
-    @functools.wraps(test)
-    def run_test(**fixtures):
-        run(functools.partial(test, **fixtures))
 
-    given = inspect.signature(test)
-    fixtures = [p for name, p in given.parameters.items() if name not in ("server", "token")]
-    run_test.__signature__ = given.replace(parameters=fixtures)
-    return run_test
+@pytest.fixture
+def server(directory):
+    return Server()
+
+
+@pytest.fixture
+async def token(server):
+    """The token of an open session."""
+    _, token, hang_up, _ = await server.open_session()
+    yield token
+    hang_up.set()
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations", "/inference/v1/generate"]
 )
-@served
 async def test_nothing_generates_before_the_first_publication(server, path):
     status, body, _ = await server.request(path)
     assert status == 503 and "published" in body["error"]
@@ -103,50 +124,34 @@ async def test_nothing_generates_before_the_first_publication(server, path):
     assert (await server.request(path))[0] == 200
 
 
-@served
-async def test_an_update_that_fails_leaves_the_gate_closed(server):
-    _, token, *_ = await server.open_session()
-    await server.publish(token)
-    await server.request("/start_weight_update", token=token)
-    assert (await server.request("/v1/completions"))[0] == 503
-    server.status = 500
-    assert (await server.request("/finish_weight_update", token=token))[0] == 500
-    server.status = 200
-    assert (await server.request("/v1/completions"))[0] == 503
+@pytest.mark.parametrize(
+    ("is_published", "steps"),
+    [
+        (False, [("/resume", 200, 503), ("/start_weight_update", 200, 503), ("/resume", 200, 503)]),
+        (True, [("/start_weight_update", 200, 503), ("/finish_weight_update", 500, 503), ("/resume", 200, 503)]),
+        # The engine is paused until the trainer resumes it, and would let other clients wait.
+        (
+            True,
+            [("/pause", 200, 503), ("/resume", 200, 200), ("/pause", 200, 503), ("/start_weight_update", 200, 503)],
+        ),
+        (True, [("/start_weight_update", 200, 503), ("/finish_weight_update", 200, 503), ("/resume", 500, 503)]),
+    ],
+    ids=["resumed without a publication", "an update that fails", "paused", "not resumed"],
+)
+async def test_the_gate_is_open_only_after_a_resume_that_follows_a_complete_publication(
+    server, token, is_published, steps
+):
+    if is_published:
+        await server.publish(token)
+        assert (await server.request("/v1/completions"))[0] == 200
+    for path, server.status, expected in steps:
+        assert (await server.request(path, token=token))[0] == server.status
+        server.status = 200
+        assert (await server.request("/v1/completions"))[0] == expected, path
     assert await server.publish(token) == 200
     assert (await server.request("/v1/completions"))[0] == 200
 
 
-@served
-async def test_a_trainer_that_ends_before_it_resumes_the_engine_leaves_the_gate_closed(server):
-    """The engine is paused meanwhile, and would let other clients wait."""
-    _, token, *_ = await server.open_session()
-    await server.publish(token)
-    assert (await server.request("/v1/completions"))[0] == 200
-    await server.request("/pause", token=token)
-    assert (await server.request("/v1/completions"))[0] == 503
-    await server.request("/resume", token=token)
-    assert (await server.request("/v1/completions"))[0] == 200
-    for path in ("/pause", "/start_weight_update", "/finish_weight_update"):
-        await server.request(path, token=token)
-        assert (await server.request("/v1/completions"))[0] == 503
-    server.status = 500
-    await server.request("/resume", token=token)
-    server.status = 200
-    assert (await server.request("/v1/completions"))[0] == 503
-    await server.request("/resume", token=token)
-    assert (await server.request("/v1/completions"))[0] == 200
-
-
-@served
-async def test_resuming_without_a_publication_opens_nothing(server):
-    _, token, *_ = await server.open_session()
-    for path in ("/resume", "/start_weight_update", "/resume"):
-        await server.request(path, token=token)
-        assert (await server.request("/v1/completions"))[0] == 503
-
-
-@served
 async def test_one_trainer_at_a_time_and_the_next_when_it_is_gone(server):
     status, token, hang_up, held = await server.open_session()
     assert status == 200
@@ -162,7 +167,6 @@ async def test_one_trainer_at_a_time_and_the_next_when_it_is_gone(server):
     "path", ["/start_weight_update", "/collective_rpc", "/v1/load_lora_adapter", "/a_route_of_the_next_version"]
 )
 @pytest.mark.parametrize("wrong", [None, "", "wrong", "é"])
-@served
 async def test_only_the_session_changes_weights(server, path, wrong):
     call = {"body": {"method": "qarl_describe"}}
     assert (await server.request(path, token=wrong, **call))[0] == 409
@@ -180,7 +184,6 @@ async def test_only_the_session_changes_weights(server, path, wrong):
 @pytest.mark.parametrize(
     "path", ["/health", "/v1/models", "/metrics", "/version", "/load", "/is_paused", "/weight_info"]
 )
-@served
 async def test_everybody_may_read(server, path):
     assert (await server.request(path, method="GET"))[0] == 200
     assert (await server.request(path, method="GET", headers=[(b"origin", b"http://chat.example")]))[0] == 200
@@ -190,9 +193,7 @@ async def test_everybody_may_read(server, path):
     "method",
     [None, 7, ["qarl_finish"], "", "save_sharded_state", "update_environment_variables", "qarl_finish ", "load_model"],
 )
-@served
-async def test_workers_do_only_what_a_publication_needs(server, method):
-    _, token, *_ = await server.open_session()
+async def test_workers_do_only_what_a_publication_needs(server, token, method):
     server.reached.clear()
     status, body, _ = await server.request("/collective_rpc", token=token, body={"method": method, "args": []})
     assert status == 403 and "qarl_describe" in body["error"]
@@ -202,7 +203,6 @@ async def test_workers_do_only_what_a_publication_needs(server, method):
 
 
 @pytest.mark.parametrize("secret", [None, "", "6" * 64])
-@served
 async def test_a_session_opens_only_for_who_knows_the_secret(server, secret):
     body = {"trainer": "process 8"} if secret is None else await server.prove(secret, "process 8")
     status, answer, _ = await server.request(SESSION_PATH, body=body)
@@ -212,7 +212,6 @@ async def test_a_session_opens_only_for_who_knows_the_secret(server, secret):
     assert (await server.open_session())[0] == 200
 
 
-@served
 async def test_a_proof_serves_once_and_for_its_trainer_only(server):
     body = await server.prove()
     forged = {**body, "trainer": "somebody else"}
@@ -227,7 +226,6 @@ async def test_a_proof_serves_once_and_for_its_trainer_only(server):
         assert (await server.request(SESSION_PATH, body=seen))[0] == 403
 
 
-@served
 async def test_the_server_proves_all_that_it_says(server):
     body = await server.prove()
     nonces = ["a", server.gate._nonce]
@@ -239,7 +237,6 @@ async def test_the_server_proves_all_that_it_says(server):
     assert SECRET not in json.dumps([body, answer])
 
 
-@served
 async def test_a_long_request_of_a_stranger_is_not_kept(server):
     num_read = 0
 
@@ -271,7 +268,6 @@ async def test_a_long_request_of_a_stranger_is_not_kept(server):
     ],
 )
 @pytest.mark.parametrize("path", [SESSION_PATH, "/collective_rpc", "/pause", "/update_weights", "/sleep"])
-@served
 async def test_a_page_in_a_browser_changes_nothing(server, path, header):
     if path == SESSION_PATH:
         request = {"body": await server.prove()}
@@ -284,7 +280,6 @@ async def test_a_page_in_a_browser_changes_nothing(server, path, header):
     assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
 
 
-@served
 async def test_the_transfer_directory_is_the_one_at_the_start(server, monkeypatch):
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/the/first")
     server = Server()
@@ -292,7 +287,6 @@ async def test_the_transfer_directory_is_the_one_at_the_start(server, monkeypatc
     assert (await server.request(STATE_PATH, method="GET"))[1]["transfer_dir"] == "/the/first"
 
 
-@served
 async def test_the_state_tells_who_holds_the_server(server):
     _, before, _ = await server.request(STATE_PATH, method="GET")
     assert before["is_open"] is False and before["holder"] is None
@@ -303,21 +297,14 @@ async def test_the_state_tells_who_holds_the_server(server):
     assert after["instance"] == before["instance"]
 
 
-@served
-async def test_a_trailing_slash_is_no_way_around(server):
-    assert (await server.request("/start_weight_update/"))[0] == 409
-    assert (await server.request("/v1/completions/"))[0] == 503
-
-
-@served
-async def test_a_path_prefix_is_no_way_around(server):
+@pytest.mark.parametrize("disguise", ["{}/", "/x{}"])
+async def test_a_trailing_slash_or_a_prefix_is_no_way_around(server, disguise):
     gate = server.gate
     server.gate = lambda scope, receive, send: gate({**scope, "root_path": "/x"}, receive, send)
-    assert (await server.request("/x/v1/completions"))[0] == 503
-    assert (await server.request("/x/start_weight_update"))[0] == 409
+    assert (await server.request(disguise.format("/v1/completions")))[0] == 503
+    assert (await server.request(disguise.format("/start_weight_update")))[0] == 409
 
 
-@served
 async def test_a_late_answer_to_an_update_that_was_given_up_opens_nothing(server):
     _, token, hang_up, held = await server.open_session()
     await server.request("/start_weight_update", token=token)
@@ -343,13 +330,10 @@ async def test_a_late_answer_to_an_update_that_was_given_up_opens_nothing(server
     assert (await server.request("/v1/completions"))[0] == 503
 
 
-@served
 async def test_a_host_that_vanished_loses_the_session(server, monkeypatch):
     """Nothing says that it has gone; the next line that cannot be delivered does."""
     monkeypatch.setattr("trl_qarl.vllm_plugin.gate._HEARTBEAT_SECONDS", 0.01)
-    lines = []
-
-    body = json.dumps(await server.prove()).encode()
+    lines, body = [], json.dumps(await server.prove()).encode()
 
     async def receive():
         if not lines:
@@ -365,3 +349,132 @@ async def test_a_host_that_vanished_loses_the_session(server, monkeypatch):
     with pytest.raises(OSError, match="no route"):
         await server.gate(scope, receive, send)
     assert (await server.open_session())[0] == 200
+
+
+async def upload(server, token, offset, *parts, content=CONTENT, header=None, ends=True, headers=()):
+    """Status and content of the answer to a piece in `parts`, whose connection may be dropped then."""
+    header = header or f"{hashlib.sha256(content).hexdigest()} {len(content)} {offset}"
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages.append({"type": "http.request", "body": b""} if ends else {"type": "http.disconnect"})
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    fields = [(UPLOAD_HEADER.encode(), header.encode()), (b"content-type", b"application/octet-stream"), *headers]
+    fields += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
+    await server.gate({"type": "http", "path": UPLOAD_PATH, "method": "POST", "headers": fields}, receive, send)
+    return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
+
+
+def files(directory):
+    return [path for path in directory.iterdir() if not path.name.endswith("here")]
+
+
+async def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(server, token, directory):
+    assert await upload(server, token, 0, CONTENT[:3000], CONTENT[3000:5000]) == (200, {"received": 5000})
+    # Once more, and one that begins further on: said where to go on.
+    assert await upload(server, token, 0, CONTENT[:4000]) == (200, {"received": 5000})
+    assert await upload(server, token, 6000, CONTENT[6000:]) == (200, {"received": 5000})
+    status, answer = await upload(server, token, 5000, CONTENT[5000:])
+    assert status == 200 and answer["received"] == len(CONTENT)
+    (path,) = files(directory)
+    assert path.name == answer["file"] and path.read_bytes() == CONTENT and path.stat().st_mode & 0o777 == 0o600
+    await server.request("/update_weights", token=token)
+    assert files(directory) == []
+
+
+async def test_a_dropped_connection_costs_what_has_not_arrived(server, token, directory):
+    assert await upload(server, token, 0, CONTENT[:700], ends=False) is None
+    assert await upload(server, token, 0) == (200, {"received": 700})
+    assert (await upload(server, token, 700, CONTENT[700:]))[1]["received"] == len(CONTENT)
+
+
+async def test_the_next_session_goes_on_where_the_last_one_was(server):
+    _, token, hang_up, task = await server.open_session()
+    await upload(server, token, 0, CONTENT[:700], ends=False)
+    hang_up.set()
+    await task
+    assert (await upload(server, token, 700, CONTENT[700:]))[0] == 409
+    _, token, *_ = await server.open_session()
+    assert "file" in (await upload(server, token, 700, CONTENT[700:]))[1]
+
+
+async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directory):
+    header = f"{DIGEST} {len(CONTENT)} 0"
+    changed = CONTENT[:-1] + b"x"
+    status, answer = await upload(server, token, 0, changed, header=header)
+    assert status == 400 and "announced hash" in answer["error"]
+    assert files(directory) == []
+    assert "file" in (await upload(server, token, 0, CONTENT))[1]
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("", "must be the SHA-256"),
+        (f"{DIGEST} 7", "must be the SHA-256"),
+        (f"{DIGEST} -7 0", "must be the SHA-256"),
+        (f"../{DIGEST[3:]} 7 0", "must be the SHA-256"),
+        (f"{DIGEST} {2**33} 0", "A file of 8589934592 bytes is refused: this server accepts up to 4294967296"),
+        (f"{DIGEST} 0 0", "A file of 0 bytes is refused"),
+        (f"{DIGEST} 5 0", "the end of the file, at 5 bytes"),
+        (f"{DIGEST} {len(CONTENT)} 9000", "the end of the file"),
+    ],
+)
+async def test_what_is_no_piece_is_refused(server, token, directory, header, message):
+    status, answer = await upload(server, token, 0, CONTENT, header=header or " ")
+    assert status == 400 and message in answer["error"]
+
+
+async def test_only_the_session_uploads_and_no_page(server, token, directory):
+    assert (await upload(server, None, 0, CONTENT))[0] == 409
+    assert (await upload(server, "0" * 32, 0, CONTENT))[0] == 409
+    assert (await upload(server, token, 0, CONTENT, headers=[(b"origin", b"http://a")]))[0] == 403
+    assert files(directory) == []
+
+
+async def test_a_server_without_room_or_directory_says_so(server, token, directory, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 10}))
+    status, answer = await upload(server, token, 0, CONTENT)
+    assert status == 507 and f"{len(CONTENT)} bytes are needed in {directory}, 10 are free" in answer["error"]
+    directory.chmod(0o777)
+    assert "others may write to it" in (await upload(server, token, 0, CONTENT))[1]["error"]
+    monkeypatch.delenv(TRANSFER_DIR_VARIABLE)
+    server = Server()
+    _, token, *_ = await server.open_session()
+    status, answer = await upload(server, token, 0, CONTENT)
+    assert status == 400 and "does not accept weights over HTTP" in answer["error"]
+
+
+async def test_a_directory_that_something_has_removed_is_made_again(server, token, directory):
+    await upload(server, token, 0, CONTENT[:700], ends=False)
+    shutil.rmtree(directory)
+    # What was there is gone, which costs one more attempt.
+    assert (await upload(server, token, 700, CONTENT[700:]))[0] == 507
+    assert "file" in (await upload(server, token, 0, CONTENT))[1]
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+async def test_half_files_do_not_pile_up(directory):
+    uploads = Uploads(str(directory), limit=25_000)
+    for number in range(5):
+        content = CONTENT + bytes([number])
+        header = f"{hashlib.sha256(content).hexdigest()} {len(content)} 0".encode()
+        messages = [{"type": "http.request", "body": content[:99], "more_body": True}, {"type": "http.disconnect"}]
+
+        async def receive(messages=messages):
+            return messages.pop(0)
+
+        assert await uploads.receive({UPLOAD_HEADER.encode(): header}, receive) is None
+    assert 1 <= len(files(directory)) <= 2
+
+
+async def test_the_mark_tells_a_trainer_that_it_has_the_same_directory(server, token, directory):
+    _, state, _ = await server.request("/qarl/state", method="GET")
+    assert (Path(state["transfer_dir"]) / state["transfer_mark"]).exists()
+    # It goes with its server: its name says which process made it.
+    assert str(os.getpid()) in state["transfer_mark"]

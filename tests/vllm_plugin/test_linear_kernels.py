@@ -1,77 +1,138 @@
+"""Our linear kernels for CPUs: the engine's choice of them, and their bits."""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from trl_qarl.quantization import gemm
 from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
-@pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from vllm.model_executor.kernels.linear import init_mxfp4_linear_kernel
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
+from vllm.platforms.interface import PlatformEnum
+from vllm.scalar_type import scalar_types
+
+from trl_qarl.vllm_plugin import linear_kernels
+from trl_qarl.vllm_plugin.linear_kernels import QaRLInt8Kernel, QaRLMxFp4Kernel, QaRLNvFp4Kernel, QaRLWeightOnlyKernel
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def engine_of(monkeypatch):
+    """Makes vLLM build an engine of a checkpoint with such a group of layers, which gets no weights from a trainer."""
+
+    def build(**group):
+        hf_config = SimpleNamespace(quantization_config={"config_groups": {"group_0": group}})
+        engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), weight_transfer_config=None)
+        monkeypatch.setattr(linear_kernels, "get_current_vllm_config_or_none", lambda: engine)
+
+    return build
+
+
 def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
-
-    from trl_qarl.vllm_plugin.linear_kernels import QaRLWeightOnlyKernel
-
     config = MPLinearLayerConfig((128, 64), (128, 64), scalar_types.uint4b8, torch.float32, 32, False)
     # vLLM's own kernel claims it and fails at the first request.
     assert QaRLWeightOnlyKernel.can_implement(config) == (True, None)
-    for name, layer in (("qweight", nn.Module()), ("weight_packed", nn.Module())):
-        if name == "weight_packed":
-            layer.weight_g_idx = torch.arange(128)
+    for name, order in (("qweight", None), ("weight_packed", torch.arange(128))):
+        layer = SimpleNamespace(weight_g_idx=order)
         with pytest.raises(ValueError, match=r"pack-quantized compressed-tensors .*--dtype bfloat16"):
             QaRLWeightOnlyKernel(config, name, "weight_scale").process_weights_after_loading(layer)
 
 
-@pytest.mark.vllm
-def test_int8_activations_are_never_left_to_vllms_kernel_which_has_none(monkeypatch):
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
-
-    from trl_qarl.vllm_plugin import linear_kernels
-
+def test_int8_activations_are_never_left_to_vllms_kernel_which_has_none(engine_of):
     def make(weight_type, scheme):
-        group = {"weights": scheme.weight_args(128), "input_activations": scheme.activation_args}
-        hf_config = SimpleNamespace(quantization_config={"config_groups": {"group_0": group}})
-        engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), weight_transfer_config=None)
-        monkeypatch.setattr(linear_kernels, "get_current_vllm_config_or_none", lambda: engine)
+        engine_of(weights=scheme.weight_args(128), input_activations=scheme.activation_args)
         config = MPLinearLayerConfig((128, 64), (128, 64), weight_type, torch.bfloat16, 128, False)
-        return linear_kernels.QaRLWeightOnlyKernel.can_implement(config)[0], config
+        return QaRLWeightOnlyKernel.can_implement(config)[0], config
 
     is_ours, config = make(scalar_types.uint4b8, get_scheme("w4a8-int8"))
     assert is_ours and make(scalar_types.uint4b8, get_scheme("w4a16"))[0] != torch.cpu._is_avx512_supported()
-    layer = nn.Module()
-    layer._humming_input_quant_config = {"num_bits": 8}
+    layer = SimpleNamespace(_humming_input_quant_config={"num_bits": 8})
     _, other = make(scalar_types.uint8b128, get_scheme("w8a16"))
     with pytest.raises(ValueError, match="multiplies uint8b128 weights by INT8 activations"):
-        linear_kernels.QaRLWeightOnlyKernel(other, "weight_packed", "weight_scale").process_weights_after_loading(
-            layer
-        )
-    kernel = linear_kernels.QaRLWeightOnlyKernel(config, "weight_packed", "weight_scale")
+        QaRLWeightOnlyKernel(other, "weight_packed", "weight_scale").process_weights_after_loading(layer)
+    kernel = QaRLWeightOnlyKernel(config, "weight_packed", "weight_scale")
     kernel.process_weights_after_loading(layer)
     assert kernel._scheme == get_scheme("w4a8-int8")
 
 
-@pytest.mark.vllm
-def test_a_checkpoint_with_activations_of_4_bits_is_not_served_without_them(monkeypatch):
-    from vllm.model_executor.kernels.linear import init_mxfp4_linear_kernel
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
-    from vllm.platforms.interface import PlatformEnum
-
-    from trl_qarl.vllm_plugin import linear_kernels
-
+def test_a_checkpoint_with_activations_of_4_bits_is_not_served_without_them(engine_of):
     linear_kernels.register_kernels(PlatformEnum.CPU)
     weights = get_scheme("mxfp4a16").weight_args(32)
 
     def kernel_for(input_activations):
-        group = {"weights": weights, "input_activations": input_activations}
-        hf_config = SimpleNamespace(quantization_config={"config_groups": {"group_0": group}})
-        config = SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config))
-        monkeypatch.setattr(linear_kernels, "get_current_vllm_config_or_none", lambda: config)
+        engine_of(weights=weights, input_activations=input_activations)
         # What vLLM asks for, whatever the checkpoint has.
         return init_mxfp4_linear_kernel(kMxfp4Dynamic)
 
-    assert type(kernel_for(None)) is linear_kernels.QaRLMxFp4Kernel
+    assert type(kernel_for(None)) is QaRLMxFp4Kernel
     with pytest.raises(ValueError, match="4-bit activations"):
         kernel_for(weights | {"dynamic": True})
+
+
+def make_engine_apply(name, low_bit, dtype, shape):
+    """The product of an engine's layer that holds `low_bit`, on our kernel for CPUs."""
+    layer = nn.Module()
+    for key, tensor in low_bit.checkpoint_tensors().items():
+        layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+    if name == "w8a8":
+        kernel = object.__new__(QaRLInt8Kernel)
+        kernel.config = Int8ScaledMMLinearLayerConfig(False, True, True)
+        kernel.layer_param_names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
+    elif name == "mxfp4a16":
+        kernel = QaRLMxFp4Kernel(MxFp4LinearLayerConfig(kMxfp4Dynamic))
+        # As vLLM has it before it asks the kernel.
+        layer.weight = layer.weight_packed
+    elif name == "nvfp4a16":
+        kernel = QaRLNvFp4Kernel(NvFp4LinearLayerConfig())
+        layer.weight, layer.weight_global_scale = layer.weight_packed, nn.Parameter(1 / layer.weight_global_scale)
+    else:
+        types = {
+            "w4a16": "uint4b8",
+            "w4a8-int8": "uint4b8",
+            "w4a16-asym": "uint4",
+            "w8a16": "uint8b128",
+            "w8a16-asym": "uint8",
+        }
+        weight_type, has_zero_points = getattr(scalar_types, types[name]), name.endswith("asym")
+        config = MPLinearLayerConfig(shape[::-1], shape[::-1], weight_type, dtype, -1, has_zero_points)
+        assert QaRLWeightOnlyKernel.can_implement(config)[0] or weight_type.size_bits == 4
+        kernel = QaRLWeightOnlyKernel(config, "weight_packed", "weight_scale", "weight_zero_point")
+    if name == "w4a8-int8":
+        layer._humming_input_quant_config = {"num_bits": 8}
+    kernel.process_weights_after_loading(layer)
+    return lambda x, bias: kernel.apply_weights(layer, x, bias)
+
+
+@pytest.mark.parametrize("has_native_instructions", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["w4a16", "w8a16-asym", "mxfp4a16", "nvfp4a16", "w8a16", "w8a8", "w4a8-int8"])
+def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dtype, has_native_instructions):
+    monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
+    monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
+    if not has_native_instructions:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for shape in [(64, 128), (33, 96), (256, 2048)] + [(16, 100)] * (name in ("w8a16", "w8a8")):
+        torch.manual_seed(0)
+        low_bit = LowBitTensor.from_hp(torch.randn(shape), get_scheme(name), dtype)
+        apply = make_engine_apply(name, low_bit, dtype, shape)
+        x, bias = torch.randn(300, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+        # Decode first: what a layer keeps must serve both.
+        decode = torch.cat([apply(row, bias) for row in x[:64].split(1)])
+        for rows in (16, 17, 33, 64, 300):
+            assert torch.equal(apply(x[:rows], bias)[:64], decode[:rows]), (shape, rows)
+        exact = x.double() @ low_bit.dequantize(torch.float64).t() + bias
+        error = (apply(x, bias).double() - exact).norm() / exact.norm()
+        assert error < (2e-2 if name in ("w8a8", "w4a8-int8") else 5e-3)

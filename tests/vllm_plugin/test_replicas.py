@@ -5,15 +5,13 @@ import time
 
 import pytest
 
-from trl_qarl.vllm_plugin import register
-
 
 pytest.importorskip("vllm")
 
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from trl_qarl.vllm_plugin.replicas import call_every_replica
+from trl_qarl.vllm_plugin import call_every_replica, register
 from trl_qarl.wire import handshake
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 

@@ -86,9 +86,7 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
 
 @pytest.fixture(scope="module")
 def publisher(quick_engines, tmp_path_factory):
-    path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
-    publisher = make_publisher(path)
-    publisher.path = path
+    publisher = make_publisher(make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2"))
     publisher.publish("0")
     return publisher
 
@@ -198,23 +196,19 @@ def test_an_engine_that_was_started_again_between_two_updates_gets_everything(pu
     assert mismatch(publisher) < 1e-5
 
 
-def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
+def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher, monkeypatch):
     """The received tensor is right and the loaded parameter is wrong, which only the parameter itself shows."""
     worker = publisher.engine._worker
     layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.gate_up_proj")
     update_masters(publisher.model, 8)
     publisher.engine.begin()
-    loaders = [(p.weight_loader, p.weight_loader.__wrapped__) for p in layer._parameters.values() if p is not None]
-    for wrapper, load in loaders:
-        wrapper.__wrapped__ = lambda p, t, shard=None, load=load: load(p, t, 1 - shard)
-    publisher.engine.begin = lambda: None
-    try:
+    with monkeypatch.context() as patch:
+        for loader in [p.weight_loader for p in layer._parameters.values() if p is not None]:
+            load = loader.__wrapped__
+            patch.setattr(loader, "__wrapped__", lambda p, t, shard=None, load=load: load(p, t, 1 - shard))
+        patch.setattr(publisher.engine, "begin", lambda: None)
         with pytest.raises(PublishError, match="gate_proj.*: learner int32.*, engine int32"):
             publisher.publish("swapped")
-    finally:
-        del publisher.engine.begin
-        for wrapper, load in loaders:
-            wrapper.__wrapped__ = load
     publisher.publish("healed")
 
 
@@ -323,18 +317,16 @@ def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, mon
     assert mismatch(publisher) < 1e-5
 
 
-def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
+def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher, monkeypatch):
     publisher.publish("before")
     norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
     with torch.no_grad():
         publisher.model.model.layers[1].mlp.up_proj.weight.add_(0.05)
     send = publisher.engine.send
-    publisher.engine.send = lambda tensors: (send(tensors), corrupt(norm))
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher.engine, "send", lambda tensors: (send(tensors), corrupt(norm)))
         with pytest.raises(PublishError, match=r"model.layers.0.input_layernorm.weight: .*but the engine runs with"):
             publisher.publish("spoilt")
-    finally:
-        del publisher.engine.send
     publisher.publish("healed")
 
 
@@ -351,7 +343,7 @@ def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
     assert publisher.publish("right again")["publish/unchanged_tensors"] == 0
 
 
-def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
+def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher, monkeypatch):
     from vllm import SamplingParams
 
     llm = publisher.engine.llm
@@ -365,7 +357,7 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     assert not llm.llm_engine.has_unfinished_requests()
     (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, logprobs=0), use_tqdm=False)
     assert output.num_cached_tokens == 0
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(llm, "reset_prefix_cache", lambda: False)
         with pytest.raises(PublishError, match="could not empty its prefix cache"):
             publisher.publish("stale")
@@ -384,7 +376,7 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
 )
 def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, dtype, message):
     scheme = get_scheme(scheme, swap.pop("group_size", None))
-    other = AutoModelForCausalLM.from_pretrained(publisher.path, dtype=torch.float32)
+    other = AutoModelForCausalLM.from_pretrained(publisher.model.name_or_path, dtype=torch.float32)
     prepare_model(other, scheme, scale_dtype=dtype, **swap)
     with pytest.raises(ValueError, match=message):
         Publisher(other, dtype, publisher.engine).check_engine()
@@ -402,15 +394,9 @@ def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
 
 def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path):
     """All tensors have the same names and shapes."""
-    copy = make_tiny_model(
-        tmp_path,
-        "qwen2",
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        rms_norm_eps=1e-3,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    copy = make_tiny_model(tmp_path, "qwen2", rms_norm_eps=1e-3, rope_parameters=rope, **heads)
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.eos_token = "<|unk|>"
     tokenizer.save_pretrained(copy)

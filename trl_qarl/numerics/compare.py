@@ -2,12 +2,11 @@
 Comparison of the installed vLLM with the learner: products, an attention and on GPUs norms are computed by the
 learner's function and by the class or function that vLLM's layers call. All bits must be equal for any number of rows.
 
-The comparison replaces a list of releases and names the operation that has moved or changed. Operations that are not
-compared here (norms, rotation, sampling) show in the first batch, because every batch is checked
-([`trl_qarl.numerics.exact`]).
+The comparison replaces a list of releases and names the operation that has moved or changed. Other operations show in
+the first batch, because every batch is checked ([`trl_qarl.numerics.exact`]).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 
 
-__all__ = ["first_difference_on_cpu", "first_difference_on_gpu"]
+__all__ = ["first_difference"]
 
 ROWS = (1, 5, 40)
 """Numbers of rows for decoding of one sequence and of several, and for a prefill."""
@@ -34,34 +33,27 @@ Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 @torch.no_grad()
-def first_difference_on_cpu(kernels: Any) -> str | None:
-    """Describe the first operation that differs between an engine on a CPU and the learner, or return `None`.
-    `kernels` are the learner's functions, [`trl_qarl.numerics.cpu`]."""
-    random = partial(_random, torch.Generator().manual_seed(0), torch.device("cpu"))
-    return _first_difference(
-        {
+def first_difference(kernels: Any, device: torch.device) -> str | None:
+    """Describe the first operation that differs between an engine on `device` and the learner, or return `None`.
+    `kernels` are the learner's functions: [`trl_qarl.numerics.cpu`], or [`trl_qarl.numerics.cuda`] in its environment
+    for a batch-invariant engine."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shapes: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        return (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
+
+    if device.type == "cpu":
+        operations = {
             "product of unquantized weights": _products(kernels, random),
             "attention": _cpu_attentions(kernels, random),
         }
-    )
-
-
-@torch.no_grad()
-def first_difference_on_gpu(kernels: Any, device: torch.device) -> str | None:
-    """Return the same for a batch-invariant engine on a GPU. `kernels` are [`trl_qarl.numerics.cuda`], in its
-    environment."""
-    random = partial(_random, torch.Generator().manual_seed(0), device)
-    return _first_difference(
-        {
+    else:
+        operations = {
             "product of unquantized weights": _fused_products(kernels.linear, random),
             "product of low-bit weights": _products_in_batches(kernels.low_bit_linear, random),
             "norm": _norms(kernels.rms_norm, random),
             "attention": _flash_attentions(kernels, device, random),
         }
-    )
-
-
-def _first_difference(operations: Mapping[str, Pairs]) -> str | None:
     for name, pairs in operations.items():
         try:
             differing = next((pair for pair in pairs if not torch.equal(*pair)), None)
@@ -80,9 +72,7 @@ def _products(kernels, random) -> Pairs:
     from vllm.model_executor.layers import utils
 
     x, weight, bias = random((max(ROWS), 256), (64, 256), (64,))
-    layer = nn.Module()
-    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-    layer.bias = nn.Parameter(bias, requires_grad=False)
+    layer = SimpleNamespace(weight=weight, bias=bias)
     # Like an engine that is told to use the learner's product.
     kernels.dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, False)
     ours = kernels.PackedLinear(weight)(x, bias)
@@ -91,7 +81,6 @@ def _products(kernels, random) -> Pairs:
 
 
 def _cpu_attentions(kernels, random) -> Pairs:
-    import vllm._custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn
 
     # The only part of the configuration that the engine's attention reads.
@@ -101,19 +90,8 @@ def _cpu_attentions(kernels, random) -> Pairs:
     isa = cpu_attn._get_attn_isa(torch.bfloat16, kernels.KV_BLOCK_SIZE, HEAD_DIM)
 
     def make_metadata(**batch):
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=HEADS,
-            num_kv_heads=KEY_HEADS,
-            head_dim=HEAD_DIM,
-            seq_lens=batch["seq_lens"],
-            dtype=torch.bfloat16,
-            query_start_loc=batch["query_start_loc"],
-            causal=True,
-            sliding_window_size=-1,
-            isa=isa,
-            enable_kv_split=False,
-        )
+        of_batch = batch["query_start_loc"], batch["seq_lens"]
+        schedule = kernels.schedule(HEADS, KEY_HEADS, HEAD_DIM, torch.bfloat16, isa, *of_batch)
         return cpu_attn.CPUAttentionMetadata(**batch, scheduler_metadata=schedule)
 
     layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
@@ -197,7 +175,3 @@ def _flash_attentions(kernels, device, random) -> Pairs:
 
     layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
     yield from _attentions(kernels.attention, engine, layer, kernels.BLOCK_SIZE, make_metadata, random)
-
-
-def _random(generator: torch.Generator, device: torch.device, *shapes: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    return (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)

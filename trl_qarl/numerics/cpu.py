@@ -14,9 +14,9 @@ with vLLM 0.31 and one or two threads:
 | `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
 
-[`PackedLinear`] is the unquantized product of both sides; the engine runs it through [`dispatch_row_invariant`].
-Products of low-bit weights are in [`trl_qarl.numerics.low_bit`]. [`trl_qarl.numerics.backends`] documents each function, and
-the alternatives where vLLM's kernels are not available.
+[`PackedLinear`] is the unquantized product of both sides; the engine runs it through [`dispatch_row_invariant`], and
+attention in [`one_pass_requests`]. Products of low-bit weights are in [`trl_qarl.numerics.low_bit`].
+[`trl_qarl.numerics.ops`] documents operations without a docstring here.
 """
 
 import sys
@@ -29,32 +29,43 @@ import torch.nn.functional as F
 
 from ..packages import installed
 from . import portable
-from .compare import first_difference_on_cpu
-from .cpu_attention import KV_BLOCK_SIZE, attention
+from .compare import first_difference
 from .portable import log_softmax, rms_norm, silu_mul
 
 
 __all__ = [
+    "IN_ONE_PASS",
     "KV_BLOCK_SIZE",
     "PackedLinear",
     "attention",
+    "blocks_of_keys",
     "dispatch_row_invariant",
     "has_engine_kernels",
     "log_softmax",
     "lora",
+    "one_pass_requests",
+    "queries_in_one_pass",
     "reason_against",
     "reason_against_installation",
     "reason_not_to_call",
     "rms_norm",
     "rotate",
+    "schedule",
     "silu_mul",
     "vllm_version",
 ]
 
-
 MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
 """With fewer rows `weight_packed_linear` takes another kernel with AMX (`can_use_brgemm`), and oneDNN sums a row in
 another order."""
+
+IN_ONE_PASS = "requests of one pass"
+"""Identifier of engines whose attention runs in [`one_pass_requests`]."""
+
+KV_BLOCK_SIZE = 128
+
+PASS_ROWS = {"amx": 32, "vec": 8}
+"""Rows of queries per pass of vLLM's attention, by its name of the instructions (`MaxQHeadNumPerIteration`)."""
 
 
 def has_engine_kernels() -> bool:
@@ -64,11 +75,10 @@ def has_engine_kernels() -> bool:
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Return why the kernels cannot be used in this process, or `None`. The installed vLLM of any release is compared
-    with the learner."""
+    """Return why the kernels cannot be used in this process, or `None`. Any release of vLLM is compared."""
     if reason := reason_not_to_call():
         return reason
-    difference = first_difference_on_cpu(sys.modules[__name__])
+    difference = first_difference(sys.modules[__name__], torch.device("cpu"))
     return None if difference is None else f"vLLM {vllm_version()} is installed, and {difference}"
 
 
@@ -143,21 +153,113 @@ class PackedLinear:
 
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Apply an adapter, `(R, K)` and `(N, R)`, to `rows`, `(M, K)`, all bfloat16, like vLLM's `torch_ops.bgmv_shrink` and
-    `bgmv_expand`, which have an adapter per row: one product for each row. Return `rows @ a.T`, `(M, R)`, summed in
-    float32 and rounded, and its product with `b.T`, `(M, N)`.
-    """
+    """Apply an adapter, `(R, K)` and `(N, R)`, to `rows`, `(M, K)`, all bfloat16, like vLLM's `torch_ops.bgmv_shrink`
+    and `bgmv_expand`, which have an adapter per row: one product for each row. Return `rows @ a.T`, `(M, R)`, summed
+    in float32 and rounded, and its product with `b.T`, `(M, N)`."""
     inner = torch.bmm(rows.float()[:, None], a.float().t().expand(len(rows), -1, -1))[:, 0].to(rows.dtype)
     return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rotate`]."""
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
     # The kernel rotates queries and keys together, or queries without keys.
     torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
     return y.view_as(x)
+
+
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+    import vllm._custom_ops as ops
+
+    num_heads, head_dim = query.shape[1:]
+    num_key_heads = key.shape[1]
+    num_threads = torch.get_num_threads()
+    layout = _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, num_threads, window)
+    isa, slots, table, query_starts, lengths, schedule = layout
+    num_blocks = int(table.max()) + 1
+    cache = query.new_zeros(num_blocks, num_key_heads, 2 * KV_BLOCK_SIZE, head_dim)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa)
+    output = torch.empty(query.shape, dtype=query.dtype)
+    ops.cpu_attention_with_kv_cache(
+        query=query.contiguous(),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=query_starts,
+        seq_lens=lengths,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1 if window is None else window,
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
+    return output
+
+
+def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int, has_window: bool = False) -> int:
+    """
+    Return the number of queries of a sequence that vLLM's attention computes in one pass over the keys; each query has
+    the same bits as in a request of its own.
+
+    The kernel chooses a tile of keys so that tile, queries and scores fit half the L2 cache; therefore sums over
+    several tiles depend on the number of queries. Up to one pass of rows it assumes a whole pass and streams the keys
+    (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`). With a window, the first tile depends
+    on the first query, so each query has its own request.
+    """
+    if has_window:
+        return 1
+    rows, heads = PASS_ROWS.get(isa, 1), num_heads // num_key_heads
+    # Heads that share keys are rows of one pass if they fill it evenly, else each head has its own pass.
+    return rows // heads if rows % heads == 0 else rows
+
+
+def one_pass_requests(
+    query_starts: torch.Tensor, key_lengths: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split the requests of a batch into requests of at most `size` queries, from [`queries_in_one_pass`]; each sees
+    the keys up to its last query. `query_starts`, `(R + 1,)` int32, has the first query of each request; its queries
+    are the last positions of `key_lengths`, `(R,)` int32. Return both tensors for the new requests, and the index of
+    the original request of each."""
+    counts = query_starts.diff()
+    parts = (counts + size - 1) // size
+    request = torch.repeat_interleave(torch.arange(len(counts)), parts)
+    part = torch.arange(len(request)) - (parts.cumsum(0) - parts)[request]
+    starts, ends = query_starts[:-1][request] + part * size, query_starts[1:][request]
+    lengths = key_lengths[request] - (ends - starts - size).clamp(min=0)
+    return torch.cat([starts, query_starts[-1:]]).int(), lengths.int(), request
+
+
+def blocks_of_keys(
+    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slot of each key among all blocks, int64, and, in int32, the blocks, the first query and the number
+    of keys of each sequence."""
+    lengths = torch.tensor(key_lengths, dtype=torch.int32)
+    num_blocks = (lengths + block_size - 1) // block_size
+    first = num_blocks.cumsum(0) - num_blocks
+    table = first[:, None] + torch.arange(int(num_blocks.max()))
+    # The table is not read beyond a sequence's blocks, but must name existing blocks.
+    table = table.clamp(max=int(num_blocks.sum()) - 1).int()
+    slots = torch.cat([int(start) * block_size + torch.arange(n) for start, n in zip(first, key_lengths, strict=True)])
+    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
+    return slots, table, query_starts, lengths
+
+
+@lru_cache(maxsize=4)
+def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
+    """Return the layout that all layers of a forward share: slots of keys, blocks of sequences, thread schedule."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(dtype, KV_BLOCK_SIZE, head_dim)
+    slots, table, query_starts, keys = blocks_of_keys(query_lengths, key_lengths, KV_BLOCK_SIZE)
+    size = queries_in_one_pass(isa, num_heads, num_key_heads, window is not None)
+    query_starts, keys, request = one_pass_requests(query_starts, keys, size)
+    table = table[request]
+    metadata = schedule(num_heads, num_key_heads, head_dim, dtype, isa, query_starts, keys, window)
+    return isa, slots, table, query_starts, keys, metadata
 
 
 def dispatch_row_invariant(original, is_ours):
@@ -182,3 +284,23 @@ def dispatch_row_invariant(original, is_ours):
 
     dispatch.is_row_invariant = True
     return dispatch
+
+
+def schedule(num_heads, num_key_heads, head_dim, dtype, isa, query_starts, key_lengths, window=None) -> torch.Tensor:
+    """Return vLLM's division of a batch among threads."""
+    import vllm._custom_ops as ops
+
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(key_lengths),
+        num_heads=num_heads,
+        num_kv_heads=num_key_heads,
+        head_dim=head_dim,
+        seq_lens=key_lengths,
+        dtype=dtype,
+        query_start_loc=query_starts,
+        causal=True,
+        sliding_window_size=-1 if window is None else window,
+        isa=isa,
+        # Sums over keys must not depend on the number of threads.
+        enable_kv_split=False,
+    )

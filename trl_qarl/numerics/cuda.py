@@ -1,10 +1,10 @@
 """
 Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients: the
-counterpart of [`trl_qarl.numerics.cpu`].
+operations of [`trl_qarl.numerics.ops`].
 
-**Untested on GPUs.** The module follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines. Tests
-on a CPU check the arguments and layouts of the kernels. On a GPU each process compares the installed release before it
-uses the kernels ([`reason_against`]): from 0.32 on a bias is added before a product is rounded, in 0.31 after it.
+**Untested on GPUs.** The module follows the sources of vLLM 0.31 to 0.33 (benchmarks/alignment.md). Tests on a CPU
+check the arguments and layouts of the kernels. On a GPU each process compares the installed release before it uses the
+kernels ([`reason_against`]): from 0.32 on a bias is added before a product is rounded, in 0.31 after it.
 
 Differences from a CPU:
 
@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -29,8 +30,8 @@ from ..quantization import gemm
 from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
 from ..quantization.schemes import INT8, QuantScheme
-from .compare import first_difference_on_gpu
-from .cpu_attention import blocks_of_keys
+from .compare import first_difference
+from .cpu import blocks_of_keys
 
 
 __all__ = [
@@ -83,8 +84,7 @@ def reason_against_installation() -> str | None:
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Return why the kernels cannot be used in this process, or `None`. The installed vLLM of any release is compared
-    with the learner."""
+    """Return why the kernels cannot be used in this process, or `None`. Any release of vLLM is compared."""
     if reason := reason_against_installation():
         return reason
     from vllm import envs
@@ -92,7 +92,7 @@ def reason_against() -> str | None:
     # The comparison must not change the environment of an engine that is started later.
     with patch.dict(os.environ):
         prepare_process()
-        difference = first_difference_on_gpu(sys.modules[__name__], torch.device("cuda"))
+        difference = first_difference(sys.modules[__name__], torch.device("cuda"))
     envs.disable_envs_cache()
     return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
 
@@ -124,12 +124,8 @@ def describe_arithmetic(config=None) -> dict[str, Any]:
 
 
 def use_one_tiling() -> None:
-    """
-    Have every product take the same tiles of input features, because other tiles give other sums.
-
-    vLLM has tables of tiles by the shape of a weight, and the engine's fused query, key and value have another shape
-    than the learner's three layers.
-    """
+    """Have every product take the same tiles of input features, because other tiles give other sums: vLLM has tables
+    by the shape of a weight, and the engine's fused query, key and value have another shape than the learner's."""
     from vllm.model_executor.determinism import batch_invariant_configs as tables
 
     tables._TUNED_MATMUL_CONFIGS_FOR_DEVICE = None
@@ -137,8 +133,7 @@ def use_one_tiling() -> None:
 
 
 def prepare_process() -> None:
-    """Set up a process before it calls the first kernel or starts the engine. vLLM's kernels read
-    `VLLM_BATCH_INVARIANT` once, so this has no effect after an engine without it."""
+    """Set up a process before the first kernel or an engine: vLLM's kernels read `VLLM_BATCH_INVARIANT` only once."""
     from vllm import envs
 
     os.environ.update(ENVIRONMENT)
@@ -158,7 +153,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 class PackedLinear:
-    """[`~trl_qarl.numerics.backends.Backend.PackedLinear`]: [`linear`] by one weight."""
+    """[`linear`] by one weight."""
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight
@@ -187,7 +182,6 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rotate`]."""
     import vllm._custom_ops as ops
 
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
@@ -196,7 +190,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rms_norm`]; the residual stream is rounded first."""
+    """[`~trl_qarl.numerics.ops.rms_norm`] of the rounded residual stream."""
     if x.dtype is not torch.float32:
         return _batch_invariant().rms_norm_batch_invariant(x, weight, epsilon)
     import vllm._custom_ops as ops
@@ -208,7 +202,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.silu_mul`]."""
     import vllm._custom_ops  # noqa: F401  (loads the operators)
 
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -217,7 +210,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.log_softmax`] like the sampler of vLLM's first model runner."""
+    """Return the log-probs `(M, V)` float32 of `logits` `(M, V)` like the sampler of vLLM's first model runner."""
     logits = logits.float()
     if temperature != 1.0:
         # Division by a number would become a product with its inverse on a GPU.
@@ -226,7 +219,7 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.attention`] by FlashAttention, with blocks of keys and without splits."""
+    """[`~trl_qarl.numerics.ops.attention`] by FlashAttention, with blocks of keys and without splits."""
     if window is not None:
         raise NotImplementedError("Only vLLM's kernels for CPUs support attention to a window of keys.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
@@ -257,9 +250,7 @@ def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, ...]:
 
 
 def _batch_invariant() -> ModuleType:
-    from vllm.model_executor.determinism import batch_invariant
-
-    return batch_invariant
+    return import_module("vllm.model_executor.determinism.batch_invariant")
 
 
 def _vllm_version() -> str | None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,45 +17,28 @@ from .modules import Router, operation_of
 from .ops import token_log_probs
 
 
-__all__ = [
-    "Exactness",
-    "check_arithmetic",
-    "choose_versions",
-    "describe_difference",
-    "first_difference",
-    "largest_difference",
-]
+__all__ = ["Exactness", "check_arithmetic", "choose_versions", "describe_difference", "largest_difference"]
 
 
 logger = logging.getLogger(__name__)
 
 
 class Exactness:
-    """
-    Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics. `exact`
-    is `"require"` to raise or `"warn"` to log each batch; `None` raises if engine numerics were configured, and logs
-    only the first such batch if they were chosen by default. After `has_differed`, the sampler's log-probs no longer
-    replace the learner's.
-    """
+    """Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics.
+    `exact` is `"require"` to raise or `"warn"` to log each batch; `None` raises if engine numerics were configured,
+    and logs only the first such batch if they were chosen by default. After `has_differed`, the sampler's log-probs no
+    longer replace the learner's."""
 
     def __init__(self, exact: str | None, is_asked_for: bool):
         self.is_required = exact == "require" or (exact is None and is_asked_for)
         self._warns_once, self.has_differed = exact is None, False
 
     def check(
-        self,
-        output: dict[str, Any],
-        batch: Batch,
-        model: nn.Module,
-        accelerator: Any,
-        llm: Any = None,
-        score: Callable | None = None,
+        self, output: dict[str, Any], batch: Batch, model: nn.Module, accelerator: Any, llm=None, score=None
     ) -> None:
-        """
-        Compare the log-probs of a generation batch bit for bit on every process. `output` is TRL's batch, `batch` the
-        same as a [`~trl_qarl.forward.Batch`]; `llm` and `score` are those of [`describe_difference`]. If exactness is
-        required, `RuntimeError` names the token that differs.
-        """
+        """Compare the log-probs of a generation batch bit for bit on every process. `output` is TRL's batch, `batch`
+        the same as a [`~trl_qarl.forward.Batch`]; `llm` and `score` are those of [`describe_difference`]. If exactness
+        is required, `RuntimeError` names the token that differs."""
         largest, *_ = largest_difference(*batch.rollout)
         overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
         if overall == 0.0 or (self.has_differed and self._warns_once):
@@ -70,26 +54,22 @@ class Exactness:
 
 
 def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:
-    """
-    Raise `ValueError`, naming both values of each difference, unless the engine has the kernels of this process. The
-    entry `"arithmetic"` of `engine` is [`~trl_qarl.numerics.low_bit.describe_arithmetic`] of the engine, or its
+    """Raise `ValueError`, naming both values of each difference, unless the engine has the kernels of this process.
+    The entry `"arithmetic"` of `engine` is [`~trl_qarl.numerics.low_bit.describe_arithmetic`] of the engine, or its
     counterpart in [`trl_qarl.numerics.cuda`]. `adapter_rank` is the rank to which the learner pads adapters next to
-    its layers.
-    """
+    its layers."""
     # The learner never splits sums over threads, despite the environment of this process.
     ours = cuda.describe_arithmetic() if on_gpu else low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     theirs = engine.get("arithmetic") or {}
     if adapter_rank is not None:
         ours, theirs = ours | {"max_lora_rank": adapter_rank}, theirs | {"max_lora_rank": engine["lora"]["max_rank"]}
-    lines = [
-        f"{name}: learner {ours[name]}, engine {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]
-    ]
-    if lines:
+    differing = [name for name in ours if theirs.get(name) != ours[name]]
+    if differing:
+        lines = [f"  {name}: learner {ours[name]}, engine {theirs.get(name)}\n" for name in differing]
         raise ValueError(
-            "numerics='engine': the engine's arithmetic is not the learner's:\n  "
-            + "\n  ".join(lines)
-            + "\nStart the server with `trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same "
-            "kind of processor, or use numerics='fast' or exact='warn'."
+            f"numerics='engine': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
+            "`trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same kind of "
+            "processor, or use numerics='fast' or exact='warn'."
         )
 
 
@@ -128,18 +108,11 @@ def choose_versions(
 
 
 def describe_difference(
-    output: dict[str, Any],
-    mask: torch.Tensor,
-    model: nn.Module,
-    llm: Any | None = None,
-    score: Callable[[list[list[int]]], list[list[dict[int, float]]]] | None = None,
+    output: dict[str, Any], mask: torch.Tensor, model: nn.Module, llm: Any = None, score: Callable | None = None
 ) -> str:
-    """
-    Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
+    """Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
     differs when the engine computes the whole sequence. `mask`, `(B, T)`, is true for completion tokens; `llm` is the
-    engine in this process, if any; `score` returns log-probs of sequences at temperature 1 from another engine, like
-    `log_probs` of [`~trl_qarl.rollout.engine.Engine`].
-    """
+    engine in this process, if any; `score` is `log_probs` of another [`~trl_qarl.rollout.engine.Engine`]."""
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
     text = (
@@ -147,18 +120,15 @@ def describe_difference(
         f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
     )
     # With sharded masters, all processes would have to compute.
-    if largest == 0 or is_sharded(model):
+    if largest == 0 or is_sharded(model) or (llm is None and score is None):
         return text
     prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
     completion = output["completion_ids"][row, : column + 1].tolist()
     if llm is None:
-        return text if score is None else f"{text}; {_ask_again(model, score, prompt + completion, len(prompt))}"
-    difference = first_difference(model, llm, prompt + completion[:-1])
-    if difference is None:
-        return (
-            f"{text}; over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
-        )
-    return f"{text}; {difference}"
+        return f"{text}; {_ask_again(model, score, prompt + completion, len(prompt))}"
+    difference = _first_difference(model, llm, prompt + completion[:-1])
+    agreement = "over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
+    return f"{text}; {difference or agreement}"
 
 
 @torch.no_grad()
@@ -170,23 +140,22 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
     ours = token_log_probs(logits, tokens[0, 1:]).tolist()
     theirs = [entry[token] for entry, token in zip(score([ids])[0], ids[1:], strict=True)]
     differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b]
+    text = "over the same tokens at once, at temperature 1,"
     if not differing:
-        return "over the same tokens at once, at temperature 1, it agrees on all, so its decoding differs from its prefill"
+        return f"{text} it agrees on all, so its decoding differs from its prefill"
     index = differing[0]
     place = f"token {index} of the prompt" if index < num_prompt else f"token {index - num_prompt} of the completion"
     return (
-        f"over the same tokens at once, at temperature 1, {len(differing)} of {len(ours)} differ, the first is {place} (learner "
-        f"{ours[index - 1]:.6f}, engine {theirs[index - 1]:.6f}); vllm_mode='colocate' would name the layer"
+        f"{text} {len(differing)} of {len(ours)} differ, the first is {place} (learner {ours[index - 1]:.6f}, engine "
+        f"{theirs[index - 1]:.6f}); vllm_mode='colocate' would name the layer"
     )
 
 
 @torch.no_grad()
-def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
-    """
-    Describe the first of the learner's embedding, decoder layers and final norm whose output for one sequence, `ids`,
-    differs from that of the engine in this process, and for a mixture the first token that its router sends to other
-    experts. Return `None` if all agree.
-    """
+def _first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
+    """Describe the first of the learner's embedding, decoder layers and final norm whose output for one sequence,
+    `ids`, differs from that of the engine in this process, and for a mixture the first token that its router sends to
+    other experts. Return `None` if all agree."""
     from vllm import SamplingParams
 
     model = base_model(model)
@@ -225,23 +194,19 @@ def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Ten
 
         return hook
 
+    def keep_ids(name, ids):
+        outputs.setdefault(f"router of {name}", ids.long())
+
     with ExitStack() as stack:
         for name in names:
-            stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
-            for module in model.get_submodule(name).modules():
-                _watch_router(stack, module, outputs, f"router of {name}")
+            layer, keep_routes = model.get_submodule(name), partial(keep_ids, name)
+            stack.callback(layer.register_forward_hook(keep(name)).remove)
+            for module in layer.modules():
+                if isinstance(operation_of(module), Router):
+                    hook = module.register_forward_hook(lambda _, args, output, keep=keep_routes: keep(output[2]))
+                    stack.callback(hook.remove)
+                # vLLM's.
+                elif hasattr(router := getattr(module, "router", None), "set_capture_fn"):
+                    router.set_capture_fn(keep_routes)
+                    stack.callback(router.set_capture_fn, None)
         yield outputs
-
-
-def _watch_router(stack: ExitStack, module: nn.Module, outputs: dict[str, torch.Tensor], key: str) -> None:
-    """Until `stack` is closed, keep the experts that a router of the learner or of vLLM in `module` chooses."""
-
-    def keep(ids):
-        outputs.setdefault(key, ids.long())
-
-    router = getattr(module, "router", None)
-    if hasattr(router, "set_capture_fn"):
-        router.set_capture_fn(keep)
-        stack.callback(router.set_capture_fn, None)
-    elif isinstance(operation_of(module), Router):
-        stack.callback(module.register_forward_hook(lambda module, args, output: keep(output[2])).remove)

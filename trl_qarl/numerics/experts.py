@@ -25,11 +25,9 @@ EXPERT_FEATURES = 32
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return the weights, `(T, k)` float32 with gradients to `logits`, and the experts, `(T, k)` int64, of each token,
+    """Return the weights, `(T, k)` float32 with gradients to `logits`, and the experts, `(T, k)` int64, of each token,
     like vLLM's `CPURouter` (`_softmax_topk`). `logits` are `(T, E)` in the engine's dtype, in which weights are
-    computed. The weights of a token sum to 1 with `renormalize`; else all experts' weights sum to 1.
-    """
+    computed. The weights of a token sum to 1 with `renormalize`; else all experts' weights sum to 1."""
     values, ids = torch.topk(logits, k=top_k, dim=-1, sorted=False)
     if renormalize:
         weights = torch.softmax(values, dim=-1)
@@ -57,7 +55,9 @@ class PackedExperts:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the output, `(T, H)` bfloat16, for `x`, `(T, H)` bfloat16, and `(T, k)` from [`route`]."""
         if not self._is_engine:
-            return experts_product(x, ids, weights, *self._weights, linear=_linear_in_blocks)
+            return experts_product(
+                x, ids, weights, *self._weights, linear=lambda x, w: linear_in_blocks(x.to(w.dtype), w).to(x.dtype)
+            )
         import vllm._custom_ops as ops
 
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -66,16 +66,10 @@ class PackedExperts:
         return out
 
 
-def _linear_in_blocks(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return linear_in_blocks(rows.to(weight.dtype), weight).to(rows.dtype)
-
-
 def experts(x, ids, weights, gate_up, down, product) -> torch.Tensor:
-    """
-    Return the output `(T, H)` of unquantized experts through `product`, made of the rounded matrices, with gradients
-    to `x`, `(T, H)` in the engine's dtype, `weights`, `(T, k)` float32, and the masters `(E, 2 I, H)` and `(E, H, I)`,
-    which are 0 for experts without a token.
-    """
+    """Return the output `(T, H)` of unquantized experts through `product`, made of the rounded matrices, with
+    gradients to `x`, `(T, H)` in the engine's dtype, `weights`, `(T, k)` float32, and the masters `(E, 2 I, H)` and
+    `(E, H, I)`, which are 0 for experts without a token."""
     return _Experts.apply(x, ids, weights, gate_up, down, product)
 
 
@@ -94,9 +88,7 @@ class _Experts(torch.autograd.Function):
         order, counts = slots.argsort(stable=True), slots.bincount(minlength=num_experts).tolist()
         grad_x = torch.zeros_like(x, dtype=torch.float32)
         grad_weights = torch.zeros_like(weights).flatten()
-        grads = [
-            torch.zeros_like(w) if n else None for w, n in zip((gate_up, down), ctx.needs_input_grad[3:5], strict=True)
-        ]
+        grads = [torch.zeros_like(w) if ctx.needs_input_grad[3 + i] else None for i, w in enumerate((gate_up, down))]
         # One expert at a time, so that only its weights are held in rounded form.
         for expert, part in enumerate(order.split(counts)):
             if not len(part):

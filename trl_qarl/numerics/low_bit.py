@@ -9,9 +9,8 @@ for a row in any batch. A layer's operand is made once for each version of its w
 | INT4 by INT8 | vLLM's `int4_scaled_mm_cpu`, the same | 0.5 |
 | all, without AVX512, without vLLM or not in bfloat16 | [`~trl_qarl.quantization.gemm.low_bit_linear`] | none in addition to the codes, or less than 1 |
 
-Codes and scales stay in memory in addition to the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the last row replaces
-the first one, which takes less memory and more time. Both sides have to agree, so an engine reports its products
-([`describe_arithmetic`]).
+Codes and scales stay in memory too. With `TRL_QARL_CPU_WEIGHTS=packed` the last row replaces the first one, which takes
+less memory and more time. Both sides have to agree, so an engine reports its products ([`describe_arithmetic`]).
 """
 
 import os
@@ -28,9 +27,8 @@ from ..quantization.quantize import e4m3_scale, quantize_activation
 from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE
-from . import backends, cuda
-from .cpu import PackedLinear, reason_not_to_call, vllm_version
-from .cpu_attention import IN_ONE_PASS
+from . import cuda, ops
+from .cpu import IN_ONE_PASS, PackedLinear, reason_not_to_call, vllm_version
 
 
 __all__ = ["describe_arithmetic", "low_bit_linear", "multiply"]
@@ -39,12 +37,10 @@ __all__ = ["describe_arithmetic", "low_bit_linear", "multiply"]
 def low_bit_linear(
     rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
-    """
-    Return [`~trl_qarl.quantization.gemm.low_bit_linear`] of `rows`, `(M, K)` in the engine's dtype, and a weight `(N,
-    K)`, with the same bits for a row in any batch, in learner and engine. A bias `(N,)` is rounded to that dtype.
-    `MemoryError` is raised if the operand does not fit into free memory.
-    """
-    if backends.is_on_gpu(rows):
+    """Return [`~trl_qarl.quantization.gemm.low_bit_linear`] of `rows`, `(M, K)` in the engine's dtype, and a weight
+    `(N, K)`, with the same bits for a row in any batch, in learner and engine. A bias `(N,)` is rounded to that dtype.
+    `MemoryError` is raised if the operand does not fit into free memory."""
+    if ops.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
     product = _product_of(low_bit, rows.dtype)
     if product is None:
@@ -170,8 +166,7 @@ def _fastest(scheme: QuantScheme) -> type | None:
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _computes(make: type) -> bool:
-    """Return whether a product of vLLM is available and correct on this processor, with the same bits for a row in any
-    batch."""
+    """Return whether a product of vLLM is correct on this processor, with the same bits for a row in any batch."""
     if not torch.cpu._is_vnni_supported():
         return False
     generator = torch.Generator().manual_seed(0)

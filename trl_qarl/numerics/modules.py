@@ -1,12 +1,13 @@
 """
 The engine's operations by the class of transformers' module whose forward they replace.
 
-Decoder layers return the residual stream in float32, before the engine's rounding ([`~trl_qarl.numerics.ops.add`]), so
-each layer stays one unit for gradient checkpointing and sharding.
+Decoder layers return the residual stream in float32, before the engine's rounding, so each layer stays one unit for
+gradient checkpointing and sharding.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -18,23 +19,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.activations import SiLUActivation
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
+from ..quantization.names import adapted_layers
 from ..quantization.storage import weight_version
 from . import experts, ops
-from .backends import backend_of
 
 
 __all__ = [
     "ATTENTION",
     "ENGINE_OPERATIONS",
+    "FAMILIES",
     "TRANSPARENT",
     "EngineOperation",
     "LoraOperation",
@@ -47,11 +43,14 @@ __all__ = [
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
 
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
+"""Prefixes of the classes of models with engine numerics for all their operations."""
+
 
 def window_of(module: nn.Module) -> int | None:
-    """Return the number of last keys that a query of an attention layer sees, or `None` if it sees all keys, for which
-    configurations may have 0."""
-    if isinstance(module, (mistral.MistralAttention, mixtral.MixtralAttention)):
+    """Return the number of last keys that a query of an attention layer sees, or `None` (in configurations also 0) if
+    it sees all keys."""
+    if isinstance(module, (MistralAttention, MixtralAttention)):
         return module.config.sliding_window or None
     return getattr(module, "sliding_window", None) or None
 
@@ -63,6 +62,7 @@ class EngineOperation:
     pickled with the module. With `keeps_products`, products are kept while the values of their weights do not change.
     """
 
+    forward: Callable[..., Any]
     keeps_products = True
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: str):
@@ -71,10 +71,6 @@ class EngineOperation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device, enabled=False):
             return self.forward(*args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation itself."""
-        raise NotImplementedError
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -131,7 +127,7 @@ class _Packed(EngineOperation):
 
 
 class _Linear(_Packed):
-    weights, packing = ("weight",), staticmethod(lambda weight: backend_of(weight).PackedLinear(weight))
+    weights, packing = ("weight",), staticmethod(lambda weight: ops.backend_of(weight).PackedLinear(weight))
 
     def forward(self, x):
         return ops.linear(x, self.module.weight, self.module.bias, self.product())
@@ -144,6 +140,12 @@ class LoraOperation(EngineOperation):
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: str, rank: int | None):
         super().__init__(module, dtype, device)
         self.rank = rank
+
+    @staticmethod
+    def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield PEFT's layers whose adapter is outside the low-bit weight."""
+        layers = adapted_layers(model)
+        return ((name, layer) for name, layer in layers if not getattr(layer.base_layer, "holds_adapter", False))
 
     def forward(self, x):
         module = self.module
@@ -197,7 +199,6 @@ class _Attention(EngineOperation):
         flat = positions.reshape(-1)
         query, key = (ops.rotate(x.flatten(0, 1), flat, table).view_as(x).transpose(1, 2) for x in (query, key))
         value = value.transpose(1, 2)
-        kwargs.pop("position_ids", None)
         window = window_of(module)
         if past_key_values is not None:
             if window is not None:
@@ -206,18 +207,8 @@ class _Attention(EngineOperation):
                     "decoding with such a cache. Take rollouts from vLLM (use_vllm=True), or use the fast numerics."
                 )
             key, value = past_key_values.update(key, value, module.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
-        output, _ = attend(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=module.scaling,
-            position_ids=positions,
-            sliding_window=window,
-            **kwargs,
-        )
+        options = kwargs | {"scaling": module.scaling, "position_ids": positions, "sliding_window": window}
+        output, _ = _attend(module, query, key, value, attention_mask, **options)
         return module.o_proj(output.reshape(*shape, -1)), None
 
 
@@ -228,8 +219,7 @@ class _MLP(EngineOperation):
 
 
 class Router(_Linear):
-    """Returns logits in the engine's dtype, weights in float32, and experts in the engine's order, which is not sorted
-    by weight."""
+    """Returns logits in the engine's dtype, weights in float32, and experts in the engine's order, unsorted."""
 
     def forward(self, x):
         module = self.module
@@ -263,25 +253,20 @@ class _DecoderLayer(EngineOperation):
         module = self.module
         residual = hidden_states.to(self.dtype)
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
-        hidden_states = ops.add(attended, residual)
+        # Engines store the rounded sum, but on a CPU they norm the sum itself.
+        hidden_states = attended.float() + residual.float()
         residual = hidden_states.to(self.dtype)
-        return ops.add(module.mlp(module.post_attention_layernorm(hidden_states)), residual)
+        return module.mlp(module.post_attention_layernorm(hidden_states)).float() + residual.float()
 
 
 ENGINE_OPERATIONS = {
     nn.Embedding: _Embedding,
     nn.Linear: _Linear,
     **{
-        getattr(module, f"{prefix}{name}"): operation
-        for module, prefix in (
-            (llama, "Llama"),
-            (mistral, "Mistral"),
-            (mixtral, "Mixtral"),
-            (qwen2, "Qwen2"),
-            (qwen2_moe, "Qwen2Moe"),
-            (qwen3, "Qwen3"),
-            (qwen3_moe, "Qwen3Moe"),
-        )
+        getattr(module, f"{family}{name}"): operation
+        for family in FAMILIES
+        for folder in [family.lower().replace("moe", "_moe")]
+        for module in [import_module(f"transformers.models.{folder}.modeling_{folder}")]
         for name, operation in (
             ("RMSNorm", _RMSNorm),
             ("RotaryEmbedding", _RotaryEmbedding),
@@ -293,16 +278,14 @@ ENGINE_OPERATIONS = {
             ("SparseMoeBlock", _SparseBlock),
         )
         # A mixture has no plain block, a dense model no experts.
-        if hasattr(module, f"{prefix}{name}")
+        if hasattr(module, f"{family}{name}")
     },
 }
-"""
-Operations by the class of the module; quantized layers and experts keep their forward and get
-[`~trl_qarl.numerics.low_bit.low_bit_linear`].
-"""
+"""Operations by the class of the module; quantized layers and experts keep their forward and get
+[`~trl_qarl.numerics.low_bit.low_bit_linear`]."""
 
-# Modules that compute nothing, or are no longer called.
 TRANSPARENT = (nn.ModuleList, SiLUActivation)
+"""Modules that compute nothing, or are no longer called."""
 
 
 def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, **kwargs):

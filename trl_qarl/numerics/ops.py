@@ -1,23 +1,33 @@
 """
-The engine's operations with gradients. Forward runs the engine's kernel, backward computes the gradient of the
-mathematical operation at the same point in high precision.
+The engine's operations with gradients. Forward runs the engine's kernel in one of three modules, which give a token the
+same bits in any batch; backward computes the gradient of the mathematical operation at the same point in high
+precision.
+
+| module | computes with | where |
+|---|---|---|
+| [`trl_qarl.numerics.cpu`] | vLLM's kernels for CPUs | CPUs, if the kernels are available and agree with the learner |
+| [`trl_qarl.numerics.portable`] | torch | other CPUs, where only decoding and scoring have to agree |
+| [`trl_qarl.numerics.cuda`] | vLLM's batch-invariant kernels | GPUs |
 
 Operations round float32 masters to the engine's dtype and pass the gradient straight through that rounding.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .backends import Product, backend_of
-from .cpu import lora
+from . import cpu, cuda, portable
 
 
 __all__ = [
-    "add",
     "add_lora",
     "attention",
+    "backend_of",
     "head_log_probs",
+    "is_on_gpu",
     "linear",
     "rms_norm",
     "rotate",
@@ -25,56 +35,69 @@ __all__ = [
     "token_log_probs",
 ]
 
+Product = Callable[..., torch.Tensor]
+"""A `PackedLinear` of a backend: the product with a copy of one weight, `(N, K)`, of `(..., K)` in the weight's dtype
+and a bias `(N,)` in any dtype or `None`."""
+
 LOGIT_ROWS = 1024
 """Rows of logits, in the engine's dtype, held at a time. Forward keeps the last of them for backward."""
 
 LOGITS_IN_CACHE = 2**18
 """Logits in float32 per thread at a time, so that intermediate results stay in a processor's cache."""
 
-WINDOW_ROWS = 512
-"""Queries per mask of a window."""
+BLOCK_OF_QUERIES = {"cpu": 64}
+"""Queries per block of attention's gradient by type of device: a CPU's fit its cache. Other devices take 512."""
 
 
-def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return the residual stream after a block, `x + residual` in float32, of two tensors rounded to the engine's
-    dtype. Engines store the rounded sum, but on a CPU they norm the sum itself, so it is passed on unrounded."""
-    return x.float() + residual.float()
+def backend_of(x: torch.Tensor) -> Any:
+    """Return the module that computes with `x`."""
+    if is_on_gpu(x):
+        return cuda
+    return cpu if cpu.has_engine_kernels() else portable
+
+
+def is_on_gpu(x: torch.Tensor) -> bool:
+    """Return whether [`trl_qarl.numerics.cuda`] computes with `x`."""
+    return x.is_cuda
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rms_norm`] of `x` with a master `weight`, rounded to `dtype`; gradients to
-    both."""
+    """Return `x / sqrt(mean(x**2) + epsilon) * weight`, computed in float32; on a CPU rounded before the product with
+    `weight` and after it. `x`, `(..., H)`, is float32 for the residual stream, else in `dtype`, like the result; the
+    master `weight`, `(H,)`, is rounded to `dtype`."""
     return _RMSNorm.apply(x, weight, epsilon, dtype)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.silu_mul`] with gradients to both."""
+    """Return `silu(gate) * up`, both in the engine's dtype; on a CPU rounded after each operation."""
     return _SiluMul.apply(gate, up)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rotate`] with a gradient to `x`."""
+    """Return the rotary position embedding of `x`, `(tokens, heads, head_dim)`, at `positions`, `(tokens,)` int64, from
+    `cache`, `(max_positions, head_dim)` in the dtype of `x`, cosines before sines."""
     return _Rotate.apply(x, positions, cache)
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.attention`] with gradients to `query`, `key` and `value`."""
+    """Return the causal attention of packed sequences, with the same bits for any number of queries. `query`, like the
+    result, is `(sum(query_lengths), heads, head_dim)`, and `key` and `value` are `(sum(key_lengths), key_heads,
+    head_dim)`. The queries of a sequence are its last positions, and see `window` last keys, including their own, or
+    all; only vLLM's kernels for CPUs support a window, other backends raise `NotImplementedError`."""
     return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product):
-    """Return `x @ weight.T + bias` through `product`, made of the rounded `weight`, with gradients to all three."""
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product) -> torch.Tensor:
+    """Return `x @ weight.T + bias` through `product`, made of the rounded `weight`."""
     return _Linear.apply(x, weight, bias, product)
 
 
 def add_lora(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, rank: int
 ) -> torch.Tensor:
-    """
-    Return `y + scaling * B A x` through [`~trl_qarl.numerics.cpu.lora`], with gradients to `y`, `(..., N)`, and `x`,
-    `(..., K)`, in the engine's dtype, and to the masters `a`, `(R, K)`, rounded here, and `b`, `(N, R)`, multiplied by
-    `scaling` and then rounded. `rank` is the engine's, at least `R`.
-    """
+    """Return `y + scaling * B A x` through [`~trl_qarl.numerics.cpu.lora`] of `y`, `(..., N)`, and `x`, `(..., K)`, in
+    the engine's dtype, and of the masters `a`, `(R, K)`, rounded here, and `b`, `(N, R)`, multiplied by `scaling` and
+    then rounded. `rank` is the engine's, at least `R`."""
     return _AddLora.apply(y, x, a, b, scaling, rank)
 
 
@@ -87,12 +110,11 @@ def head_log_probs(
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return [`token_log_probs`] of the output head's logits, and the entropies, `(N,)` float32, with gradients to
-    `hidden`, `weight` and `bias`. At most [`LOGIT_ROWS`] rows of logits are held: backward gets the last ones from
-    forward and computes the others again.
+    Return [`token_log_probs`] of the output head's logits, and the entropies, `(N,)` float32. At most [`LOGIT_ROWS`]
+    rows of logits are held: backward gets the last ones from forward and computes the others again.
 
-    `hidden` is `(N, K)` in the engine's dtype, `weight`, `(V, K)`, the head's master, `product` the
-    [`~trl_qarl.numerics.backends.Product`] of its rounded form, and `tokens` is `(N,)` int64.
+    `hidden` is `(N, K)` in the engine's dtype, `weight`, `(V, K)`, the head's master, `product` the product of its
+    rounded form, and `tokens` is `(N,)` int64.
     """
     return _HeadLogProbs.apply(hidden, weight, bias, product, tokens, temperature)
 
@@ -172,42 +194,44 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value = ctx.saved_tensors
-        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        differentiate = _grad_attention if ctx.window is None else _grad_windowed_attention
-        parts = zip(*(tensor.split(ctx.lengths) for tensor in (query, key, value, grad, *grads)), strict=True)
-        # One sequence at a time saves memory, and torch's fused kernel holds no matrix of scores.
-        for *inputs, grad_part, grad_query, grad_key, grad_value in parts:
-            sources = differentiate(*(tensor.float() for tensor in (*inputs, grad_part)), ctx.scale, ctx.window)
-            for target, source in zip((grad_query, grad_key, grad_value), sources, strict=True):
-                target.copy_(source)
-        return *grads, None, None, None, None
+        grads = []
+        # One sequence at a time, which needs no mask of padding.
+        for part in zip(*(tensor.split(ctx.lengths) for tensor in (*ctx.saved_tensors, grad)), strict=True):
+            parts = _grad_attention(*(tensor.float() for tensor in part), ctx.scale, ctx.window)
+            grads.append([tensor.to(grad.dtype) for tensor in parts])
+        return *map(torch.cat, zip(*grads, strict=True)), None, None, None, None
 
 
-def _grad_attention(query, key, value, grad, scale, window=None, mask=None):
-    """Return float32 gradients of one sequence's attention: causal, or to the keys of `mask` `(queries, keys)`."""
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in inputs)
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-    return torch.autograd.grad(output, inputs, grad.transpose(0, 1).unsqueeze(0))
+def _grad_attention(query, key, value, grad, scale, window):
+    """
+    Return float32 gradients of one sequence's causal attention to the last `window` keys, or to all.
 
-
-def _grad_windowed_attention(query, key, value, grad, scale, window):
-    """Return the same with a window, for [`WINDOW_ROWS`] queries at a time with the keys that any of them sees."""
-    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
-    for start in range(0, len(query), WINDOW_ROWS):
-        end, first = min(start + WINDOW_ROWS, len(query)), max(start - window + 1, 0)
-        rows, keys = slice(start, end), slice(first, end)
-        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)
-        mask = (distance >= 0) & (distance < window)
-        parts = _grad_attention(query[rows], key[keys], value[keys], grad[rows], scale, mask=mask)
-        grad_query[rows] = parts[0]
-        grad_key[keys] += parts[1]
-        grad_value[keys] += parts[2]
-    return grad_query, grad_key, grad_value
+    A block of queries needs all its keys at once, so its probabilities are exact, and those of later keys are not
+    computed. Queries that share a key head are rows of the same product.
+    """
+    num_groups = query.shape[1] // key.shape[1]
+    # (key heads, queries per key head, tokens, head_dim)
+    query, grad = (x.unflatten(1, (-1, num_groups)).permute(1, 2, 0, 3).contiguous() for x in (query * scale, grad))
+    key, value = (x.transpose(0, 1).contiguous() for x in (key, value))
+    grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    length = key.shape[1]
+    size = BLOCK_OF_QUERIES.get(key.device.type, 512)
+    for start in range(0, length, size):
+        end, first = min(start + size, length), 0 if window is None else max(start - window + 1, 0)
+        rows, keys = (..., slice(start, end), slice(None)), (slice(None), slice(first, end))
+        q, g, k, v = query[rows].flatten(1, 2), grad[rows].flatten(1, 2), key[keys], value[keys]
+        places = torch.arange(first, end, device=key.device)
+        distance = places[start - first :, None] - places
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        scores = q @ k.mT
+        scores.unflatten(1, (num_groups, -1)).masked_fill_(hidden, -torch.inf)
+        probs = scores.softmax(dim=-1)
+        grad_value[keys] += probs.mT @ g
+        grad_scores = torch._softmax_backward_data(g @ v.mT, probs, -1, probs.dtype)
+        grad_query[rows] = (grad_scores @ k).unflatten(1, (num_groups, -1))
+        grad_key[keys] += grad_scores.mT @ q
+    grad_query = grad_query.mul_(scale).permute(2, 0, 1, 3).flatten(1, 2)
+    return grad_query, grad_key.transpose(0, 1), grad_value.transpose(0, 1)
 
 
 class _Linear(torch.autograd.Function):
@@ -237,7 +261,7 @@ class _AddLora(torch.autograd.Function):
     def forward(ctx, y, x, a, b, scaling, rank):
         padding = rank - a.shape[0]
         rows, scaled = x.reshape(-1, x.shape[-1]), (b * scaling).to(x.dtype)
-        inner, added = lora(rows, F.pad(a.to(x.dtype), (0, 0, 0, padding)), F.pad(scaled, (0, padding)))
+        inner, added = cpu.lora(rows, F.pad(a.to(x.dtype), (0, 0, 0, padding)), F.pad(scaled, (0, padding)))
         ctx.save_for_backward(x, a, scaled, inner)
         ctx.scaling, ctx.b_dtype = scaling, b.dtype
         return y + added.view_as(y)

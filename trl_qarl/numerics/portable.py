@@ -1,6 +1,6 @@
 """
-The engine's operations in torch, for machines without vLLM's kernels: decoding with a cache and scoring agree bit for
-bit.
+The operations of [`trl_qarl.numerics.ops`] in torch, without gradients, for machines without vLLM's kernels: decoding
+with a cache and scoring agree bit for bit.
 
 BLAS chooses the order of a sum by the shapes of the product. Therefore all sums here are products of one fixed shape,
 padded with zeros, and sums over several products run from the first to the last. Queries, keys and values are
@@ -20,7 +20,7 @@ NUM_KEYS = 128
 
 
 class PackedLinear:
-    """[`~trl_qarl.numerics.backends.Backend.PackedLinear`] in blocks of `NUM_ROWS`."""
+    """[`~trl_qarl.numerics.ops.Product`] in blocks of `NUM_ROWS`."""
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight if has_fast_bf16() else weight.float()
@@ -33,32 +33,28 @@ class PackedLinear:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rms_norm`]."""
     x = x.float()
     x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
     return x.to(weight.dtype) * weight
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.silu_mul`]."""
     return F.silu(gate) * up
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.log_softmax`]."""
+    """Return the log-probs `(M, V)` float32 of `logits` `(M, V)` like the engine's sampler."""
     logits = logits.float()
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rotate`], rounded once."""
     cos, sin = cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.attention`] for sequences of any length."""
     if window is not None:
         raise NotImplementedError("Only vLLM's kernels for CPUs support attention to a window of keys.")
     outputs = []

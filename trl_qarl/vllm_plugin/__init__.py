@@ -4,20 +4,24 @@ Plugin for vLLM, called in every vLLM process through the entry point `vllm.gene
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which has no effect until
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
 ([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`]). In
-servers of this package it returns the answers of all replicas ([`trl_qarl.vllm_plugin.replicas`]).
+servers of this package, calls of workers return the answers of all replicas (`--data-parallel-size`): vLLM returns
+only the first one's, so an error from any other replica would be lost.
 """
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from itertools import chain
+from typing import Any
 
 from ..wire.handshake import TOKEN_FILE_VARIABLE, take_token
 from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
 
 
-__all__ = ["register"]
+__all__ = ["call_every_replica", "register"]
 
 _LEAVE_SECONDS = 30.0
 
@@ -30,17 +34,20 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
 
-    from .replicas import hear_every_replica
-
     # Before vLLM starts the process of its engine, which would inherit the secret.
     if take_token() or TOKEN_FILE_VARIABLE in os.environ:
-        hear_every_replica()
+        from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+        # Overriding a method that vLLM has renamed would have no effect.
+        assert "call_utility_async" in vars(DPLBAsyncMPClient)
+        DPLBAsyncMPClient.call_utility_async = call_every_replica
     _end_with_parent()
     for backend, name in ((FILE_BACKEND, "FileChannel"), (NCCL_BACKEND, "NCCLChannel")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)
     if current_platform.is_cpu():
         import torch
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         from .cpu_attention import register_attention
         from .experts import register_experts
@@ -52,19 +59,41 @@ def register() -> None:
         register_kernels(PlatformEnum.CPU)
         register_experts()
         register_attention()
-        _wait_without_spinning()
+        # Sleep after two milliseconds without a message. By default processes poll shared memory for a second after
+        # each message, on a core that the learner needs.
+        SpinCondition.__init__.__defaults__ = (0.002,)
     elif current_platform.is_cuda():
         from .linear_kernels import register_kernels
 
         register_kernels(PlatformEnum.CUDA)
 
 
-def _wait_without_spinning() -> None:
-    """Have processes of vLLM sleep after two milliseconds without a message. By default they poll shared memory for a
-    second after each message (`SpinCondition`), on a core that the learner needs."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+async def call_every_replica(client: Any, method: str, *args: Any) -> Any:
+    """
+    Call a method of all engines of a server's `client` concurrently. Return the answers of all workers, replica by
+    replica, for calls of workers; `True` if all answers are, for answers of type `bool`; else the common answer.
+    `RuntimeError` names the first replica that fails, or answers that differ; `EngineDeadError` means a dead engine.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
 
-    SpinCondition.__init__.__defaults__ = (0.002,)
+    engines = client.core_engines
+
+    async def call(number: int) -> Any:
+        try:
+            return await client._call_utility_async(method, *args, engine=engines[number])
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"Replica {number} of {len(engines)}: {error}") from error
+
+    answers = await asyncio.gather(*map(call, range(len(engines))))
+    if method == "collective_rpc":
+        return list(chain.from_iterable(answers))
+    if all(isinstance(answer, bool) for answer in answers):
+        return all(answers)
+    if any(answer != answers[0] for answer in answers):
+        raise RuntimeError(f"The {len(answers)} replicas answer {method!r} differently: {answers}.")
+    return answers[0]
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,6 @@ The adapter is part of the policy, so requests do not name it: [`serve_adapter`]
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -30,29 +29,23 @@ _ADAPTER_ID = 1
 _REQUEST = LoRARequest("policy", _ADAPTER_ID, "published by the trainer")
 
 
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """While open, the layers of `model` have their names without LoRA."""
-    replaced = []
-    for name, wrapper in _wrapped_layers(model):
-        parent, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        if getattr(parent, leaf) is wrapper:
-            setattr(parent, leaf, wrapper.base_layer)
-            replaced.append((parent, leaf, wrapper))
-    try:
-        yield
-    finally:
-        for parent, leaf, wrapper in replaced:
-            setattr(parent, leaf, wrapper)
-
-
 def on_bare_model(method):
-    """Decorate a method to run with its object's `model` [`without_adapters`]."""
+    """Decorate a method to run while the layers of its object's `model` have their names without LoRA."""
 
     @wraps(method)
     def call(self, *args, **kwargs):
-        with without_adapters(self.model):
+        replaced = []
+        for name, wrapper in _wrapped_layers(self.model):
+            path, _, leaf = name.rpartition(".")
+            parent = self.model.get_submodule(path)
+            if getattr(parent, leaf) is wrapper:
+                setattr(parent, leaf, wrapper.base_layer)
+                replaced.append((parent, leaf, wrapper))
+        try:
             return method(self, *args, **kwargs)
+        finally:
+            for parent, leaf, wrapper in replaced:
+                setattr(parent, leaf, wrapper)
 
     return call
 
@@ -75,12 +68,10 @@ class PublishedAdapter:
     name. `is_whole` is true with `tensor_parallel_size=1`; the fingerprints of shards are unknown."""
 
     def __init__(self, model: nn.Module, engine_name: Callable[[str], str], is_whole: bool):
-        self.model = model
-        self.engine_name = engine_name
-        self.is_whole = is_whole
+        self.model, self.engine_name, self.is_whole = model, engine_name, is_whole
         # A and B under the learner's names.
         self.tensors: dict[str, torch.Tensor] = {}
-        self._arriving: dict[str, torch.Tensor] = {}
+        self.arriving: dict[str, torch.Tensor] = {}
         self._live: list[str] = []
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]], arrived: dict[str, str]) -> Iterator[tuple[str, Any]]:
@@ -88,17 +79,14 @@ class PublishedAdapter:
         for name, tensor in tensors:
             if is_adapter_tensor(name):
                 # Copy: the memory belongs to the transport or to the learner.
-                self._arriving[name] = tensor.detach().clone()
-                arrived[name] = fingerprint(self._arriving[name])
+                self.arriving[name] = tensor.detach().clone()
+                arrived[name] = fingerprint(self.arriving[name])
             else:
                 yield name, tensor
 
-    def forget_arrived(self) -> None:
-        self._arriving = {}
-
     def accept(self, names: Iterable[str]) -> None:
         """Make the received tensors, which are complete and correct, the adapter; `names` has all its tensors."""
-        known = self.tensors | self._arriving
+        known = self.tensors | self.arriving
         self.tensors = {name: known[name] for name in names}
 
     def changed(self) -> list[str]:
@@ -150,10 +138,8 @@ class PublishedAdapter:
                     name, tensor = sent.pop(f"{part}.{kind}.weight", (part, held[:0, :0]))
                     rows, columns = tensor.shape
                     inside = held[:rows, :columns]
-                    if tensor.numel() and fingerprint(inside) != fingerprint(tensor):
-                        problems.append(
-                            f"{name}: learner {fingerprint(tensor)}, engine's buffer {fingerprint(inside)}"
-                        )
+                    if tensor.numel() and (ours := fingerprint(tensor)) != (theirs := fingerprint(inside)):
+                        problems.append(f"{name}: learner {ours}, engine's buffer {theirs}")
                     if held.count_nonzero() != inside.count_nonzero():
                         problems.append(f"{name}: the engine's buffer holds more than was sent")
         return problems + [f"{name}: the engine has no adapter there" for name, _ in sent.values()]

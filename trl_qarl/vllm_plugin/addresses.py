@@ -21,8 +21,8 @@ from .engine_tensors import kernels_in_use
 
 __all__ = ["Addresses", "reachable_tensors"]
 
-_LEFT_OUT = ("_modules", "kv_cache", "vllm_config")
-"""Attributes of a layer without its own weights. The last one leads to the whole engine."""
+_LEFT_OUT = ("_parameters", "_buffers", "_modules", "kv_cache", "vllm_config")
+"""Attributes of a layer that have been visited or are not its own. The last one leads to the whole engine."""
 
 _NOT_OF_A_LAYER = ("vllm.config", "vllm.compilation", "trl_qarl.vllm_plugin.weight_transfer")
 """Modules of classes that belong to the whole engine, although a layer's objects may refer to them."""
@@ -35,11 +35,8 @@ def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     in objects that vLLM keeps for a layer, such as its kernel."""
     for prefix, layer in model.named_modules():
         seen: set[int] = {id(layer)}
-        for attribute, value in vars(layer).items():
-            if attribute in ("_parameters", "_buffers"):
-                for leaf, tensor in value.items():
-                    yield from _tensors_in(tensor, f"{prefix}.{leaf}" if prefix else leaf, seen)
-            elif attribute not in _LEFT_OUT:
+        for attribute, value in (layer._parameters | layer._buffers | vars(layer)).items():
+            if attribute not in _LEFT_OUT:
                 yield from _tensors_in(value, f"{prefix}.{attribute}" if prefix else attribute, seen)
 
 
@@ -117,7 +114,9 @@ class Addresses:
             elif _kind(tensor) != _kind(first):
                 problems.append(f"{name}: {_described(first)} before, {_described(tensor)} now")
             else:
-                _copy(tensor, first)
+                # Expanded dimensions have one element in memory.
+                once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in first.stride())
+                first[once].copy_(tensor[once])
                 # One tensor with several names can lie in only one place.
                 if id(tensor) not in placed:
                     tensor.data = first
@@ -125,11 +124,8 @@ class Addresses:
         return [self._in_words(problem) for problem in problems[:5]]
 
     def _in_words(self, problem: str) -> str:
-        name = problem.partition(":")[0]
-        prefix = max(
-            (path for path, _ in self._model.named_modules() if name.startswith(f"{path}.")), key=len, default=""
-        )
-        layer = self._model.get_submodule(prefix)
+        paths = [path for path, _ in self._model.named_modules() if problem.startswith(f"{path}.")]
+        layer = self._model.get_submodule(max(paths, key=len, default=""))
         kernels = ", ".join(kernels_in_use(layer))
         runs = f"kernel {kernels}" if kernels else f"layer {type(layer).__name__}"
         return (
@@ -141,12 +137,6 @@ class Addresses:
 def _kind(tensor: torch.Tensor) -> tuple:
     is_expanded = [stride == 0 for stride in tensor.stride()]
     return tensor.shape, tensor.dtype, tensor.device, is_expanded
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    # Expanded dimensions have one element in memory.
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
-    target[once].copy_(source[once])
 
 
 def _described(tensor: torch.Tensor) -> str:

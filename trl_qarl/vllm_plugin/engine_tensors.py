@@ -11,14 +11,11 @@ from ..wire.fingerprint import fingerprints
 
 
 __all__ = [
-    "dtype_and_shape",
     "engine_name",
-    "half_loaded_modules",
     "kernels_in_use",
     "live_fingerprints",
-    "noisy_buffers",
+    "names_by_module",
     "owned_names",
-    "sources_of_modules",
     "tied_names",
 ]
 
@@ -35,11 +32,6 @@ def live_fingerprints(model: nn.Module) -> dict[str, str]:
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     values = fingerprints((name, tensors[name]) for name in first.values())
     return {name: values[first[id(tensor)]] for name, tensor in tensors.items()}
-
-
-def dtype_and_shape(value: str) -> str:
-    """Return dtype and shape of a fingerprint."""
-    return value.rpartition(" ")[0]
 
 
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -68,23 +60,15 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
         parent, _, leaf = prefix.rpartition(".")
         for name, parameter in layer._parameters.items():
             if parameter is not None and isinstance(layer, RoutedExperts):
-                yield f"{prefix}.{name}", [f"{parent}.{_stacked_name(layer, name)}"]
+                # The names with which vLLM's loader takes the matrices of all experts for `w13_*` and `w2_*`.
+                gate_up = "w13" if layer.ckpt_gate_proj_name == "w1" else "gate_up_proj"
+                matrix, _, rest = name.partition("_weight")
+                stacked = gate_up if matrix == "w13" else layer.ckpt_down_proj_name
+                yield f"{prefix}.{name}", [f"{parent}.{stacked}{rest}"]
             elif parameter is not None:
                 parts = packed.get(leaf, [leaf])
                 names = [".".join(part for part in (parent, module, name) if part) for module in parts]
                 yield f"{prefix}.{name}" if prefix else name, names
-
-
-def noisy_buffers(model: nn.Module) -> list[str]:
-    """Return the names of buffers that dummy loading has filled with noise. Scales of attention have defaults, and
-    quantized layers make their own buffers."""
-    return [
-        f"{prefix}.{leaf}" if prefix else leaf
-        for prefix, layer in model.named_modules()
-        if not is_deferred_attention_layer(layer) and getattr(layer, "quant_method", None) is None
-        for leaf, buffer in layer._buffers.items()
-        if buffer is not None and leaf not in layer._non_persistent_buffers_set
-    ]
 
 
 def engine_name(model: nn.Module, name: str) -> str:
@@ -98,34 +82,12 @@ def engine_name(model: nn.Module, name: str) -> str:
     return mapper._map_name(name) or name
 
 
-def half_loaded_modules(owned: Mapping[str, list[str]], arrived: set[str]) -> list[str]:
-    """Describe modules of which only a part of the tensors ([`owned_names`]) has arrived: vLLM reloads such a module
-    and leaves the rest uninitialized."""
-    modules: dict[str, set[str]] = {}
+def names_by_module(owned: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return the names of [`owned_names`] that fill each module."""
+    modules: dict[str, list[str]] = {}
     for path, names in owned.items():
-        modules.setdefault(path.rpartition(".")[0], set()).update(names)
-    return [
-        f"{module}: the learner sent {sorted(names & arrived)}, but not {sorted(names - arrived)}"
-        for module, names in modules.items()
-        if names & arrived and names - arrived
-    ][:5]
-
-
-def sources_of_modules(owned: Mapping[str, list[str]], originals: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names in a checkpoint that fill each module, from [`owned_names`] and from the names in a checkpoint
-    by [`engine_name`], `originals`."""
-    sources: dict[str, list[str]] = {}
-    for path, parts in owned.items():
-        of_module = sources.setdefault(path.rpartition(".")[0], [])
-        of_module += [originals[part] for part in parts if part in originals]
-    return sources
-
-
-def _stacked_name(layer: RoutedExperts, name: str) -> str:
-    """Return the name with which vLLM's loader takes the matrices of all experts for a parameter `w13_*` or `w2_*`."""
-    gate_up = "w13" if layer.ckpt_gate_proj_name == "w1" else "gate_up_proj"
-    matrix, _, rest = name.partition("_weight")
-    return (gate_up if matrix == "w13" else layer.ckpt_down_proj_name) + rest
+        modules.setdefault(path.rpartition(".")[0], []).extend(names)
+    return modules
 
 
 def kernels_in_use(model: nn.Module) -> dict[str, int]:

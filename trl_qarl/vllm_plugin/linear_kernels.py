@@ -10,9 +10,9 @@ Linear kernels for vLLM with the learner's products, where vLLM's kernels cannot
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
 | not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.numerics.cpu`]) |
 
-They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`], except
-for the first three rows, which serve exports in float32 or FP4 in any engine, because vLLM has no kernel for them. A
-layer has one kernel for any number of rows, so prefill and decode of the engine give the same bits.
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]; those of
+the first three rows also serve exports in float32 or FP4 in any engine, because vLLM has no kernel for them. A layer
+has one kernel for any number of rows, so prefill and decode of the engine give the same bits.
 
 On a GPU they are chosen only in an engine that also runs eagerly with `VLLM_BATCH_INVARIANT=1`, so that a learner
 repeats it bit for bit (`numerics="engine"`). vLLM 0.31 has no such product of INT4 weights (Marlin), and the tiling of
@@ -20,19 +20,13 @@ its product of FP8 codes depends on the number of rows; vLLM 0.33 expands INT4 w
 [`trl_qarl.numerics.cuda`].
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.kernels.linear import (
-    _POSSIBLE_FP8_KERNELS,
-    _POSSIBLE_INT8_KERNELS,
-    _POSSIBLE_KERNELS,
-    _POSSIBLE_MXFP4_KERNELS,
-    register_linear_kernel,
-)
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel, MxFp4LinearLayerConfig
@@ -71,10 +65,16 @@ __all__ = [
 
 def register_kernels(platform: PlatformEnum) -> None:
     """Put the kernels for `platform` first in vLLM's lists; calling it again changes nothing."""
+    kernels: dict[str, type] = {"": RepeatableInt4Kernel, "INT8_": RepeatableInt8Kernel, "FP8_": RepeatableFp8Kernel}
+    if platform is PlatformEnum.CPU:
+        kernels = {"": QaRLWeightOnlyKernel, "INT8_": QaRLInt8Kernel, "FP8_": QaRLFp8Kernel, "MXFP4_": QaRLMxFp4Kernel}
+    for kind, kernel in kernels.items():
+        # vLLM takes the first that fits, and its own kernel claims shapes that it cannot run.
+        table = getattr(linear, f"_POSSIBLE_{kind}KERNELS").setdefault(platform, [])
+        if kernel not in table:
+            table.insert(0, kernel)
     if platform is PlatformEnum.CUDA:
-        _put_first(platform, mp=RepeatableInt4Kernel, int8=RepeatableInt8Kernel, fp8=RepeatableFp8Kernel)
         return
-    _put_first(platform, mp=QaRLWeightOnlyKernel, int8=QaRLInt8Kernel, fp8=QaRLFp8Kernel, mxfp4=QaRLMxFp4Kernel)
     # vLLM always takes the class with this name for NVFP4 weights with 16-bit activations.
     linear.MarlinNvFp4LinearKernel = QaRLNvFp4Kernel
     # vLLM has a registry only for quantized kernels. Its method for unquantized layers, including the output head,
@@ -82,21 +82,6 @@ def register_kernels(platform: PlatformEnum) -> None:
     original = utils.dispatch_cpu_unquantized_gemm
     if not getattr(original, "is_row_invariant", False):
         utils.dispatch_cpu_unquantized_gemm = dispatch_row_invariant(original, is_our_engine)
-
-
-def _put_first(platform: PlatformEnum, **kernels: type) -> None:
-    tables = {
-        "mp": _POSSIBLE_KERNELS,
-        "int8": _POSSIBLE_INT8_KERNELS,
-        "fp8": _POSSIBLE_FP8_KERNELS,
-        "mxfp4": _POSSIBLE_MXFP4_KERNELS,
-    }
-    for kind, kernel in kernels.items():
-        table = tables[kind]
-        if kernel not in table.get(platform, []):
-            register_linear_kernel(kernel, platform, kind)
-            # vLLM appends it and takes the first that fits, but its own kernel claims shapes that it cannot run.
-            table[platform].insert(0, table[platform].pop())
 
 
 def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
@@ -112,6 +97,11 @@ class LowBitKernel:
     repacking at a reload."""
 
     serves_any_engine = False
+    # Returns why layers of a configuration cannot run here, or `None`.
+    _reason_against: Callable[[Any], str | None]
+    # Returns the weight of a layer, made from its tensors, for activations in a dtype.
+    _make_low_bit: Callable[[torch.nn.Module, torch.dtype], LowBitTensor]
+    _multiply = staticmethod(multiply)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -127,26 +117,14 @@ class LowBitKernel:
         """Return why the engine that is being built does not take this kernel, or `None`."""
         return None if cls.serves_any_engine or is_our_engine() else "weights do not come from trl_qarl"
 
-    @classmethod
-    def _reason_against(cls, c: Any) -> str | None:
-        """Return why layers of the configuration `c` cannot run here, or `None`."""
-        raise NotImplementedError
-
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._low_bit = None
-
-    def _make_low_bit(self, layer: torch.nn.Module, dtype: torch.dtype) -> LowBitTensor:
-        """Return the layer's weight, made from its tensors, for activations in `dtype`."""
-        raise NotImplementedError
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._make_low_bit(layer, x.dtype)
-        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
-
-    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return multiply(rows, self._low_bit, bias)
+        return self._multiply(x.reshape(-1, x.shape[-1]), self._low_bit, bias).view(*x.shape[:-1], -1)
 
 
 _WEIGHT_ONLY = {
@@ -196,10 +174,9 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
         self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
         # vLLM's only hint at quantized activations, intended for another kernel.
         if hasattr(layer, "_humming_input_quant_config"):
+            kind = self.config.weight_type
             if self._scheme.container != INT4_PACKED:
-                raise ValueError(
-                    f"No kernel on a CPU multiplies {self.config.weight_type} weights by INT8 activations."
-                )
+                raise ValueError(f"No kernel on a CPU multiplies {kind} weights by INT8 activations.")
             self._scheme = get_scheme("w4a8-int8")
 
     def _make_low_bit(self, layer, dtype):
@@ -219,8 +196,8 @@ class _Fp4Kernel(LowBitKernel):
     @classmethod
     def _reason_against(cls, c: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> str | None:
         # vLLM requests low-bit activations with MXFP4 in any case, so the checkpoint's entry counts.
-        is_refused = _has_activations("float")
-        return "the checkpoint has 4-bit activations, which this kernel does not support" if is_refused else None
+        reason = "the checkpoint has 4-bit activations, which this kernel does not support"
+        return reason if _has_activations("float") else None
 
 
 class QaRLMxFp4Kernel(_Fp4Kernel, MxFp4LinearKernel):
@@ -250,11 +227,9 @@ def _has_activations(weight_type: str) -> bool:
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}
     return any(
-        group["weights"]["type"] == weight_type
-        and group["weights"]["num_bits"] == 4
-        and group.get("input_activations")
+        (weights["type"], weights["num_bits"]) == (weight_type, 4) and group.get("input_activations")
         for group in described.get("config_groups", {}).values()
-        if group.get("weights")
+        if (weights := group.get("weights"))
     )
 
 
@@ -295,6 +270,8 @@ class QaRLFp8Kernel(LowBitKernel, FP8ScaledMMLinearKernel):
 class _Repeatable:
     """Mixin for an engine on a GPU that a learner repeats; list it before a kernel for CPUs."""
 
+    _multiply = staticmethod(lambda rows, low_bit, bias: cuda.low_bit_linear(rows, low_bit, bias)[0])
+
     @classmethod
     def _reason_against_engine(cls) -> str | None:
         config = get_current_vllm_config_or_none()
@@ -302,9 +279,6 @@ class _Repeatable:
         if is_eager and envs.VLLM_BATCH_INVARIANT and is_our_engine(FILE_BACKEND, NCCL_BACKEND):
             return None
         return "no learner of trl_qarl repeats this engine"
-
-    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return cuda.low_bit_linear(rows, self._low_bit, bias)[0]
 
 
 class RepeatableInt4Kernel(_Repeatable, QaRLWeightOnlyKernel):

@@ -1,41 +1,372 @@
 """
-vLLM's side of publication: transfer engines that receive a learner's tensors and reload the model with them.
+vLLM's side of publication: transfer engines that receive a learner's tensors, reload the model with them, and audit
+the result.
+
+A publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_finish` with the
+fingerprints of all tensors, and `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a
+layer in checkpoint format, repacks it for its kernel and copies the result into the running tensors.
+
+`finish_weight_update` raises, and the server's gate stays closed, unless
+
+- exactly the names that the engine owns were received, now or in an earlier publication that is still valid;
+- each engine parameter has the learner's fingerprint after loading and before repacking. For tensors that are not
+  repacked, and with `tensor_parallel_size` above 1, where the fingerprints of shards are unknown, the received tensor
+  is compared;
+- the running tensors, including buffers, hold the result of repacking, or the loaded value if they are not repacked,
+  or their former value if nothing was sent for them. Each rank compares its own;
+- in an engine with CUDA graphs, every tensor of a layer keeps its address ([`Addresses`]).
+
+The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next
+publication and returns the names of changed tensors, which the learner sends again. Operands of kernels outside
+parameters and buffers have no fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
 
 The file transport takes the name of a safetensors file in the directory with which the server was started. Requests
 are untrusted: names with separators, links and other formats are refused, and nothing is unpickled.
 """
 
 import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
+from torch import nn
+from vllm import envs
+from vllm.config import CUDAGraphMode
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..wire.protocol import TRANSFER_DIR_VARIABLE, load_order
+from ..numerics import cuda
+from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
+from ..wire.patches import PatchBook
+from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
 from ..wire.transfer_dir import confined_path
-from .adapters import on_bare_model
-from .audited_reload import AuditedReload
+from .adapters import PublishedAdapter, on_bare_model
+from .addresses import Addresses
 from .cpu_sampling import register_sampling
+from .engine_tensors import engine_name, live_fingerprints, names_by_module, owned_names, tied_names
 
 
-__all__ = ["FileChannel", "NCCLChannel"]
+__all__ = ["AuditedReload", "FileChannel", "NCCLChannel"]
+
+# A fused layer keeps only the shape of the shard that was loaded last. Experts have `w13_weight_shape`.
+_SHARED_BY_SHARDS = "weight_shape"
+
+
+class AuditedReload:
+    """Layer-wise reload with the checks of the module's docstring; mixed into a `WeightTransferEngine`."""
+
+    model: nn.Module
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Fingerprints of the last complete publication, by names in a checkpoint.
+        self.published: dict[str, str] = {}
+        # Fingerprints of the running tensors after the last publication.
+        self._live: dict[str, str] = {}
+        # Names in a checkpoint that fill each module.
+        self._sources: dict[str, list[str]] = {}
+        self._is_loading = False
+        # Engine names of tensors whose fingerprints are taken from the loaded parameters.
+        self._read_when_loaded: set[str] = set()
+        self._engine_name = partial(engine_name, self.model)
+        # The fingerprints of shards are unknown.
+        self._is_whole = self.parallel_config.tensor_parallel_size == 1
+        self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
+        self.copy = PatchBook(is_kept=False)
+        self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+        self._addresses: Addresses | None = None
+        # Buffers that dummy loading has filled with noise, and that quantized layers do not make themselves.
+        self._noisy: list[str] = []
+        if self.vllm_config.load_config.load_format == "dummy":
+            for prefix, layer in self.model.named_modules():
+                if is_deferred_attention_layer(layer):
+                    # Scales are not published with keys and values in 16 bits.
+                    with torch.no_grad():
+                        if hasattr(layer, "_k_scale"):
+                            set_default_quant_scales(layer)
+                elif getattr(layer, "quant_method", None) is None:
+                    names = [name for name, buffer in layer._buffers.items() if buffer is not None]
+                    names = [name for name in names if name not in layer._non_persistent_buffers_set]
+                    self._noisy += [f"{prefix}.{name}" if prefix else name for name in names]
+        if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
+            cuda.use_one_tiling()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._expected: dict[str, str] | None = None
+        self._arrived: dict[str, str] = {}
+        # Names and shapes of received tensors, by engine names.
+        self._received: dict[str, tuple[str, torch.Size]] = {}
+        # A tied tensor is loaded twice.
+        self._loaded: list[tuple[str, str]] = []
+        self._processed: dict[str, str] = {}
+        self._before: dict[str, str] = {}
+        self._owned: dict[str, list[str]] = {}
+        self._tied: dict[str, str] = {}
+        self.adapter.arriving = {}
+
+    @on_bare_model
+    def changed(self) -> list[str]:
+        """Return the names in a checkpoint of the running tensors that changed since the last publication.
+        `RuntimeError` is raised for a tensor that no publication fills."""
+        self._before = live_fingerprints(self.model)
+        names: set[str] = set()
+        for path, value in self._live.items():
+            now = self._before.get(path, "gone")
+            if now == value:
+                continue
+            sources = self._sources.get(path.rpartition(".")[0], [])
+            # The cache of a rotary embedding takes the dtype of the first queries.
+            if not sources and _dtype_and_shape(now) == _dtype_and_shape(value):
+                raise RuntimeError(
+                    f"The engine's {path} has changed since the last publication ({value} then, {now} now), and no published weight "
+                    "restores it. Other code writes into the engine's memory; start the engine again."
+                )
+            names.update(sources)
+        return sorted(names) + self.adapter.changed()
+
+    @on_bare_model
+    def start_weight_update(self) -> None:
+        before = self._before or live_fingerprints(self.model)
+        self.abandon()
+        self._before = before
+        # With LoRA most updates contain only an adapter and need no reload.
+        if not hasattr(self.model, "lora_manager"):
+            self._start_reload()
+
+    def _start_reload(self) -> None:
+        if self.has_graphs and self._addresses is None:
+            # Graphs are captured before the first publication.
+            self._addresses = Addresses(self.model)
+        # Reloading unties tensors for its duration.
+        self._tied = dict(tied_names(self.model))
+        with set_default_torch_dtype(self.model_config.dtype):
+            initialize_layerwise_reload(self.model)
+        self._is_loading = True
+        self._owned = dict(owned_names(self.model))
+        for path, source in self._tied.items():
+            self._owned[path] = self._owned[source]
+        self._read_when_loaded = set(self._watch_layers()) if self._is_whole else set()
+
+    @on_bare_model
+    def abandon(self) -> None:
+        """Abandon an unfinished update. The model holds garbage until the next one is finished."""
+        if self._is_loading:
+            self._finalize()
+            self._distrust()
+        self._forget()
+
+    def _distrust(self) -> None:
+        # Tensors that no publication fills must stay unchanged too.
+        self._live = {
+            path: value for path, value in self._live.items() if not self._sources.get(path.rpartition(".")[0])
+        }
+        self.published = {}
+
+    @on_bare_model
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors under their checkpoint names, taking the fingerprint of each."""
+        with self._watched_loading():
+            self.model.load_weights(tensors)
+
+    def expect(self, fingerprints: Mapping[str, str]) -> None:
+        """Announce the tensors of a complete publication, with which `finish_weight_update` compares."""
+        self._expected = dict(fingerprints)
+
+    @on_bare_model
+    def finish_weight_update(self) -> None:
+        if self._expected is None:
+            raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
+        if self._is_loading:
+            self._finalize()
+            problems = [] if self._addresses is None else self._addresses.restore()
+            live = live_fingerprints(self.model)
+            problems += self._problems(self._expected) + self._live_problems(self._expected, live)
+        else:
+            # Only an adapter. Its base was compared when the update began.
+            live = self._before
+            problems = fingerprint_differences(self._expected, self._kept() | self._arrived)
+        if problems:
+            self._distrust()
+            size = self.parallel_config.tensor_parallel_size
+            rank = "" if self._is_whole else f" on rank {self.parallel_config.rank} of {size}"
+            raise RuntimeError(f"The published weights are not the learner's{rank}:\n" + "\n".join(problems))
+        if self._owned:
+            originals = {self._engine_name(name): name for name in self._expected}
+            self._sources = {
+                module: [originals[name] for name in names if name in originals]
+                for module, names in names_by_module(self._owned).items()
+            }
+        self.published, self._live = self._expected, live
+        self.adapter.accept(filter(is_adapter_tensor, self._expected))
+        self._forget()
+
+    def activate_adapter(self) -> None:
+        """Have the engine compute with the adapter that was published, if one was. `RuntimeError` is raised if it does
+        not hold it afterwards."""
+        try:
+            self.adapter.activate()
+        except RuntimeError:
+            self._distrust()
+            raise
+
+    def _kept(self) -> dict[str, str]:
+        """Return the valid fingerprints of earlier publications, without an adapter that is replaced."""
+        is_new = any(map(is_adapter_tensor, self._arrived))
+        return {name: value for name, value in self.published.items() if not (is_new and is_adapter_tensor(name))}
+
+    def _finalize(self) -> None:
+        with set_default_torch_dtype(self.model_config.dtype):
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._is_loading = False
+
+    def _problems(self, expected: Mapping[str, str]) -> list[str]:
+        # If a name was loaded several times, keep the fingerprint that differs.
+        self._arrived |= sorted(self._loaded, key=lambda item: expected.get(item[0]) != item[1])
+        received = self._kept() | self._arrived
+        received = {name: value for name, value in received.items() if name in self._arrived or name in expected}
+        problems = fingerprint_differences(expected, received)
+        owned = {name for names in self._owned.values() for name in names}
+        mapped = {self._engine_name(name): name for name in expected if not is_adapter_tensor(name)}
+        problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
+        problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
+        problems += [
+            f"{name}: dummy loading has filled this buffer with noise, and the learner sent nothing for it"
+            for name in self._noisy
+            if name not in mapped
+        ][:5]
+        # vLLM would reload a module of which only a part has arrived, and leave the rest uninitialized.
+        arrived = {self._engine_name(name) for name in self._arrived}
+        modules = {module: set(names) for module, names in names_by_module(self._owned).items()}
+        problems += [
+            f"{module}: the learner sent {sorted(names & arrived)}, but not {sorted(names - arrived)}"
+            for module, names in modules.items()
+            if names & arrived and names - arrived
+        ][:5]
+        return problems
+
+    def _live_problems(self, expected: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
+        """Describe running tensors that are not what was loaded, or that changed although nothing was sent."""
+        learner = {self._engine_name(name): value for name, value in expected.items()}
+        arrived = {self._engine_name(name) for name in self._arrived}
+        loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
+        modules = dict(self.model.named_modules())
+        problems = []
+        for path, value in live.items():
+            prefix, _, leaf = path.rpartition(".")
+            if path in self._processed:
+                wanted = self._processed[path]
+            elif prefix not in loaded or leaf in modules[prefix]._non_persistent_buffers_set:
+                # Attention layers compute their scales again at the end of every reload.
+                wanted = value if is_deferred_attention_layer(modules[prefix]) else self._before.get(path, value)
+            elif hasattr(getattr(modules[prefix], leaf), "weight_loader"):
+                # Its loader may convert the tensor of the checkpoint, or take a shard of it.
+                wanted = value
+            else:
+                wanted = learner.get(*self._owned.get(path, [path])[:1], value)
+            if _dtype_and_shape(wanted) == _dtype_and_shape(value):
+                problems += [
+                    f"{entry}: {loaded} was loaded, but the engine runs with {now}"
+                    for entry, loaded, now in differing_entries(path, wanted, value)
+                ]
+        return problems[:5]
+
+    @contextmanager
+    def _watched_loading(self) -> Iterator[None]:
+        load_weights = self.model.load_weights
+
+        def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            patched = self.copy.take(tensors, self.published, self._arrived)
+            weights = self.adapter.take(((name, t.to(self.device)) for name, t in patched), self._arrived)
+            first = next(weights, None)
+            if first is None:
+                return set()
+            if not self._is_loading:
+                self._start_reload()
+            kept: dict[str, torch.Tensor] = {}
+            loaded = load_weights(self._take_fingerprints(chain([first], weights), kept))
+            # vLLM reloads a tied output head only through the embedding. A head that is repacked for its kernel, as on
+            # a CPU, would keep the old weights.
+            for path, source in self._tied.items():
+                if source in kept:
+                    parameter = self.model.get_parameter(path)
+                    parameter.weight_loader(parameter, kept[source])
+            return loaded
+
+        dtype = set_default_torch_dtype(self.model_config.dtype)
+        with dtype, patch.object(self.model, "load_weights", load_and_watch):
+            yield
+
+    def _take_fingerprints(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        sources = set(self._tied.values())
+        for name, tensor in tensors:
+            own_name = self._engine_name(name)
+            is_read_later = own_name in self._read_when_loaded
+            self._arrived[name] = "nothing was loaded" if is_read_later else fingerprint(tensor)
+            self._received[own_name] = name, tensor.shape
+            if own_name in sources:
+                kept[own_name] = tensor
+            yield name, tensor
+
+    def _watch_layers(self) -> Iterator[str]:
+        """Record the parameters of each layer between loading and repacking, and yield the names of these tensors."""
+        for prefix, layer in self.model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                for _, parts in self._parameters(prefix, layer):
+                    yield from parts
+                if not hasattr(method, "_qarl_process"):
+                    process = method._qarl_process = method.process_weights_after_loading
+                    method.process_weights_after_loading = self._record_then(prefix, process)
+
+    def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[nn.Parameter, list[str]]]:
+        """Yield the parameters of a layer with the names that fill their rows."""
+        for leaf, parameter in layer._parameters.items():
+            if parameter is not None and not leaf.endswith(_SHARED_BY_SHARDS):
+                yield parameter, self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
+
+    def _record_then(self, prefix: str, process):
+        def record_then_process(layer: nn.Module) -> None:
+            if not self._is_loading:
+                return process(layer)
+            for parameter, parts in self._parameters(prefix, layer):
+                offset = 0
+                for part in parts if self._received.keys() >= set(parts) else ():
+                    name, (rows, *_) = self._received[part]
+                    self._loaded.append((name, fingerprint(parameter.data[offset : offset + rows])))
+                    offset += rows
+            process(layer)
+            for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                if tensor is not None and leaf not in layer._non_persistent_buffers_set:
+                    self._processed[f"{prefix}.{leaf}" if prefix else leaf] = fingerprint(tensor)
+
+        return record_then_process
+
+
+def _dtype_and_shape(fingerprint: str) -> str:
+    return fingerprint.rpartition(" ")[0]
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """
-    Args:
-        file (`str`):
-            Name of a safetensors file in the transfer directory.
-    """
+    """`file` is the name of a safetensors file in the transfer directory."""
 
     file: str
 
@@ -77,5 +408,5 @@ class NCCLChannel(AuditedReload, NCCLWeightTransferEngine):
 
     @on_bare_model
     def receive_weights(self, update_info) -> None:
-        with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
+        with self._watched_loading():
             super().receive_weights(update_info)

@@ -29,12 +29,10 @@ class WorkerExtension:
         """Return the engine's settings, which are compared with the learner's before the first publication."""
         config = self.vllm_config
         hf_config = config.model_config.hf_text_config
-        quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
-            hf_config, "quantization_config", None
-        )
+        quantizations = (getattr(c, "quantization_config", None) for c in (config.model_config.hf_config, hf_config))
         tokenizer = cached_tokenizer_from_config(config.model_config)
         return {
-            "quantization_config": quantization or {},
+            "quantization_config": next(filter(None, quantizations), {}),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,

@@ -19,8 +19,6 @@ from trl_qarl.quantization.schemes import QuantScheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-__all__ = ["split_outlier_channels"]
-
 # Largest remainder of a half, in steps; 0.5 would be a tie. The largest weight of a group can be a whole step from
 # code 7 if it has the sign of the missing code 8. Clamping moves such a weight by at most 0.0002 steps.
 _MOST = 0.4999

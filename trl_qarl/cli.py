@@ -23,8 +23,6 @@ from .scripts.errors import configuration_errors
 from .scripts.option_names import check_names, option_names, spell
 
 
-__all__ = ["build_launch_args", "main"]
-
 COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
     "vllm-serve": "Start a vLLM server that takes its weights from a trainer",

@@ -8,14 +8,6 @@ import torch
 from torch import nn
 
 
-__all__ = [
-    "FORWARD_KEYS",
-    "Batch",
-    "learner_log_probs",
-    "padded_logps",
-    "scoring_forward",
-]
-
 FORWARD_KEYS = (
     "pixel_values",
     "image_grid_thw",

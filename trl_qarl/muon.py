@@ -19,9 +19,6 @@ from .quantization.inventory import Inventory
 from .quantization.storage import storage_of, whole
 
 
-__all__ = ["MuonAdamW"]
-
-
 class _MuonOfWhole(torch.optim.Muon):
     """`torch.optim.Muon` that also takes sharded matrices, with the same bits."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from .quantization.plan import QuantPlan, get_plan
 
 
-__all__ = ["CHOICES", "EngineOptions", "ObjectiveOptions", "QuantOptions", "describe_options", "own_options"]
-
 CHOICES: dict[str, tuple[str, ...]] = {
     "numerics": ("fast", "engine"),
     "exact": ("require", "warn"),

@@ -16,9 +16,6 @@ import sys
 from contextlib import suppress
 
 
-__all__ = ["installed", "problem_of_torchvision", "quiet_torchao"]
-
-
 def installed(*packages: str) -> dict[str, str]:
     """
     Return the versions of those `packages` that are installed, in the given order.

@@ -39,8 +39,6 @@ from .sharding.fsdp2 import shard_low_bit
 from .wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
-__all__ = ["Policy"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from functools import partial
 from typing import NoReturn
 
 
-__all__ = ["become", "end_with_parent", "exit_on_signals"]
-
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 

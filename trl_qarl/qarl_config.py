@@ -32,8 +32,6 @@ from .quantization.plan import parse_scheme
 from .sharding.zero3 import keep_float32_masters
 
 
-__all__ = ["QaRLConfig", "config_for"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -38,8 +38,6 @@ from .telemetry.run_log import RunLog
 from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts, TakesTurns, replaced_in_trl
 
 
-__all__ = ["QaRLTrainer"]
-
 logger = logging.getLogger(__name__)
 
 

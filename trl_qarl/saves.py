@@ -29,8 +29,6 @@ from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
 
-__all__ = ["SavesRuns"]
-
 logger = logging.getLogger(__name__)
 
 

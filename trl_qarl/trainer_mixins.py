@@ -40,9 +40,6 @@ from .sharding.accelerate import shard_when_prepared, sharded_by
 from .telemetry.recorder import Recorder
 
 
-__all__ = ["PreparesPolicy", "RefreshReference", "ScoresRollouts", "TakesTurns", "replaced_in_trl"]
-
-
 class PreparesPolicy(_BaseTrainer):
     """
     Prepares `policy` when TRL's trainer calls transformers' constructor. Inherit from this class after TRL's trainer,

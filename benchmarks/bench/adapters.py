@@ -15,8 +15,6 @@ from typing import Any
 from trl_qarl.options import CHOICES
 
 
-__all__ = ["TRAINED", "held_bytes", "measure_adapters"]
-
 TRAINED = ("all", *CHOICES["lora_mode"])
 """What can be trained: all weights, or an adapter."""
 

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from trl_qarl.quantization.schemes import QuantScheme
 
 
-__all__ = ["measure_alignment", "summarize_alignment"]
-
-
 def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -> list[dict[str, Any]]:
     """
     One row per dtype, scheme and learner: share of equal log-probs, mean and max of |dlogp| and k3, over at least

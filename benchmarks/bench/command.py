@@ -21,8 +21,6 @@ from .learner import format_table, load_model, prepare_variants, run_benchmark
 from .shapes import SHAPES, SIZES
 
 
-__all__ = ["QUANTIZED", "make_parser", "run"]
-
 # The default shapes have 576 features, which the groups of `w4a8` do not divide.
 # Grids of fewer bits than their container have its kernels.
 QUANTIZED = ["w4a16", "w8a16", "w8a8", "fp8"]

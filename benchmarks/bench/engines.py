@@ -14,22 +14,6 @@ if TYPE_CHECKING:
     from trl_qarl.quantization.schemes import QuantScheme
 
 
-__all__ = [
-    "START_SECONDS",
-    "TOPICS",
-    "autocast",
-    "fill_up",
-    "join_names",
-    "kernels_run",
-    "load_learner",
-    "make_bench_engine",
-    "make_chats",
-    "make_prompts",
-    "open_engine",
-    "open_server",
-    "pad",
-]
-
 START_SECONDS = 300
 """Time for a server to start; a piece of `benchmarks/gpu.sh` that starts one has to end within ten minutes."""
 

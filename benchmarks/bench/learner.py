@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from trl_qarl.quantization.weight import QuantizedLayer
 
 
-__all__ = ["format_table", "load_model", "prepare_variants", "run_benchmark"]
-
-
 def prepare_variants(
     model: "PreTrainedModel", schemes: list[str], group_size: int | None = None, dtype: str = "bfloat16"
 ) -> tuple[dict[str | None, "PreTrainedModel"], dict[str, "SwapReport"]]:

@@ -8,9 +8,6 @@ from trl_qarl._version import __version__
 from trl_qarl.packages import installed
 
 
-__all__ = ["describe_machine", "forget_peak", "peak_bytes", "synchronize"]
-
-
 def synchronize() -> None:
     """Wait for what the accelerator was told to do, if there is one."""
     import torch

@@ -13,8 +13,6 @@ import time
 from typing import Any
 
 
-__all__ = ["measure_numerics"]
-
 UPDATES = 2
 """Updates per generation batch."""
 

@@ -23,9 +23,6 @@ from unittest.mock import patch
 from .engines import load_learner, make_prompts, open_engine, open_server
 
 
-__all__ = ["measure_publish", "train"]
-
-
 def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
     """One row per scheme for a weight sync of everything, and one per learning rate for one of what changed."""
     import torch

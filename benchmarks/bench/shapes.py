@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = ["SHAPES", "SIZES", "has_weights", "make_config", "random_model", "write_random_model"]
-
 _QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151936,

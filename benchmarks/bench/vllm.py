@@ -35,9 +35,6 @@ from .publish import measure_publish
 from .shapes import write_random_model
 
 
-__all__ = ["MODES", "measure", "measure_rollout"]
-
-
 def measure(args) -> dict[str, Any]:
     """Measure `args.mode`, print the table and return every number."""
     from .machine import describe_machine

@@ -17,8 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-__all__ = ["PYTHON_CHECKS", "failures"]
-
 _INVARIANT = "vllm.model_executor.determinism.batch_invariant"
 _OPS = "vllm._custom_ops"
 _FLASH = "vllm.v1.attention.backends.fa_utils"

@@ -18,8 +18,6 @@ from types import SimpleNamespace
 import torch
 
 
-__all__ = ["init_groups", "install", "install_in_cpu_wheel"]
-
 NAMES = {(8, 0): "NVIDIA A100", (8, 9): "NVIDIA L40S", (9, 0): "NVIDIA H100", (10, 0): "NVIDIA B200", (12, 0): "NVIDIA RTX PRO 6000"}  # fmt: skip
 
 capability = (8, 0)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-__all__ = ["base_fingerprint", "keep_adapter_precise", "load_adapter", "load_base", "load_policy", "prepare_base"]
-
 logger = logging.getLogger(__name__)
 
 

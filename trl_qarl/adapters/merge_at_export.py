@@ -9,9 +9,6 @@ from ..quantization.inventory import Inventory
 from .tensors import ADAPTER_NAME
 
 
-__all__ = ["MergeLoss", "merge_adapter"]
-
-
 @dataclass(frozen=True)
 class MergeLoss:
     """

@@ -21,9 +21,6 @@ from ..quantization.storage import storage_of, weight_version, whole
 from ..quantization.weight import MasterSource
 
 
-__all__ = ["LoraSource", "merge_adapters"]
-
-
 def merge_adapters(model: PeftModel) -> int:
     """Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together; return
     the number of layers. `ValueError` is raised if one is not quantized, or if adapters drop some of their inputs."""

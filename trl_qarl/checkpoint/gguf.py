@@ -37,8 +37,6 @@ from ..quantization.tensors import LowBitTensor
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-__all__ = ["GGUF_FILE", "export_gguf", "gguf_type", "mxfp4_blocks", "q4_0_blocks", "q8_0_blocks", "read_base"]
-
 GGUF_FILE = "model.gguf"
 """Name of the file in the folder of an export."""
 

@@ -28,19 +28,6 @@ from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name, scheme_of_group
 
 
-__all__ = [
-    "compact",
-    "is_compact",
-    "iter_checkpoint_layers",
-    "iter_checkpoint_tensors",
-    "iter_whole",
-    "loads_in_transformers",
-    "problem_of_compact",
-    "problem_of_mixture",
-    "problem_of_zero_points",
-    "quantization_config",
-]
-
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Mixtures of experts whose names, layouts and log-probs in vLLM were compared with the learner's."""
 

@@ -42,16 +42,6 @@ from ..wire.describe import scheme_of_group
 from .layout import is_compact, problem_of_zero_points
 
 
-__all__ = [
-    "auto_class",
-    "is_low_bit_checkpoint",
-    "load_deployed",
-    "load_frozen_model",
-    "load_masters",
-    "load_renamed",
-    "skeleton",
-]
-
 logger = logging.getLogger(__name__)
 
 

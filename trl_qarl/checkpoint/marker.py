@@ -17,8 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 
 
-__all__ = ["BEGUN_FILE", "COMPLETE_FILE", "begin", "complete", "is_complete", "problem_of", "sync"]
-
 BEGUN_FILE = "checkpoint_begun"
 COMPLETE_FILE = "checkpoint_complete"
 _TRAINER_STATE_FILE = "trainer_state.json"

@@ -17,8 +17,6 @@ from . import uploads as hub
 from .cards import TrainingFacts, make_card
 
 
-__all__ = ["PushesPolicy"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = [
-    "DTYPES",
-    "SCHEME_FILE",
-    "check_record",
-    "find_checkpoint",
-    "last_complete_checkpoint",
-    "read_record",
-    "scheme_record",
-    "write_scheme",
-]
-
 logger = logging.getLogger(__name__)
 
 SCHEME_FILE = "qarl.json"

@@ -34,8 +34,6 @@ from .marker import sync
 from .record import last_complete_checkpoint
 
 
-__all__ = ["LOCK_FILE", "Relay", "rebuild"]
-
 LOCK_FILE = "lock"
 MANIFEST_FILE = "manifest.json"
 _PARTIAL = ".partial"

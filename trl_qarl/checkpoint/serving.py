@@ -6,16 +6,6 @@ from pathlib import Path
 from ..packages import installed
 
 
-__all__ = [
-    "ADAPTER_FOLDER",
-    "ENGINE_RANKS",
-    "adapter_rank",
-    "describe_export",
-    "dtype_option",
-    "engine_rank",
-    "serve_command",
-]
-
 ADAPTER_FOLDER = "adapter"
 """Name of the subfolder with the adapter in an export, and of the adapter in vLLM."""
 

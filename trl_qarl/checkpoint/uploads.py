@@ -18,23 +18,6 @@ from .._version import __version__
 from .marker import COMPLETE_FILE
 
 
-__all__ = [
-    "PushFailed",
-    "Upload",
-    "cache_card",
-    "create_repositories",
-    "exports_policy",
-    "full_name",
-    "names",
-    "plan",
-    "problem_of_access",
-    "problem_of_name",
-    "push",
-    "push_in_background",
-    "repositories",
-    "repository_name",
-]
-
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT_STATE = (

@@ -13,13 +13,6 @@ from ..quantization.selection import layers_around
 from .refused import REFUSED_BY_LORA
 
 
-__all__ = [
-    "problems_of_adapted_model",
-    "problems_of_adapter",
-    "problems_of_options",
-    "problems_of_start",
-]
-
 _HONOURED = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"),
     *("layers_to_transform", "layers_pattern", "task_type"),

@@ -27,14 +27,6 @@ from .adapter import (
 from .options import low_precision_masters, raise_problems
 
 
-__all__ = [
-    "check_arguments",
-    "check_dropout",
-    "has_pictures",
-    "problems_of_masters",
-    "problems_of_pictures",
-]
-
 logger = logging.getLogger(__name__)
 
 _PICTURE_COLUMNS = {"image", "images"}

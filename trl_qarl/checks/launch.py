@@ -23,8 +23,6 @@ from ..sharding.zero3 import keep_float32_masters
 from .options import raise_problems
 
 
-__all__ = ["check_agreement", "check_launch", "check_resumed_launch"]
-
 logger = logging.getLogger(__name__)
 
 OPTIMIZERS_WITHOUT_SHARDS = {

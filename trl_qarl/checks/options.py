@@ -25,22 +25,6 @@ from .refused import (
 )
 
 
-__all__ = [
-    "as_dict",
-    "check_ahead",
-    "check_choices",
-    "check_hub",
-    "check_inherited",
-    "check_numerics",
-    "check_precision",
-    "check_probe",
-    "check_scheme",
-    "check_vllm",
-    "low_precision_masters",
-    "raise_problems",
-    "refused_by_all",
-]
-
 _CHOICES = CHOICES | {"vllm_mode": ("server", "colocate")}
 
 

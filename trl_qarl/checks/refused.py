@@ -1,13 +1,5 @@
 """Refused options of TRL and of PEFT's LoRA, with reasons and remedies."""
 
-__all__ = [
-    "GENERATION_KWARGS_THAT_RESHAPE",
-    "MODEL_INIT_KWARGS_REFUSED",
-    "REFUSED",
-    "REFUSED_BY_LORA",
-    "VLLM_SAMPLING_KWARGS",
-]
-
 GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     [
         *("do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),

@@ -9,8 +9,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..options import own_options
 
 
-__all__ = ["check_types"]
-
 _WORDS = {
     bool: "True or False",
     int: "an integer",

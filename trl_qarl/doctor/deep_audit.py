@@ -18,9 +18,6 @@ from ..checkpoint.export import export_checkpoint
 from ..checkpoint.serving import ADAPTER_FOLDER
 
 
-__all__ = ["deep_audit", "log_probs_of_tokens"]
-
-
 def log_probs_of_tokens(scores: list[list[dict[int, float]]], sequences: list[list[int]]) -> list[list[float]]:
     """Return the log-probs of the tokens of `sequences` from the `scores` of an
     [`~trl_qarl.rollout.engine.Engine`]."""

@@ -12,9 +12,6 @@ from ..quantization.swap import prepare_model
 from .checks import Finding
 
 
-__all__ = ["check_engine"]
-
-
 def check_engine(scheme: QuantPlan | QuantScheme) -> list[Finding]:
     """Start vLLM in this process with a tiny random model, publish to it, which includes an audit, and sample one
     prompt twice. Every error becomes a finding."""

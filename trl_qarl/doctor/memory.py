@@ -23,8 +23,6 @@ from ..quantization.swap import prepare_model
 from ..rollout.publisher import largest_chunk
 
 
-__all__ = ["LAUNCHES", "OPTIMIZERS", "Run", "launch_configuration", "parts_of_memory", "shapes_of"]
-
 LAUNCHES = ("ddp", "fsdp2")
 """Launches, the simplest first."""
 

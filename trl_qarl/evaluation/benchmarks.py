@@ -14,8 +14,6 @@ from typing import Any
 from .scores import Sampler, cut_at, encode, is_right
 
 
-__all__ = ["HARNESS_TASKS", "OWN_TASKS", "evaluate_benchmarks", "load_benchmarks"]
-
 # Preset: file in the harness' folder of tasks, metric, filter of completions. GPQA's dataset is gated.
 HARNESS_TASKS = {
     "gsm8k": ("gsm8k/gsm8k.yaml", "exact_match", "flexible-extract"),

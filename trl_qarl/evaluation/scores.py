@@ -13,21 +13,6 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = [
-    "Sampler",
-    "add_to_card",
-    "cut_at",
-    "encode",
-    "evaluate_problems",
-    "format_score",
-    "is_right",
-    "load_policy",
-    "load_problems",
-    "make_transformers_sampler",
-    "make_vllm_sampler",
-    "mean_and_error",
-]
-
 Sampler = Callable[[list[list[int]], int, Sequence[str]], list[str]]
 """Function of prompts as token ids, a seed and stop texts, which returns one completion for each prompt."""
 

@@ -24,15 +24,6 @@ from .availability import check_engine_numerics
 from .modules import ATTENTION, ENGINE_OPERATIONS, EngineOperation, LoraOperation, class_of, operation_of
 
 
-__all__ = [
-    "attach_engine_numerics",
-    "detach_engine_numerics",
-    "engine_numerics",
-    "has_engine_numerics",
-    "keep_no_products",
-]
-
-
 def attach_engine_numerics(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0, adapter_rank: int | None = None
 ) -> None:

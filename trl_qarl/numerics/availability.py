@@ -24,8 +24,6 @@ from .experts import EXPERT_FEATURES
 from .modules import ENGINE_OPERATIONS, FAMILIES, TRANSPARENT, LoraOperation, class_of, window_of
 
 
-__all__ = ["COVERED_CLASSES", "check_engine_numerics", "choose_numerics", "contradicting_options", "obstacles"]
-
 COVERED_CLASSES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 """Model classes with engine numerics for all their operations."""
 

@@ -20,8 +20,6 @@ from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 
 
-__all__ = ["first_difference"]
-
 ROWS = (1, 5, 40)
 """Numbers of rows for decoding of one sequence and of several, and for a prefill."""
 

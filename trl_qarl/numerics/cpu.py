@@ -30,30 +30,10 @@ import torch.nn.functional as F
 from ..packages import installed
 from . import portable
 from .compare import first_difference
-from .portable import log_softmax, rms_norm, silu_mul
+from .portable import log_softmax as log_softmax
+from .portable import rms_norm as rms_norm
+from .portable import silu_mul as silu_mul
 
-
-__all__ = [
-    "IN_ONE_PASS",
-    "KV_BLOCK_SIZE",
-    "PackedLinear",
-    "attention",
-    "blocks_of_keys",
-    "dispatch_row_invariant",
-    "has_engine_kernels",
-    "log_softmax",
-    "lora",
-    "one_pass_requests",
-    "queries_in_one_pass",
-    "reason_against",
-    "reason_against_installation",
-    "reason_not_to_call",
-    "rms_norm",
-    "rotate",
-    "schedule",
-    "silu_mul",
-    "vllm_version",
-]
 
 MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
 """With fewer rows `weight_packed_linear` takes another kernel with AMX (`can_use_brgemm`), and oneDNN sums a row in

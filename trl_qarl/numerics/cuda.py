@@ -34,25 +34,6 @@ from .compare import first_difference
 from .cpu import blocks_of_keys
 
 
-__all__ = [
-    "ENGINE_ARGUMENTS",
-    "ENVIRONMENT",
-    "PackedLinear",
-    "attention",
-    "covers",
-    "describe_arithmetic",
-    "linear",
-    "log_softmax",
-    "low_bit_linear",
-    "prepare_process",
-    "reason_against",
-    "reason_against_installation",
-    "rms_norm",
-    "rotate",
-    "silu_mul",
-    "use_one_tiling",
-]
-
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
     # The second model runner computes log-probs with another kernel.

@@ -17,9 +17,6 @@ from .modules import Router, operation_of
 from .ops import token_log_probs
 
 
-__all__ = ["Exactness", "check_arithmetic", "choose_versions", "describe_difference", "largest_difference"]
-
-
 logger = logging.getLogger(__name__)
 
 

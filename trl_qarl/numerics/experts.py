@@ -18,8 +18,6 @@ from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from . import cpu as kernels
 
 
-__all__ = ["EXPERT_FEATURES", "PackedExperts", "experts", "route"]
-
 EXPERT_FEATURES = 32
 """Divisor of hidden and intermediate sizes that vLLM's product of unquantized experts requires."""
 

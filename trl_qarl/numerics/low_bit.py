@@ -31,9 +31,6 @@ from . import cuda, ops
 from .cpu import IN_ONE_PASS, PackedLinear, reason_not_to_call, vllm_version
 
 
-__all__ = ["describe_arithmetic", "low_bit_linear", "multiply"]
-
-
 def low_bit_linear(
     rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:

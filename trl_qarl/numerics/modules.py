@@ -27,19 +27,6 @@ from ..quantization.storage import weight_version
 from . import experts, ops
 
 
-__all__ = [
-    "ATTENTION",
-    "ENGINE_OPERATIONS",
-    "FAMILIES",
-    "TRANSPARENT",
-    "EngineOperation",
-    "LoraOperation",
-    "Router",
-    "class_of",
-    "operation_of",
-    "window_of",
-]
-
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
 

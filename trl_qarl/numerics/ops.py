@@ -22,19 +22,6 @@ from torch.autograd.function import once_differentiable
 from . import cpu, cuda, portable
 
 
-__all__ = [
-    "add_lora",
-    "attention",
-    "backend_of",
-    "head_log_probs",
-    "is_on_gpu",
-    "linear",
-    "rms_norm",
-    "rotate",
-    "silu_mul",
-    "token_log_probs",
-]
-
 Product = Callable[..., torch.Tensor]
 """A `PackedLinear` of a backend: the product with a copy of one weight, `(N, K)`, of `(..., K)` in the weight's dtype
 and a bias `(N,)` in any dtype or `None`."""

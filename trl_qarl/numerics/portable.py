@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 
 
-__all__ = ["PackedLinear", "attention", "log_softmax", "rms_norm", "rotate", "silu_mul"]
-
 NUM_ROWS = 48  # a multiple of the rows of BLAS' tiles, as in `trl_qarl.quantization.gemm`
 NUM_KEYS = 128
 

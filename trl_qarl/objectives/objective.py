@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..forward import Batch
 
 
-__all__ = ["NO_BOUNDS", "Bounds", "Loss", "Objective", "reduce_metrics"]
-
 Bounds = tuple[float | None, float | None]
 """Lower and upper bound; `None` for no bound."""
 

@@ -4,18 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 
-__all__ = [
-    "BOUNDS_OF_MISMATCH",
-    "OF_ONE_LOSS",
-    "OF_TRLS_LOSS",
-    "RESHAPES_SAMPLING",
-    "UNSET",
-    "clip_offsets",
-    "is_unused",
-    "refuse_changed",
-    "trl_default",
-]
-
 UNSET = (
     "epsilon",
     "importance_sampling_level",

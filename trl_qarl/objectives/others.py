@@ -35,8 +35,6 @@ from .presets import Preset
 from .ratios import geometric_mask, kpop_weight, mismatch_ratio
 
 
-__all__ = ["MAX_RATIO", "OTHERS", "acr_loss", "dppo_tv_loss"]
-
 MAX_RATIO = 20.0
 """Upper bound of the ratio to the sampler that weighs a token in `dppo-tv`, from
 https://huggingface.co/papers/2602.04879."""

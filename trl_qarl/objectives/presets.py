@@ -29,9 +29,6 @@ from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, clip_of
 from .ratios import mismatch_ratio
 
 
-__all__ = ["COMPARISON", "TRLS_LOSSES", "Preset"]
-
-
 @dataclass(frozen=True)
 class Preset(Objective):
     """An objective made of TRL's options, with `loss_type="grpo"`. With `is_positive_only`, completions with negative

@@ -5,17 +5,6 @@ import math
 import torch
 
 
-__all__ = [
-    "binary_kl",
-    "geometric_mask",
-    "kl_to_reference",
-    "kpop_weight",
-    "mismatch_ratio",
-    "mismatch_weight",
-    "sequence_log_ratio",
-]
-
-
 @torch.no_grad()
 def mismatch_ratio(
     old_per_token_logps: torch.Tensor,

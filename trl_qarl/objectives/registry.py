@@ -11,8 +11,6 @@ from typing import Any
 from .objective import Objective
 
 
-__all__ = ["OBJECTIVES", "all_objectives", "find_objective", "get_objective", "options_of_others"]
-
 OBJECTIVES = (
     "tbpo",
     *("grpo-tis", "positive-only", "on-policy", "dual-clip", "gspo", "mis-gspo"),

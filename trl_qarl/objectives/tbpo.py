@@ -33,8 +33,6 @@ from .ratios import mismatch_weight, sequence_log_ratio
 from .trust_bands import MAX_LOG_RATIO, MIN_TAIL, Bands, EstimatedBands
 
 
-__all__ = ["REFUSED_BY_TBPO", "TBPO", "TBPOOutput", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
-
 _RESHAPES = "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ"
 
 REFUSED_BY_TBPO = {

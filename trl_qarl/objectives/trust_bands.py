@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 
-__all__ = ["MAX_LOG_RATIO", "OPEN", "Bands", "EstimatedBands", "estimate_bands"]
-
 # Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
 # sequence would be NaN.
 MAX_LOG_RATIO = 20.0

@@ -24,8 +24,6 @@ from .tensors import LowBitTensor, straight_through_linear
 from .weight import OWN_ATTRIBUTES, QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
 
 
-__all__ = ["QuantizedExperts", "experts_format", "has_stacked_matrices", "problem_of_experts"]
-
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 

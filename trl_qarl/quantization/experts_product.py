@@ -35,9 +35,6 @@ from .schemes import QuantScheme
 from .tensors import LowBitTensor
 
 
-__all__ = ["experts_product", "grouped_experts", "is_grouping_faster", "routed"]
-
-
 def experts_product(
     x: torch.Tensor,
     ids: torch.Tensor,

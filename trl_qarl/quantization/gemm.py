@@ -24,8 +24,6 @@ from .quantize import activation_form, quantize_activation
 from .schemes import QuantScheme
 
 
-__all__ = ["expanded_name", "has_fast_bf16", "linear_in_blocks", "low_bit_linear", "low_bit_matmul"]
-
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
 # A multiple of BLAS' tiles of 6, 8, 12, 16 and 24 rows, so that no tile is incomplete.
 ROW_INVARIANT_BLOCK = 48

@@ -11,9 +11,6 @@ from .plan import fused_layers
 from .weight import QuantizedLayer
 
 
-__all__ = ["check_global_scales", "share_global_scales"]
-
-
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
     """Set the global scale of each group of fused layers: the one in `known`, by layer name, else the one for the
     group's largest weight. `ValueError` is raised if `known` lacks a layer."""

@@ -17,8 +17,6 @@ from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
 
 
-__all__ = ["Inventory", "LayerWeights"]
-
 _ATTRIBUTE = "_trl_qarl_inventory"
 
 

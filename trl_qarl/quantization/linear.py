@@ -18,9 +18,6 @@ from .tensors import LowBitTensor, straight_through_linear
 from .weight import OWN_ATTRIBUTES, QuantizedLayer, check_can_be_quantized, sharing_state
 
 
-__all__ = ["QuantizedLinear"]
-
-
 class QuantizedLinear(QuantizedLayer, nn.Linear):
     """
     `nn.Linear` with a quantized forward and a straight-through gradient to its master weight.

@@ -25,19 +25,6 @@ from .storage import shapes_of
 # Name of the module inside torch's wrapper for activation checkpointing.
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
-__all__ = [
-    "CheckpointNames",
-    "adapted_layers",
-    "architecture",
-    "base_model",
-    "base_modules",
-    "base_state_dict",
-    "find_checkpoint_names",
-    "is_adapted",
-    "is_peft_model",
-    "layer_of",
-]
-
 
 def is_adapted(model: nn.Module) -> bool:
     """Return whether PEFT has put adapters into `model`."""

@@ -23,8 +23,6 @@ from .schemes import Grid
 from .tensors import LowBitTensor
 
 
-__all__ = ["compare_groups", "masters_on_grid"]
-
 # Distance of a moved master from a tie, in steps.
 _FROM_TIE = 1e-3
 # Relative reduction of a scale with zero points, so that the zero point is not a tie either; less than the resolution

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
-__all__ = ["DEFAULT", "check_pattern", "covered_names", "covers", "fits", "pattern_of"]
-
 DEFAULT = "_default"
 _EXPRESSION = "re:"
 

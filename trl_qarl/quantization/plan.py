@@ -17,8 +17,6 @@ from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
-__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "fused_layers", "get_plan", "parse_scheme", "plan_of"]
-
 _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""

@@ -20,19 +20,6 @@ from .plan import QuantPlan
 from .schemes import GRIDS, SCHEMES, QuantScheme
 
 
-__all__ = [
-    "NESTING_BITS",
-    "at_bits",
-    "bits_of",
-    "mean_bits",
-    "parse_precisions",
-    "plan_at_bits",
-    "precision_at",
-    "problems_of_patterns",
-    "problems_of_precisions",
-    "set_precision",
-]
-
 Precision = int | dict[str, int]
 Precisions = list[Precision] | dict[int, Precision]
 NESTING_BITS = tuple(sorted({grid.num_bits for grid in GRIDS.values() if grid.has_signed_scales}, reverse=True))

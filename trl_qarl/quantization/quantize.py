@@ -21,9 +21,6 @@ from .formats.registry import format_of
 from .schemes import E4M3_CODES, INT8_CODES, QuantScheme
 
 
-__all__ = ["activation_form", "dequantize_activation", "e4m3_scale", "quantize_activation", "quantize_weight"]
-
-
 BLOCK_OF_WEIGHTS = {"cpu": 2**18}
 """Weights per block of quantization by type of device: a CPU's fit its cache. Other devices take 2**24."""
 

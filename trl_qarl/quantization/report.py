@@ -14,9 +14,6 @@ from .schemes import QuantScheme
 from .weight import QuantizedLayer, QuantizedWeight
 
 
-__all__ = ["SwapReport", "low_bit_bytes", "report_layers"]
-
-
 @dataclass(frozen=True)
 class SwapReport:
     """

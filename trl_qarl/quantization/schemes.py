@@ -12,8 +12,6 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 
-__all__ = ["CONTAINERS", "GRIDS", "GROUP_SIZES", "SCHEMES", "Container", "Grid", "QuantScheme", "get_scheme"]
-
 GROUP_SIZES = (128, 64, 32)
 """Group sizes that both the CPU and the CUDA INT4 kernels with 16-bit activations accept, largest first."""
 

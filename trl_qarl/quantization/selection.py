@@ -14,8 +14,6 @@ from .schemes import QuantScheme
 from .storage import shapes_of
 
 
-__all__ = ["ROUTER_NAMES", "layer_format", "layers_around", "parts_of_experts", "reasons_to_skip"]
-
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 """Last name components of MoE routers. They are compared whole, as `gate*` would also match `gate_proj`."""
 

@@ -16,21 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
 
-__all__ = [
-    "BACKENDS",
-    "MADE_IN_INFERENCE_MODE",
-    "Storage",
-    "is_sharded",
-    "num_elements",
-    "refresh",
-    "shapes_of",
-    "storage_of",
-    "weight_version",
-    "whole",
-    "writes_to",
-]
-
-
 class Storage:
     """Storage of a parameter that this process holds whole; backends override it for sharded parameters."""
 

@@ -32,21 +32,6 @@ from .tensors import LowBitTensor
 from .weight import QuantizedLayer
 
 
-__all__ = [
-    "QaRLWeightConfig",
-    "SwapReport",
-    "convert_model",
-    "disable_quantized_forward",
-    "engine_precision",
-    "freeze_model",
-    "prepare_model",
-    "quantized_forward",
-    "quantized_layers",
-    "report_frozen",
-    "restore_model",
-]
-
-
 @dataclass
 class QaRLWeightConfig(AOBaseConfig):
     """

@@ -24,8 +24,6 @@ from .quantize import dequantize_activation, quantize_weight
 from .schemes import Container, Grid, QuantScheme, get_scheme
 
 
-__all__ = ["LowBitTensor", "straight_through_linear"]
-
 _Operands = TypeVar("_Operands")
 
 

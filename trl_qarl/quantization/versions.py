@@ -18,9 +18,6 @@ from .storage import refresh, storage_of
 from .tensors import LowBitTensor
 
 
-__all__ = ["KeptVersion", "at_version", "kept_version"]
-
-
 class KeptVersion(NamedTuple):
     """The trained weights of a model as sent to an engine: `low_bit` forms of quantized weights by name, and every
     other trained parameter in its own dtype. If they are sharded, these are the parts of this process."""

@@ -20,8 +20,6 @@ from .storage import MADE_IN_INFERENCE_MODE, storage_of, weight_version
 from .tensors import LowBitTensor
 
 
-__all__ = ["MasterSource", "Product", "QuantizedLayer", "QuantizedWeight"]
-
 Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torch.Tensor, tuple[Any, ...], str]]
 """Product of rows `(M, K)`, a weight and a bias, such as [`~trl_qarl.quantization.gemm.low_bit_linear`]."""
 

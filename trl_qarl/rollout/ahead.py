@@ -32,8 +32,6 @@ from .background import BackgroundCall
 from .failures import EngineLost, all_or_none
 
 
-__all__ = ["Ahead", "InFlight", "NextPrompts", "Pending"]
-
 logger = logging.getLogger(__name__)
 
 

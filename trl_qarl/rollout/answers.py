@@ -11,8 +11,6 @@ from functools import wraps
 from typing import Any
 
 
-__all__ = ["BadAnswer", "check_answer", "check_rollout", "checked_rollout_func", "vocabulary_size"]
-
 LARGEST_LOGP = 0.02
 """
 A log-prob is at most 0, up to rounding: a float32 sum over a vocabulary of 2**18, in the worst order, has a relative

@@ -8,9 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 
-__all__ = ["BackgroundCall"]
-
-
 class BackgroundCall:
     """
     One call at a time in a daemon thread, with its duration in `seconds`. The interpreter joins threads of

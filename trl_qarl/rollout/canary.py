@@ -32,8 +32,6 @@ from .engine import Engine
 from .pictures import canary_prompt, takes_pictures
 
 
-__all__ = ["Canary"]
-
 LIMIT = 3.0
 """Largest mean difference of a working engine, in units of the learner's rounding."""
 

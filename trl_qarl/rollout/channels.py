@@ -30,8 +30,6 @@ from .engine import Channel, Tensors, num_bytes_of
 from .http_session import ServerLost, is_local, refusals
 
 
-__all__ = ["FileChannel", "HTTPChannel", "NCCLChannel", "choose_channel", "sends_changes"]
-
 _PIECE_BYTES = 8 * 2**20
 # Smallest piece: a proxy that refuses it ends the weight sync.
 _SMALLEST_PIECE = 2**16

@@ -24,9 +24,6 @@ from .http_session import CheckedSession, ServerLost, check_finished, error_text
 from .pictures import PICTURE_PATH, complete_prompts
 
 
-__all__ = ["QaRLClient"]
-
-
 _HEALTH_SECONDS = 10
 # A server detects a closed session within milliseconds.
 _REFUSAL_SECONDS = 10.0

@@ -20,8 +20,6 @@ from typing import Any, Protocol
 import torch
 
 
-__all__ = ["Channel", "Engine", "Tensors", "num_bytes_of"]
-
 Tensors = list[tuple[str, torch.Tensor]]
 
 

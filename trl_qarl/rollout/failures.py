@@ -11,8 +11,6 @@ from ..wire.protocol import PublishError
 from .http_session import ServerLost
 
 
-__all__ = ["EngineLost", "all_or_none", "as_lost", "persistently"]
-
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4

@@ -29,8 +29,6 @@ from .server_process import ServerProcess
 from .spec import EngineSpec
 
 
-__all__ = ["QaRLVLLMGeneration"]
-
 logger = logging.getLogger(__name__)
 
 BACKOFF_SECONDS = 2.0

@@ -22,15 +22,6 @@ from ..wire.describe import scheme_of_group
 if TYPE_CHECKING:
     from ..quantization.formats.base import KernelChoice
 
-__all__ = [
-    "RELEASES",
-    "Gpu",
-    "choose_kernels",
-    "kernel_arguments",
-    "reason_against",
-    "unexpected_kernels",
-]
-
 RELEASES = ("0.31", "0.32", "0.33")
 """Releases of vLLM, `major.minor`, that were rehearsed and that the extra `vllm` takes."""
 

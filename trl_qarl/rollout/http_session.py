@@ -14,16 +14,6 @@ from typing_extensions import override
 from ..wire.protocol import PublishError
 
 
-__all__ = [
-    "CheckedSession",
-    "ServerLost",
-    "check_finished",
-    "error_text",
-    "is_local",
-    "json_of",
-    "refusals",
-]
-
 _CONNECT_SECONDS = 10
 _GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 

@@ -21,9 +21,6 @@ from .server_command import cpu_environment
 from .spec import EngineSpec
 
 
-__all__ = ["InProcessEngine", "load_engine", "make_engine", "share_engine"]
-
-
 class InProcessEngine:
     """An [`~trl_qarl.rollout.engine.Engine`] in this process, which takes tensors directly. The worker of `llm`, a
     `vllm.LLM`, must be in this process too (`distributed_executor_backend` `"uni"` or `"external_launcher"`)."""

@@ -22,26 +22,6 @@ from ..wire.protocol import PublishError
 from .answers import BadAnswer
 
 
-__all__ = [
-    "PICTURE_CLASSES",
-    "PICTURE_PATH",
-    "ExpandedPrompt",
-    "canary_prompt",
-    "check_prompt",
-    "check_rows",
-    "complete_prompts",
-    "count_pictures",
-    "draw_again",
-    "engine_arguments",
-    "expanded_prompts",
-    "picture_request",
-    "placeholders_of",
-    "problem_of_class",
-    "sent_ids",
-    "takes_pictures",
-    "with_pictures",
-]
-
 PICTURE_CLASSES = (
     "Idefics3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",

@@ -43,8 +43,6 @@ from .engine import Engine, Tensors, num_bytes_of
 from .gpu_kernels import Gpu, reason_against, unexpected_kernels
 
 
-__all__ = ["Publisher", "largest_chunk"]
-
 CHUNK_BYTES = 128 * 2**20
 """Size at which a chunk is sent; larger only if a single decoder layer is. Two chunks can exist at once, one being
 sent and the next one."""

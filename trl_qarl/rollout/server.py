@@ -20,9 +20,6 @@ from .server_process import ServerProcess
 from .spec import EngineSpec
 
 
-__all__ = ["ServerEngine", "server_process", "start_command"]
-
-
 class ServerEngine:
     """The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas. `is_drawing` returns whether this
     trainer has requests in flight that will continue with newly published weights."""

@@ -13,8 +13,6 @@ from .gpu_kernels import Gpu
 from .spec import EngineSpec
 
 
-__all__ = ["LOCAL_HOSTS", "build_server_command", "cpu_environment"]
-
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Addresses that only the server's own host can reach."""
 

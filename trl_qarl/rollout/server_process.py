@@ -21,8 +21,6 @@ from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
 from .http_session import CheckedSession, ServerLost
 
 
-__all__ = ["ServerProcess", "free_port"]
-
 logger = logging.getLogger(__name__)
 
 _TRACKER_SECONDS = 5.0

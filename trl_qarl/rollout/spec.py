@@ -8,9 +8,6 @@ from ..wire.protocol import WORKER_EXTENSION
 from .gpu_kernels import Gpu, kernel_arguments
 
 
-__all__ = ["EngineSpec"]
-
-
 @dataclass(frozen=True)
 class EngineSpec:
     """

@@ -11,9 +11,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from typing_extensions import override
 
 
-__all__ = ["OwnGenerationConfig", "SamplingLogProbs", "record_sampling_logps"]
-
-
 class OwnGenerationConfig(GenerationConfig):
     """Generation configuration whose `None` fields are not filled from the model's configuration by `generate`: the
     model's `min_p` would truncate rollouts despite `QaRLConfig(min_p=None)`."""

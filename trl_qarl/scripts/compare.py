@@ -14,9 +14,6 @@ from .option_names import check_names
 from .train import known_options
 
 
-__all__ = ["main", "make_parser"]
-
-
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,

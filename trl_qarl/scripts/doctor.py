@@ -7,9 +7,6 @@ from .errors import check_folder, configuration_errors
 from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser"]
-
-
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,

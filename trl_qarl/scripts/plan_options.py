@@ -7,9 +7,6 @@ from ..quantization.plan import EDGES, get_plan, parse_scheme
 from ..quantization.schemes import SCHEMES
 
 
-__all__ = ["add_plan_options"]
-
-
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
     """Add `--scheme`, with its default, `--group_size`, `--exclude_modules`, `--high_precision_first` and `_last`."""
     parser.add_argument(

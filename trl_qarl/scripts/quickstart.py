@@ -10,8 +10,6 @@ from . import report
 from .errors import configuration_errors
 
 
-__all__ = ["exact_sum", "main", "make_parser", "make_problems"]
-
 MAX_NEW_TOKENS = 6
 
 

@@ -13,8 +13,6 @@ from ..telemetry.run_files import METRICS_FILE
 from .errors import configuration_errors
 
 
-__all__ = ["main", "make_parser", "write_page"]
-
 _POLL_SECONDS, _REFRESH_SECONDS = 1.0, 10
 
 

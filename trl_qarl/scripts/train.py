@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 
-__all__ = [
-    "USAGE",
-    "arrange_help",
-    "get_export_dir",
-    "get_reward_funcs",
-    "known_options",
-    "main",
-    "make_parser",
-    "parse_resume_from_checkpoint",
-]
-
 USAGE = "trl-qarl train --model_name_or_path MODEL --dataset_name DATASET --reward_funcs FUNC [FUNC ...] [options]"
 DESCRIPTION = "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options."
 EPILOG = (

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = ["DATA_FILES", "REWARDS", "as_list", "check_inputs", "check_rewards"]
-
 REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
 # Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
 DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}

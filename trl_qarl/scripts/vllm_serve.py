@@ -15,8 +15,6 @@ from .errors import configuration_errors
 from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser"]
-
 DESCRIPTION = """\
 Start vLLM's own OpenAI server with everything a QaRLTrainer needs (`use_vllm=True, vllm_mode="server"`): the scheme's
 quantization, weights that come from the trainer, log-probs after temperature, and a gate that refuses to generate

@@ -14,8 +14,6 @@ from ..quantization.names import base_model, layer_of
 from .fsdp2 import as_bytes, shard_low_bit
 
 
-__all__ = ["check_units", "shard_when_prepared", "sharded_by"]
-
 logger = logging.getLogger(__name__)
 
 

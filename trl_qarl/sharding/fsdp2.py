@@ -30,8 +30,6 @@ from ..quantization.tensors import LowBitTensor
 from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight
 
 
-__all__ = ["FrozenRows", "MasterShard", "Rows", "ShardedSource", "as_bytes", "shard_low_bit"]
-
 _ALIGNMENT = 64
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -23,8 +23,6 @@ from ..quantization.names import base_model
 from ..quantization.storage import BACKENDS, Storage
 
 
-__all__ = ["Slices", "compute_in_bfloat16", "forget_order", "keep_float32_masters"]
-
 logger = logging.getLogger(__name__)
 
 

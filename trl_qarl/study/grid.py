@@ -14,8 +14,6 @@ from ..options import CHOICES
 from ..quantization.schemes import SCHEMES
 
 
-__all__ = ["AXES", "KEYS", "build_command", "cell_name", "check_evaluation", "expand_grid", "label_parts", "load_grid"]
-
 AXES = ("quantize_learner", "objective", "scheme", "lora_mode", "seed")
 KEYS = ("command", "train", "grid", "cells", "evaluate")
 

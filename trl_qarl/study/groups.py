@@ -13,18 +13,6 @@ from .grid import label_parts
 from .runs import Run
 
 
-__all__ = [
-    "FINAL_REWARD",
-    "Group",
-    "compare_groups",
-    "count_of",
-    "describe_differences",
-    "differing_settings",
-    "format_number",
-    "make_groups",
-    "summarize_differences",
-]
-
 FINAL_REWARD = "final reward"
 # `figures.mplstyle` has the colors.
 NUM_COLORS, LINES = 8, ("-", "--", "-.", ":")

@@ -28,8 +28,6 @@ from .plots import Figure, draw_finals, printable
 from .runs import Run
 
 
-__all__ = ["assess_group", "make_page", "summarize_findings"]
-
 _MAIN_CARDS = ("Learning", "Aligned", "Updating")
 _WORDS = {"fine": "fine", "watch": "look at it", "bad": "not healthy"}
 _TIMES = {

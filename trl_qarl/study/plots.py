@@ -31,8 +31,6 @@ from .groups import Group
 from .runs import EVERY_BATCH, find_holes
 
 
-__all__ = ["Figure", "draw_finals", "make_figures", "printable", "save_pngs"]
-
 LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
 
 

@@ -28,8 +28,6 @@ from ..processes import end_with_parent
 from .grid import build_command, cell_name, check_evaluation
 
 
-__all__ = ["cell_state", "check_side_by_side", "lock_directory", "run_cells"]
-
 CELL_FILE = "cell.json"
 EVALUATION_FILE = "evaluation.json"
 FINISHED_FILE = "finished"

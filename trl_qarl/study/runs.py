@@ -22,16 +22,6 @@ from ..telemetry.run_files import DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, METRICS_F
 from .grid import check_evaluation
 
 
-__all__ = [
-    "EVERY_BATCH",
-    "Run",
-    "find_holes",
-    "make_metrics",
-    "read_evals",
-    "read_run",
-    "read_runs",
-]
-
 # Metrics logged at equal distances; others are left out of a row if there is nothing to count.
 EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)

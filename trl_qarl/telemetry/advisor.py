@@ -18,18 +18,6 @@ from ..quantization.plan import get_plan
 from ..quantization.schemes import QuantScheme
 
 
-__all__ = [
-    "DROPPED_AIM",
-    "LEVELS",
-    "RULES",
-    "STALLED_FLIP_RATE",
-    "STALLED_UPDATES",
-    "Finding",
-    "advise",
-    "assess",
-    "mismatch_bands",
-]
-
 LEVELS = ("fine", "watch", "bad")
 """From best to worst."""
 

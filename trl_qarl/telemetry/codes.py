@@ -11,13 +11,6 @@ import torch
 from ..quantization.weight import QuantizedWeight
 
 
-__all__ = [
-    "code_flip_rate",
-    "sampled_masters",
-    "sqnr",
-    "update_to_step",
-]
-
 _NUM_SAMPLED_ROWS = 32
 
 AddUp = Callable[[list[float]], list[float]]

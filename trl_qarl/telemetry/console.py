@@ -19,8 +19,6 @@ from typing_extensions import override
 from .advisor import advise, assess
 
 
-__all__ = ["Advisor", "RowPrinter", "RowProgress", "format_row", "show_rows"]
-
 logger = logging.getLogger(__name__)
 
 # Name on the console, metrics (the first one that was logged is shown), and format.

@@ -7,16 +7,6 @@ import torch
 from .run_files import LOG_EDGES
 
 
-__all__ = [
-    "ERROR_PROBABILITY",
-    "mismatch_metrics",
-    "mismatch_sums",
-    "ratio_histograms",
-    "split_metrics",
-    "split_sums",
-    "weight_metrics",
-]
-
 ERROR_PROBABILITY = 1e-3
 """A token whose probability is below this under learner and sampler alike counts as an error token."""
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 
-__all__ = ["MAX_SCORED", "NUM_PROBES", "TOP_K", "compare_positions", "likeliest", "probe_metrics", "top_log_probs"]
-
 NUM_PROBES = 4
 """Sequences of each process that a probe scores."""
 

@@ -27,8 +27,6 @@ from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, WORST_
 from .text import completion_text, has_loop, is_garbled, without_padding, worst_examples
 
 
-__all__ = ["Recorder"]
-
 logger = logging.getLogger(__name__)
 
 _LARGEST_REWARD = 1e18

@@ -3,16 +3,6 @@
 import math
 
 
-__all__ = [
-    "BATCHES_FILE",
-    "DISTRIBUTIONS_FILE",
-    "HISTOGRAM_EDGES",
-    "LOG_EDGES",
-    "METRICS_FILE",
-    "RUN_FILE",
-    "WORST_FILE",
-]
-
 METRICS_FILE = "metrics.jsonl"
 BATCHES_FILE = "batches.jsonl"
 RUN_FILE = "run.json"

@@ -24,8 +24,6 @@ from .recorder import Recorder
 from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
 
 
-__all__ = ["RunLog", "to_row"]
-
 _RECORDED = (
     *("objective", "scheme", "quantize_learner", "group_size"),
     *("use_vllm", "learning_rate", "max_steps", "lora_mode"),

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 
 
-__all__ = ["completion_text", "has_loop", "is_garbled", "without_padding", "worst_examples", "worst_span"]
-
 _MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
 
 

@@ -22,8 +22,6 @@ from ..wire.fingerprint import fingerprint
 from ..wire.protocol import is_adapter_tensor
 
 
-__all__ = ["PublishedAdapter", "describe_lora", "on_bare_model", "serve_adapter"]
-
 _ADAPTER_ID = 1
 # vLLM looks up the adapter by its number and never reads the path.
 _REQUEST = LoRARequest("policy", _ADAPTER_ID, "published by the trainer")

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .engine_tensors import kernels_in_use
 
 
-__all__ = ["Addresses", "reachable_tensors"]
-
 _LEFT_OUT = ("_parameters", "_buffers", "_modules", "kv_cache", "vllm_config")
 """Attributes of a layer that have been visited or are not its own. The last one leads to the whole engine."""
 

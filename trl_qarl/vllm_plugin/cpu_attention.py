@@ -18,9 +18,6 @@ from ..numerics.cpu import IN_ONE_PASS, one_pass_requests, queries_in_one_pass
 from .linear_kernels import is_our_engine
 
 
-__all__ = ["OnePassBackend", "OnePassMetadataBuilder", "describe_attention", "register_attention"]
-
-
 def register_attention() -> None:
     """Replace vLLM's attention backend for CPUs; calling it again changes nothing."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OnePassBackend.__name__}")

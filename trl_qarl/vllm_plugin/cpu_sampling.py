@@ -12,8 +12,6 @@ vLLM's functions still sample greedy requests and requests with a seed of their 
 import torch
 
 
-__all__ = ["random_sample", "register_sampling"]
-
 _BLOCK = 128
 
 

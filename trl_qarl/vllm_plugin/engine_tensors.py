@@ -10,16 +10,6 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from ..wire.fingerprint import fingerprints
 
 
-__all__ = [
-    "engine_name",
-    "kernels_in_use",
-    "live_fingerprints",
-    "names_by_module",
-    "owned_names",
-    "tied_names",
-]
-
-
 def live_fingerprints(model: nn.Module) -> dict[str, str]:
     """Return the fingerprints of all parameters and buffers of a model in its kernels' format, by name."""
     tensors = {

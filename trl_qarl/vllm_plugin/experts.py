@@ -39,9 +39,6 @@ from ..quantization.tensors import LowBitTensor
 from .linear_kernels import is_our_engine
 
 
-__all__ = ["QaRLCompressedTensorsConfig", "RepackedExperts", "register_experts"]
-
-
 def register_experts() -> None:
     """Register both with vLLM; calling it again changes nothing."""
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)

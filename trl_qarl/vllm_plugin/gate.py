@@ -44,8 +44,6 @@ from ..wire.protocol import (
 from ..wire.transfer_dir import make_transfer_dir, owned_prefix, remove_leftovers
 
 
-__all__ = ["WORKER_METHODS", "PublicationGate", "Uploads"]
-
 # Methods that `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
 WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_finish", "qarl_keep_copy"])
 

@@ -49,20 +49,6 @@ from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND
 
 
-__all__ = [
-    "QaRLFp8Kernel",
-    "QaRLInt8Kernel",
-    "QaRLMxFp4Kernel",
-    "QaRLNvFp4Kernel",
-    "QaRLWeightOnlyKernel",
-    "RepeatableFp8Kernel",
-    "RepeatableInt4Kernel",
-    "RepeatableInt8Kernel",
-    "is_our_engine",
-    "register_kernels",
-]
-
-
 def register_kernels(platform: PlatformEnum) -> None:
     """Put the kernels for `platform` first in vLLM's lists; calling it again changes nothing."""
     kernels: dict[str, type] = {"": RepeatableInt4Kernel, "INT8_": RepeatableInt8Kernel, "FP8_": RepeatableFp8Kernel}

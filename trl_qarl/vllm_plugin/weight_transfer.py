@@ -61,8 +61,6 @@ from .cpu_sampling import register_sampling
 from .engine_tensors import engine_name, live_fingerprints, names_by_module, owned_names, tied_names
 
 
-__all__ = ["AuditedReload", "FileChannel", "NCCLChannel"]
-
 # A fused layer keeps only the shape of the shard that was loaded last. Experts have `w13_weight_shape`.
 _SHARED_BY_SHARDS = "weight_shape"
 

@@ -15,8 +15,6 @@ from .adapters import describe_lora, serve_adapter
 from .engine_tensors import kernels_in_use
 
 
-__all__ = ["WorkerExtension"]
-
 # vLLM reloads a layer into copies in checkpoint format, except for biases, which Marlin permutes and pads in new
 # memory. Set here, because vLLM imports this module in each worker before it makes the model.
 meta.SKIP_TENSORS.discard("bias")

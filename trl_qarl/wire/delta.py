@@ -22,8 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 
-__all__ = ["DELTA_PREFIX", "apply_delta", "base_digest", "elements", "is_delta", "pack_delta"]
-
 DELTA_PREFIX = "qarl.delta."
 """Prefix in the name of a block; the name of its layer follows."""
 

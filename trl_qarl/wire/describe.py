@@ -8,20 +8,6 @@ from typing import Any
 from ..quantization.schemes import SCHEMES, QuantScheme
 
 
-__all__ = [
-    "CANARY_TOKENS",
-    "PICTURE_OPTIONS",
-    "config_differences",
-    "describe_model",
-    "describe_pictures",
-    "describe_tokenizer",
-    "differences",
-    "group_name",
-    "model_differences",
-    "sample_token_ids",
-    "scheme_of_group",
-]
-
 # Of weights and activations.
 _ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
 

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 
 
-__all__ = ["differing_entries", "fingerprint", "fingerprint_differences", "fingerprints"]
-
 _BLOCK = 1 << 15
 # Blocks per step on a GPU, and words per step on a CPU: half a block, 128 KiB, stays in the cache while it is mixed.
 _BLOCKS_AT_A_TIME, _IN_CACHE = 256, 1 << 14

@@ -20,20 +20,6 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = [
-    "TOKEN_FILE_NAME",
-    "TOKEN_FILE_VARIABLE",
-    "TOKEN_VARIABLE",
-    "is_proof",
-    "json_object",
-    "make_token",
-    "make_token_file",
-    "proof",
-    "read_token_file",
-    "server_token",
-    "take_token",
-]
-
 TOKEN_VARIABLE = "TRL_QARL_TOKEN"
 TOKEN_FILE_VARIABLE = "TRL_QARL_TOKEN_FILE"
 TOKEN_FILE_NAME = "token"

@@ -9,9 +9,6 @@ import torch
 from .delta import apply_delta, base_digest, elements, is_delta, pack_delta
 
 
-__all__ = ["PatchBook"]
-
-
 class PatchBook:
     """
     Tensors in checkpoint format and host memory, shared by learner and engine workers, or by a folder and its readers.

@@ -1,23 +1,6 @@
 """Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Has no
 imports."""
 
-__all__ = [
-    "CPU_WEIGHTS_VARIABLE",
-    "FILE_BACKEND",
-    "GATE",
-    "NCCL_BACKEND",
-    "SESSION_HEADER",
-    "SESSION_PATH",
-    "STATE_PATH",
-    "TRANSFER_DIR_VARIABLE",
-    "UPLOAD_HEADER",
-    "UPLOAD_PATH",
-    "WORKER_EXTENSION",
-    "PublishError",
-    "is_adapter_tensor",
-    "load_order",
-]
-
 SESSION_PATH = "/qarl/session"
 STATE_PATH = "/qarl/state"
 UPLOAD_PATH = "/qarl/upload"

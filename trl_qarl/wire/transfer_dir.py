@@ -17,17 +17,6 @@ from pathlib import Path
 from .protocol import TRANSFER_DIR_VARIABLE
 
 
-__all__ = [
-    "check_transfer_dir",
-    "confined_path",
-    "default_transfer_dir",
-    "make_transfer_dir",
-    "owned_prefix",
-    "remove_leftover_dirs",
-    "remove_leftovers",
-    "transfer_bases",
-]
-
 _OWNED = re.compile(r"trl-qarl-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-(?P<rest>.+)")
 
 

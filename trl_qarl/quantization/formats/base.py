@@ -32,8 +32,6 @@ import torch
 from ..schemes import Grid, QuantScheme
 
 
-__all__ = ["Format", "KernelChoice", "Operand"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

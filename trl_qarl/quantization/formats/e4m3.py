@@ -8,9 +8,6 @@ from ..schemes import E4M3
 from .base import Format, KernelChoice
 
 
-__all__ = ["Fp8", "round_to_grid"]
-
-
 class Fp8(Format):
     """FP8 weights with FP8 activations."""
 

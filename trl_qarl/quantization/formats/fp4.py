@@ -31,8 +31,6 @@ from .base import KernelChoice, Operand, in_groups
 from .int4_packed import HalfBytes, look_up
 
 
-__all__ = ["MAGNITUDES", "Mxfp4", "Nvfp4"]
-
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -21,9 +21,6 @@ from ..schemes import INT8
 from .base import Format, KernelChoice, fits_cpu_kernels
 
 
-__all__ = ["HalfBytes", "Int4Packed", "fp8_gemm_weight", "integer_kernels", "look_up", "to_words", "unsigned_codes"]
-
-
 KERNEL, KERNEL_MAX_ROWS = "aten::_weight_int4pack_mm_for_cpu", 32
 
 

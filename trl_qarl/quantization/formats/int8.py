@@ -11,8 +11,6 @@ from .base import Format, KernelChoice, fits_cpu_kernels
 from .int4_packed import integer_kernels
 
 
-__all__ = ["Int8", "Int8Packed", "Words"]
-
 KERNEL, KERNEL_MAX_ROWS, KERNEL_FEATURES = "aten::_weight_int8pack_mm", 16, 16
 KERNEL_ALIGNMENT = 32  # bytes: 16 activations in bf16, one aligned load
 

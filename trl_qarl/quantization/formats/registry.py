@@ -9,8 +9,6 @@ from .int8 import Int8, Int8Packed
 from .zero_points import Int4ZeroPoints, Int8ZeroPoints
 
 
-__all__ = ["CHECKPOINT_NAMES", "FORMATS", "OPERANDS", "format_of"]
-
 FORMATS: dict[str, Format] = {
     "int4-packed": Int4Packed(),
     "int4-zero-points": Int4ZeroPoints(),

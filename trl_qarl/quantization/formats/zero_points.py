@@ -22,9 +22,6 @@ from .int4_packed import HalfBytes, integer_kernels
 from .int8 import Words
 
 
-__all__ = ["Int4ZeroPoints", "Int8ZeroPoints"]
-
-
 class ZeroPoints(Format):
     """Mixin for zero points, to be listed before the class that stores the codes. `codes_per_word` is the number of
     codes, and of zero points, in a word of a checkpoint."""

@@ -17,6 +17,7 @@ from bench.command import make_parser, run
 from testing_utils import start_engines_quickly
 from trl_qarl.quantization import schemes
 from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.study.grid import build_command, cell_name, expand_grid, load_grid
 
 
 ROOT = Path(__file__).parents[2]
@@ -135,3 +136,11 @@ def test_a_cell_of_the_long_study_runs(study, tmp_path, monkeypatch):
     long_study.main()
     scores = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert set(scores) == {"greedy", "sampled", "unquantized greedy"}
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "study").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_grid_of_the_study_gives_commands(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_grid(path)
+    cells = expand_grid(config)
+    assert cells and all(build_command(config, cell, Path("outputs") / cell_name(cell)) for cell in cells)

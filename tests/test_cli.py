@@ -85,7 +85,9 @@ def test_reader_that_has_gone_is_no_traceback(tmp_path):
     command = f"{sys.executable} -m trl_qarl.cli compare grid.yaml --dry_run | true; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 141 and "Traceback" not in result.stderr, result.stderr
+    # bitsandbytes reports its missing kernels on processors with bf16 instructions.
+    said = [line for line in result.stderr.splitlines() if "from kernels-community" not in line]
+    assert (result.returncode, said) == (141, [])
 
 
 def test_options_unknown_to_the_script_go_to_accelerate(launched, train_argv):

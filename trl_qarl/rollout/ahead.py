@@ -46,12 +46,9 @@ class InFlight(BackgroundCall):
 
 @dataclass
 class Pending:
-    """
-    A generation batch of this process that is drawn before its turn. `versions` are the update whose weights draw the
-    batch, and these weights, followed by versions that were published meanwhile. Prompts are repeated for each of
-    their completions. Completions and log-probs are there once they have arrived; only the main process knows the
-    engine's `seconds`.
-    """
+    """A generation batch of this process that is drawn before its turn. `versions` are the update whose weights draw
+    the batch, and these weights, followed by versions that were published meanwhile. Completions and log-probs are
+    there once they have arrived; only the main process knows the engine's `seconds`."""
 
     prompt_ids: list[list[int]]
     versions: list[tuple[int, KeptVersion]]
@@ -110,8 +107,8 @@ class NextPrompts:
         return [self._dataset[index]["prompt"] for index in self._order[start : start + share]]
 
     def updates_before(self, number: int) -> int:
-        """Return the number of updates before a generation batch. The last one of an epoch may have fewer
-        micro-batches."""
+        """Return the number of updates before a generation batch."""
+        # The last update of an epoch may have fewer micro-batches.
         epoch, place = divmod(number, self._per_epoch)
         per_epoch = -(-self._per_epoch * self._num_repeats // self._accumulation)
         return epoch * per_epoch + place * self._num_repeats // self._accumulation
@@ -178,8 +175,7 @@ class Ahead:
         return bool(lost)
 
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
-        """Return the batch whose turn it is, if it was drawn ahead from these prompts; other prompts drop all
-        batches."""
+        """Return the batch whose turn it is, if it was drawn from these prompts; other prompts drop all batches."""
         if not self.pending:
             return None
         batch = self.pending.popleft()
@@ -230,8 +226,7 @@ class Ahead:
             self.pending.append(Pending(prompt_ids, [version], in_flight=launched))
 
     def at_drawn(self) -> AbstractContextManager:
-        """Return a context in which the learner has the weights that drew, or began to draw, the batch in
-        progress."""
+        """While open, the learner has the weights that drew, or began to draw, the batch in progress."""
         return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.versions[0][1])
 
     def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:

@@ -76,11 +76,9 @@ def check_answer(
 
 
 def check_rollout(output: dict[str, Any], num_prompts: int, vocab_size: int) -> None:
-    """
-    Check the output of a `rollout_func` for `num_prompts` prompts: `prompt_ids`, `completion_ids` and `logprobs`, one
-    list, tensor or array for each prompt. Completions may have any length, as an environment may take several turns.
-    NaN or `None` stands for an unknown log-prob. [`BadAnswer`] is raised if the learner cannot be trained on it.
-    """
+    """Check the output of a `rollout_func`: `prompt_ids`, `completion_ids` and `logprobs`, one list, tensor or array
+    for each prompt. Completions may have any length, as an environment may take several turns. NaN or `None` stands
+    for an unknown log-prob. [`BadAnswer`] is raised if the learner cannot be trained on it."""
     wanted = f"one for each of {num_prompts} prompts"
     prompt_ids, completion_ids, logprobs = (output[name] for name in ("prompt_ids", "completion_ids", "logprobs"))
     _check_count(prompt_ids, num_prompts, "prompts", wanted)

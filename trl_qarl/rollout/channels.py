@@ -115,10 +115,12 @@ class HTTPChannel(Channel):
     def _upload(self, data: memoryview) -> str:
         """Send a file and return its name on the server."""
         digest, offset, failures = hashlib.sha256(data).hexdigest(), 0, 0
+        url = f"{self.client.base_url}{UPLOAD_PATH}"
         while True:
-            piece = data[offset : offset + self._piece_bytes]
+            headers = {UPLOAD_HEADER: f"{digest} {len(data)} {offset}", "Content-Type": "application/octet-stream"}
+            piece = bytes(data[offset : offset + self._piece_bytes])
             try:
-                answer = self._post(digest, len(data), offset, piece)
+                answer = self.client.session.post(url, data=piece, headers=headers).json()
                 if isinstance(answer.get("file"), str):
                     return answer["file"]
                 received = int(answer["received"])
@@ -144,11 +146,6 @@ class HTTPChannel(Channel):
                 ) from error
             if failures > _MAX_FAILURES:
                 raise PublishError(f"{UPLOAD_PATH}: {failures} pieces of weights had no effect.")
-
-    def _post(self, digest: str, size: int, offset: int, piece: memoryview) -> dict:
-        headers = {UPLOAD_HEADER: f"{digest} {size} {offset}", "Content-Type": "application/octet-stream"}
-        response = self.client.session.post(f"{self.client.base_url}{UPLOAD_PATH}", data=bytes(piece), headers=headers)
-        return response.json()
 
 
 class NCCLChannel(Channel):

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class InFlight(BackgroundCall):
-    """Request for completions that a thread of the main process waits for; other processes start no thread. `prompts`
-    are the token ids of this process' prompts, each repeated for its `num_generations` completions."""
+    """Request for completions that a thread of the main process waits for; other processes start no thread. Each of
+    this process' `prompts`, token ids, is repeated for its `num_generations` completions."""
 
     def __init__(self, prompts: list[list[int]], num_generations: int):
         super().__init__()
@@ -117,9 +117,9 @@ class NextPrompts:
 class Ahead:
     """
     Generation batches that are drawn before their turn by `generation`, a
-    [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, and the weights that draw them. Every process
-    has such an object, and all processes have to make the same calls. `pending` are batches in the order of their
-    turns, `drawn` is the batch in progress until it is scored, if it was drawn ahead.
+    [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, and the weights that draw them. All processes
+    have to make the same calls. `pending` are batches in the order of their turns, `drawn` is the batch in progress
+    until it is scored, if it was drawn ahead.
     """
 
     def __init__(self, generation: Any, args: Any):
@@ -255,6 +255,6 @@ class Ahead:
             self.pending.append(Pending(prompt_ids, [(update, kept[index]) for update, index in drawn_by], *drawn))
 
     def forget(self) -> None:
-        """Drop pending batches, which belong to another training or to prompts that will not come."""
+        """Drop pending batches, whose turn will not come."""
         self.pending.clear()
         self.drawn = None

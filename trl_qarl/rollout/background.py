@@ -26,7 +26,6 @@ class BackgroundCall:
 
     @property
     def is_running(self) -> bool:
-        """True until the call has returned or failed."""
         return self._outcome is not None and not self._outcome.done()
 
     def start(self, function: Callable[[], Any]) -> None:

@@ -57,8 +57,7 @@ class _Text(NamedTuple):
 
 
 class Canary:
-    """The fixed text of a learner, and the fixed picture of one that takes pictures. `dtype` is the engine's; without
-    a `processing_class` nothing is compared."""
+    """The fixed texts of a learner. `dtype` is the engine's; without a `processing_class` nothing is compared."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, processing_class: Any):
         self.model, self.dtype = model, dtype

@@ -162,7 +162,7 @@ class NCCLChannel(Channel):
         self.device = device
 
     def connect(self) -> None:
-        """Form the group, and form it again after a failed broadcast, which leaves the two sides out of step."""
+        # Again after a failed broadcast, which leaves the two sides out of step.
         self.client.close_communicator()
         self._join(partial(self.client.init_communicator, device=self.device))
 

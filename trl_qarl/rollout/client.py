@@ -244,10 +244,6 @@ class QaRLClient(VLLMClient):
         """Return the version that the server stamps on what it generates."""
         return self._get(f"{self.base_url}/weight_info")["weight_version"]
 
-    def state(self) -> dict[str, Any]:
-        """Return the gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
-        return self._get(f"{self.base_url}{STATE_PATH}")
-
     @override
     def image_features(self, images, max_concurrent_requests=None):
         """Return pictures as they are: the server processes them together with their prompts."""

@@ -275,8 +275,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             raise as_lost(error, f"{_PUBLISHING} failed") from error
 
     def _publish_to_server(self, failed: int) -> None:
-        """Publish from the main process, after getting the server back if attempts have failed. All processes call
-        this, gather sharded masters together, and raise the main process' error."""
+        """Publish from the main process, after getting the server back if attempts have failed. All processes gather
+        sharded masters together, and raise the main process' error."""
         while self._launched and not self.options.in_flight_updates:
             self._launched.pop().wait()
         outcome: list[Any] = [None]

@@ -178,8 +178,8 @@ class Publisher:
             pass
 
     def _send(self, layers: Iterator[Tensors], fingerprints: dict[str, str], weight_version: str) -> tuple[int, int]:
-        """Send the layers that have changed, add the fingerprints of all `layers` to `fingerprints`, and return the
-        numbers of bytes and tensors sent."""
+        """Send the layers that have changed, add all fingerprints to `fingerprints`, and return the numbers of bytes
+        and tensors sent."""
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
         layers = self._with_fingerprints(layers)
@@ -230,7 +230,6 @@ class Publisher:
         return published
 
     def _pack(self, layer: Tensors) -> Tensors:
-        """Return the tensors to send for a layer."""
         if self._patches is None:
             return layer
         start = time.perf_counter()
@@ -274,7 +273,7 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
 def _take_while_running(
     call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]
 ) -> deque[tuple[Tensors, dict[str, str]]]:
-    """Return the first layers, as many as are ready before the `call` ends, up to the size of a chunk."""
+    """Return the layers that are ready before the `call` ends, up to the size of a chunk."""
     taken, num_bytes = deque(), 0
     while call.is_running and num_bytes < CHUNK_BYTES and (layer := next(layers, None)) is not None:
         taken.append(layer)

@@ -23,11 +23,11 @@ class OwnGenerationConfig(GenerationConfig):
 
 class SamplingLogProbs(LogitsProcessor):
     """
-    Logits processor that keeps the scores and records the log-prob of each sampled token under
-    `softmax(scores / temperature)`, before any truncation (top-k, top-p, min-p), as the learner computes it.
+    Logits processor that records the log-prob of each sampled token under `softmax(scores / temperature)`, before any
+    truncation (top-k, top-p, min-p), as the learner computes it.
 
-    A processor sees the scores before a token is drawn, so step `t` is settled at step `t + 1` or in
-    [`~SamplingLogProbs.finish`], when the token is known. Only one `(B, V)` tensor is held at a time.
+    It sees the scores before a token is drawn, so step `t` is settled at step `t + 1` or in
+    [`~SamplingLogProbs.finish`]. Only one `(B, V)` tensor is held at a time.
     """
 
     def __init__(self, temperature: float):

@@ -48,12 +48,8 @@ def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[
 
 
 def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    """
-    Yield the reasons against engine numerics as the default choice. Later ones load vLLM.
-
-    Where it is available, `"engine"` costs no more than `"fast"` (docs/alignment.md). It is not chosen without vLLM,
-    where it has no advantage, and on a GPU, where it is untested.
-    """
+    """Yield the reasons against engine numerics as the default choice; later ones load vLLM. Where it is available,
+    `"engine"` costs no more than `"fast"` (docs/alignment.md)."""
     if not config.use_vllm:
         yield "rollouts are the learner's own"
     if not config.use_cpu:

@@ -8,12 +8,8 @@ Rollouts that a server draws while the learner trains on the previous ones.
                             wait for t, publish the weights, ask for t+1
 
 Between two generation batches nothing is in flight: the learner waits for the engine, publishes, and has a thread
-request more completions. The lag is fixed, so the weights that draw a batch depend only on its number and not on
-which side is faster. Runs are repeatable and can be resumed.
-
-With `in_flight_updates` the learner waits only for its next batch. Other requests in flight continue with the newly
-published weights, so the tokens of a completion come from the weights of several updates, and which updates these are
-depends on timing.
+request more completions. With `in_flight_updates` the learner waits only for its next batch, and other requests in
+flight continue with the newly published weights. docs/async.md explains the consequences.
 """
 
 import logging

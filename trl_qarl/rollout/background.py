@@ -9,11 +9,9 @@ from typing import Any
 
 
 class BackgroundCall:
-    """
-    One call at a time in a daemon thread, with its duration in `seconds`. The interpreter joins threads of
+    """One call at a time in a daemon thread, with its duration in `seconds`. The interpreter joins threads of
     `concurrent.futures` when it ends, so a trainer that dies would wait for its server. Without `in_thread`, `start`
-    returns after the end of the call.
-    """
+    returns after the end of the call."""
 
     def __init__(self, in_thread: bool = True):
         self.in_thread = in_thread

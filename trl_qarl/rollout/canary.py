@@ -3,15 +3,9 @@ Compares the log-probs of a fixed text in engine and learner after each publicat
 inside kernels nor the memory that a CUDA graph reads.
 
 The allowed difference depends on the weights: one model amplifies a rounding error of its first layer to a tenth of a
-nat, another does not change at all. Hence the learner scores the text twice. In the second pass each element of the
-embeddings moves up or down by the last bit of the engine's dtype, and the output of each decoder layer is rounded to
-that dtype, as in the engine. All later sums are then rounded differently, which also changes codes of low-bit
-activations and experts of tokens. The difference between the two passes, the *rounding*, is close to the engine's
-distance from the learner: that was 0.5 to 1.6 times as large in the publications from which [`LIMIT`] was derived.
-
-The canary detects errors that change tokens of this text by more than a few roundings. It misses one expert of many,
-a bias that is one update old, one query or key bias among many layers in bfloat16, and any error in a model whose
-outputs hardly depend on its inputs, such as one with small random weights.
+nat, another does not change at all. Hence the learner scores the text again, with other rounding. The difference
+between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to 1.6 times
+as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain undetected.
 
 A text does not reach a vision tower, so a model that takes pictures has a second text, after a fixed picture.
 """
@@ -127,6 +121,9 @@ class Canary:
 
     @contextmanager
     def _otherwise_rounded(self) -> Iterator[None]:
+        """While open, embeddings move by the last bit of the engine's dtype, and each decoder layer's output is
+        rounded to it, as in the engine. All later sums are then rounded differently, and activations' codes and
+        experts of tokens may change."""
         step = torch.finfo(self.dtype).eps
         if self.dtype is torch.float32 and next(self.model.parameters()).device.type != "cpu":
             # Attention in Triton rounds float32 to TF32.

@@ -100,11 +100,9 @@ class FileChannel(Channel):
 
 
 class HTTPChannel(Channel):
-    """
-    Sends each chunk to the server's gate in pieces, each a request with its own time-out. If the connection drops, the
-    piece is sent again from the byte at which the server stopped; if a proxy finds it too large (status 413), pieces
-    become smaller.
-    """
+    """Sends each chunk to the server's gate in pieces, each a request with its own time-out. If the connection drops,
+    the piece is sent again from the byte at which the server stopped; if a proxy finds it too large (status 413),
+    pieces become smaller."""
 
     _piece_bytes = _PIECE_BYTES
 

@@ -54,20 +54,11 @@ class Publisher:
     """
     Publishes one model to one engine.
 
-    Args:
-        model (`nn.Module`), dtype (`torch.dtype`):
-            The learner, prepared by [`prepare_model`] or unquantized, and the dtype in which the engine runs it;
-            tensors that are not quantized are rounded to this dtype.
-        engine ([`Engine`], *optional*):
-            `None` in a process that only takes part in gathering ([`~Publisher.join`]).
-        tokenizer (*optional*):
-            The learner's tokenizer or processor. If given, it is compared with the engine's, and log-probs are
-            compared after each publication.
-        delta (`bool`, *optional*, defaults to `False`):
-            Whether to send only changes within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
-
-    Raises:
-        NotImplementedError: from [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
+    `model` is a learner, prepared by [`prepare_model`] or unquantized; tensors that are not quantized are rounded to
+    the engine's `dtype`. A process that only takes part in gathering ([`~Publisher.join`]) has no `engine`. A
+    `tokenizer` or processor is compared with the engine's, and log-probs after each publication. With `delta` only
+    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised by
+    [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
     """
 
     def __init__(

@@ -91,19 +91,10 @@ def build_server_command(
     """
     Return argv of vLLM's own OpenAI server for the learner of `spec`, and the variables to add to the environment.
 
-    Args:
-        host, port:
-            Address to listen on.
-        on_cpu, gpu:
-            Device of the engine. The GPU defaults to the one of this machine.
-        transport (`str`, *optional*):
-            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and if only this host can reach the server; otherwise
-            to `"nccl"`.
-        transfer_dir (`str` or `Path`, *optional*), vllm_args (`Sequence[str]`, *optional*):
-            Directory for `transport="file"`, by default [`default_transfer_dir`]; further arguments of `vllm serve`.
-
-    Raises:
-        ValueError: for NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
+    `transport` is `"file"` or `"nccl"`; it defaults to `"file"` on a CPU, and if only this host can reach the server,
+    otherwise to `"nccl"`. `transfer_dir` is the directory for files, by default [`default_transfer_dir`]; `vllm_args`
+    are further arguments of `vllm serve`. `ValueError` is raised for NCCL on a CPU, an argument that is set here, or a
+    scheme that cannot run here.
     """
     arguments = spec.arguments(on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")

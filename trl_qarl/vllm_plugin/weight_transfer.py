@@ -78,7 +78,6 @@ class AuditedReload:
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
         self._engine_name = partial(engine_name, self.model)
-        # The fingerprints of shards are unknown.
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
         self.copy = PatchBook(is_kept=False)

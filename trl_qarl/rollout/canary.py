@@ -80,13 +80,10 @@ class Canary:
         """
         Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s [`~Canary.score`].
 
-        Returns:
-            `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
-            `publish/canary_rounding`, the learner's own; with a picture the same under `publish/canary_picture_`.
-
-        Raises:
-            PublishError: if rounding does not explain the difference, or the engine builds another prompt from the
-                picture.
+        Return `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
+        `publish/canary_rounding`, the learner's own; with a picture the same under `publish/canary_picture_`.
+        [`PublishError`] is raised if rounding does not explain the difference, or the engine builds another prompt
+        from the picture.
         """
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):

@@ -94,10 +94,8 @@ def kernel_arguments(
 
     The first two arguments are attributes of an [`~trl_qarl.rollout.spec.EngineSpec`]. `gpu` defaults to the one of
     this machine; without one, as for a command that another machine will run, to Hopper, which runs most schemes.
-
-    Raises:
-        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for schemes that [`choose_kernels`]
-            refuses.
+    `ValueError` is raised for `w4a8` on a CPU or in another dtype than bfloat16, and for schemes that
+    [`choose_kernels`] refuses.
     """
     groups = (quantization_config or {}).get("config_groups", {})
     schemes = {name: scheme for name, group in groups.items() if (scheme := scheme_of_group(name, group)) is not None}

@@ -90,14 +90,12 @@ class FileChannel(Channel):
 
     def _write(self, tensors: Tensors, directory: str) -> Path:
         # In a separate folder: safetensors writes to a temporary file first and chooses the mode of the file.
-        folder = Path(tempfile.mkdtemp(prefix=f"{owned_prefix()}{self.client.instance}-", dir=directory))
-        try:
-            written = folder / "chunk.safetensors"
+        prefix = f"{owned_prefix()}{self.client.instance}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=directory, ignore_cleanup_errors=True) as folder:
+            written = Path(folder, "chunk.safetensors")
             save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, written)
             written.chmod(0o600)
-            return written.rename(folder.with_name(f"{folder.name}.safetensors"))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            return written.rename(f"{folder}.safetensors")
 
 
 class HTTPChannel(Channel):

@@ -77,7 +77,7 @@ def make_client(url):
 
 REQUESTS = {
     "/weight_info": lambda client: client.weight_version(),
-    "/qarl/state": lambda client: client.state(),
+    "/qarl/state": lambda client: client._get(f"{client.base_url}/qarl/state"),
     "/get_world_size": lambda client: client.get_world_size(),
     "/server_info": lambda client: client.get_server_info(),
     "/v1/completions": lambda client: client.generate([[1, 2]]),

@@ -198,8 +198,9 @@ def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_
 
 
 def test_an_answer_that_never_advances_is_an_error():
-    transport = HTTPChannel(SimpleNamespace(has_lost_session=lambda: False))
-    transport._post = lambda *piece: {"received": 5}
+    answer = SimpleNamespace(json=lambda: {"received": 5})
+    session = SimpleNamespace(post=lambda url, data, headers: answer)
+    transport = HTTPChannel(SimpleNamespace(base_url="http://a", session=session, has_lost_session=lambda: False))
     with pytest.raises(PublishError, match="pieces of weights had no effect"):
         transport._upload(memoryview(bytes(100)))
 

@@ -259,7 +259,7 @@ def test_trainer_and_server_find_each_other(started, make_client, monkeypatch, t
         assert client.call_workers("qarl_describe") == [{"backend": "qarl"}]
         assert not client.has_lost_session()
         client.close_session()
-        while client.state()["holder"] is not None:
+        while client._get(f"{client.base_url}{STATE_PATH}")["holder"] is not None:
             time.sleep(0.01)
 
 
@@ -273,7 +273,7 @@ def test_the_session_ends_with_its_client(started):
     gc.disable()
     try:
         client = QaRLClient(server.url, token=token)
-        assert client.state()["holder"] is not None
+        assert client._get(f"{client.base_url}{STATE_PATH}")["holder"] is not None
         del client
         deadline = time.monotonic() + 10
         while requests.get(f"{server.url}{STATE_PATH}", timeout=10).json()["holder"] is not None:

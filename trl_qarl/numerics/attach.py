@@ -87,7 +87,7 @@ def has_engine_numerics(model: nn.Module) -> bool:
 
 
 def keep_no_products(model: nn.Module) -> None:
-    """Have operations round and pack weights at each use, because FSDP2 changes gathered values without a trace."""
+    """Have operations round and pack weights at each use: FSDP2 changes gathered values without a trace."""
     for module in model.modules():
         if (operation := operation_of(module)) is not None:
             operation.keeps_products = False

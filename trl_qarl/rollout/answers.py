@@ -35,19 +35,11 @@ def check_answer(
     answer: dict[str, Any], prompts: Sequence[list[int]], num_generations: int, max_tokens: int, vocab_size: int
 ) -> None:
     """
-    Check an engine's completions.
+    Check an engine's completions of `prompts`, token ids. [`BadAnswer`] is raised if they cannot have been sampled.
 
-    Args:
-        answer (`dict`):
-            In the form of TRL's client of a server: `prompt_ids`, one list for each prompt; `completion_ids`,
-            `logprobs` and `logprob_token_ids`, one list for each completion, those of one prompt side by side. In the
-            last two each token has a list that begins with the sampled token. NaN is `None`.
-        prompts, num_generations, max_tokens, vocab_size:
-            Token ids that were to be completed, completions of each, their largest length, and the learner's number
-            of token ids.
-
-    Raises:
-        BadAnswer: if the completions cannot have been sampled.
+    `answer` has the form of TRL's client of a server: `prompt_ids`, one list for each prompt; `completion_ids`,
+    `logprobs` and `logprob_token_ids`, one list for each completion, those of one prompt side by side. In the last two
+    each token has a list that begins with the sampled token. NaN is `None`.
     """
     completion_ids, logprobs, logprob_ids = (
         answer[name] for name in ("completion_ids", "logprobs", "logprob_token_ids")
@@ -76,11 +68,9 @@ def check_answer(
 
 
 def check_rollout(output: dict[str, Any], num_prompts: int, vocab_size: int) -> None:
-    """
-    Check the output of a `rollout_func` for `num_prompts` prompts: `prompt_ids`, `completion_ids` and `logprobs`, one
-    list, tensor or array for each prompt. Completions may have any length, as an environment may take several turns.
-    NaN or `None` stands for an unknown log-prob. [`BadAnswer`] is raised if the learner cannot be trained on it.
-    """
+    """Check the output of a `rollout_func`: `prompt_ids`, `completion_ids` and `logprobs`, one list, tensor or array
+    for each prompt. Completions may have any length, as an environment may take several turns. NaN or `None` stands
+    for an unknown log-prob. [`BadAnswer`] is raised if the learner cannot be trained on it."""
     wanted = f"one for each of {num_prompts} prompts"
     prompt_ids, completion_ids, logprobs = (output[name] for name in ("prompt_ids", "completion_ids", "logprobs"))
     _check_count(prompt_ids, num_prompts, "prompts", wanted)

@@ -9,11 +9,9 @@ from typing import Any
 
 
 class BackgroundCall:
-    """
-    One call at a time in a daemon thread, with its duration in `seconds`. The interpreter joins threads of
+    """One call at a time in a daemon thread, with its duration in `seconds`. The interpreter joins threads of
     `concurrent.futures` when it ends, so a trainer that dies would wait for its server. Without `in_thread`, `start`
-    returns after the end of the call.
-    """
+    returns after the end of the call."""
 
     def __init__(self, in_thread: bool = True):
         self.in_thread = in_thread
@@ -26,7 +24,6 @@ class BackgroundCall:
 
     @property
     def is_running(self) -> bool:
-        """True until the call has returned or failed."""
         return self._outcome is not None and not self._outcome.done()
 
     def start(self, function: Callable[[], Any]) -> None:

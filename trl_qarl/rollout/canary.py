@@ -3,21 +3,15 @@ Compares the log-probs of a fixed text in engine and learner after each publicat
 inside kernels nor the memory that a CUDA graph reads.
 
 The allowed difference depends on the weights: one model amplifies a rounding error of its first layer to a tenth of a
-nat, another does not change at all. Hence the learner scores the text twice. In the second pass each element of the
-embeddings moves up or down by the last bit of the engine's dtype, and the output of each decoder layer is rounded to
-that dtype, as in the engine. All later sums are then rounded differently, which also changes codes of low-bit
-activations and experts of tokens. The difference between the two passes, the *rounding*, is close to the engine's
-distance from the learner: that was 0.5 to 1.6 times as large in the publications from which [`LIMIT`] was derived.
-
-The canary detects errors that change tokens of this text by more than a few roundings. It misses one expert of many,
-a bias that is one update old, one query or key bias among many layers in bfloat16, and any error in a model whose
-outputs hardly depend on its inputs, such as one with small random weights.
+nat, another does not change at all. Hence the learner scores the text again, with other rounding. The difference
+between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to 1.6 times
+as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain undetected.
 
 A text does not reach a vision tower, so a model that takes pictures has a second text, after a fixed picture.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +51,7 @@ class _Text(NamedTuple):
 
 
 class Canary:
-    """The fixed text of a learner, and the fixed picture of one that takes pictures. `dtype` is the engine's; without
-    a `processing_class` nothing is compared."""
+    """The fixed texts of a learner. `dtype` is the engine's; without a `processing_class` nothing is compared."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, processing_class: Any):
         self.model, self.dtype = model, dtype
@@ -87,40 +80,32 @@ class Canary:
         """
         Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s [`~Canary.score`].
 
-        Returns:
-            `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
-            `publish/canary_rounding`, the learner's own; with a picture also `publish/canary_picture_abs_logp` and
-            `publish/canary_picture_rounding`.
-
-        Raises:
-            PublishError: if rounding does not explain the difference, or the engine builds another prompt from the
-                picture.
+        Return `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
+        `publish/canary_rounding`, the learner's own; with a picture the same under `publish/canary_picture_`.
+        [`PublishError`] is raised if rounding does not explain the difference, or the engine builds another prompt
+        from the picture.
         """
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):
-            difference = self._compare(text, log_probs, rounding, engine)
+            scored = torch.tensor(engine.score(text.token_ids, text.pictures))
+            replicas = scored.view(-1, len(text.token_ids) - 1)[:, -text.num_scored :]
+            differences = (replicas - log_probs).abs().mean(1)
+            # `argmax` finds NaN too.
+            worst = int(differences.argmax())
+            difference = differences[worst].item()
+            limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
+            # `not <=` also catches NaN.
+            if not difference <= limit:
+                engine.clear_cache()
+                name = "the engine" if len(replicas) == 1 else f"replica {worst}"
+                raise PublishError(
+                    f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
+                    f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
+                    f"changes in the learner, so one of the two is broken, or a kernel works with a copy of other weights. "
+                    f"Engine: {_rounded(replicas[worst])}; learner: {_rounded(log_probs)}."
+                )
             found |= {f"{text.metric}_abs_logp": difference, f"{text.metric}_rounding": rounding}
         return found
-
-    def _compare(self, text: _Text, log_probs: torch.Tensor, rounding: float, engine: Engine) -> float:
-        scored = torch.tensor(engine.score(text.token_ids, text.pictures))
-        replicas = scored.view(-1, len(text.token_ids) - 1)[:, -text.num_scored :]
-        differences = (replicas - log_probs).abs().mean(1)
-        # `argmax` finds NaN too.
-        worst = int(differences.argmax())
-        theirs, difference = replicas[worst], differences[worst].item()
-        limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
-        # `not <=` also catches NaN.
-        if not difference <= limit:
-            engine.clear_cache()
-            name = "the engine" if len(replicas) == 1 else f"replica {worst}"
-            raise PublishError(
-                f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
-                f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
-                f"changes in the learner, so one of the two is broken, or a kernel works with a copy of other weights. "
-                f"Engine: {_rounded(theirs)}; learner: {_rounded(log_probs)}."
-            )
-        return difference
 
     def _log_probs(self, text: _Text) -> torch.Tensor:
         ids = torch.tensor(list(text.token_ids), device=next(self.model.parameters()).device)
@@ -133,7 +118,9 @@ class Canary:
 
     @contextmanager
     def _otherwise_rounded(self) -> Iterator[None]:
-        embedding = self.model.get_input_embeddings()
+        """While open, embeddings move by the last bit of the engine's dtype, and each decoder layer's output is
+        rounded to it, as in the engine. All later sums are then rounded differently, and activations' codes and
+        experts of tokens may change."""
         step = torch.finfo(self.dtype).eps
         if self.dtype is torch.float32 and next(self.model.parameters()).device.type != "cpu":
             # Attention in Triton rounds float32 to TF32.
@@ -149,15 +136,12 @@ class Canary:
                 return (round_output(module, arguments, output[0]), *output[1:])
             return output.to(self.dtype).to(output)
 
-        handles = [embedding.register_forward_hook(move)]
-        for name in {layer_of(name) for name, _ in self.model.named_parameters()}:
-            if name.rpartition(".")[2].isdigit():
-                handles.append(self.model.get_submodule(name).register_forward_hook(round_output))
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(self.model.get_input_embeddings().register_forward_hook(move))
+            for name in {layer_of(name) for name, _ in self.model.named_parameters()}:
+                if name.rpartition(".")[2].isdigit():
+                    stack.enter_context(self.model.get_submodule(name).register_forward_hook(round_output))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import torch
@@ -89,22 +90,18 @@ class FileChannel(Channel):
 
     def _write(self, tensors: Tensors, directory: str) -> Path:
         # In a separate folder: safetensors writes to a temporary file first and chooses the mode of the file.
-        folder = Path(tempfile.mkdtemp(prefix=f"{owned_prefix()}{self.client.instance}-", dir=directory))
-        try:
-            written = folder / "chunk.safetensors"
+        prefix = f"{owned_prefix()}{self.client.instance}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=directory, ignore_cleanup_errors=True) as folder:
+            written = Path(folder, "chunk.safetensors")
             save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, written)
             written.chmod(0o600)
-            return written.rename(folder.with_name(f"{folder.name}.safetensors"))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            return written.rename(f"{folder}.safetensors")
 
 
 class HTTPChannel(Channel):
-    """
-    Sends each chunk to the server's gate in pieces, each a request with its own time-out. If the connection drops, the
-    piece is sent again from the byte at which the server stopped; if a proxy finds it too large (status 413), pieces
-    become smaller.
-    """
+    """Sends each chunk to the server's gate in pieces, each a request with its own time-out. If the connection drops,
+    the piece is sent again from the byte at which the server stopped; if a proxy finds it too large (status 413),
+    pieces become smaller."""
 
     _piece_bytes = _PIECE_BYTES
 
@@ -115,10 +112,12 @@ class HTTPChannel(Channel):
     def _upload(self, data: memoryview) -> str:
         """Send a file and return its name on the server."""
         digest, offset, failures = hashlib.sha256(data).hexdigest(), 0, 0
+        url = f"{self.client.base_url}{UPLOAD_PATH}"
         while True:
-            piece = data[offset : offset + self._piece_bytes]
+            headers = {UPLOAD_HEADER: f"{digest} {len(data)} {offset}", "Content-Type": "application/octet-stream"}
+            piece = bytes(data[offset : offset + self._piece_bytes])
             try:
-                answer = self._post(digest, len(data), offset, piece)
+                answer = self.client.session.post(url, data=piece, headers=headers).json()
                 if isinstance(answer.get("file"), str):
                     return answer["file"]
                 received = int(answer["received"])
@@ -145,11 +144,6 @@ class HTTPChannel(Channel):
             if failures > _MAX_FAILURES:
                 raise PublishError(f"{UPLOAD_PATH}: {failures} pieces of weights had no effect.")
 
-    def _post(self, digest: str, size: int, offset: int, piece: memoryview) -> dict:
-        headers = {UPLOAD_HEADER: f"{digest} {size} {offset}", "Content-Type": "application/octet-stream"}
-        response = self.client.session.post(f"{self.client.base_url}{UPLOAD_PATH}", data=bytes(piece), headers=headers)
-        return response.json()
-
 
 class NCCLChannel(Channel):
     """
@@ -165,7 +159,7 @@ class NCCLChannel(Channel):
         self.device = device
 
     def connect(self) -> None:
-        """Form the group, and form it again after a failed broadcast, which leaves the two sides out of step."""
+        # Again after a failed broadcast, which leaves the two sides out of step.
         self.client.close_communicator()
         self._join(partial(self.client.init_communicator, device=self.device))
 
@@ -175,11 +169,8 @@ class NCCLChannel(Channel):
         # NCCL reads them in other streams, which do not wait for the kernels that produce them.
         torch.accelerator.synchronize()
         # With this flag TRL's client sends only tensors.
-        self.client._updating_weights = True
-        try:
+        with patch.object(self.client, "_updating_weights", True):
             self._join(partial(self.client.update_named_params, metadata, iter(tensors)))
-        finally:
-            self.client._updating_weights = False
 
     def _join(self, function: Callable[[], None]) -> None:
         """Call `function`, which posts a request and joins the group; raise [`ServerLost`] if it does not end in time.

@@ -43,15 +43,14 @@ class QaRLClient(VLLMClient):
     Args:
         base_url, group_port:
             Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
-        connection_timeout, request_timeout, generation_timeout (`float`, *optional*):
+        connection_timeout, request_timeout, generation_timeout:
             Seconds to wait for the server, for the answer to a request, and for completions.
-        token (`str`, *optional*), token_file (`str` or `Path`, *optional*):
+        token, token_file:
             The secret of a server that was started here, or a file that contains it. Defaults to the file that the
             server names, which only the same user can read.
-        ca_certs (`str` or `Path`, *optional*):
-            File with the certificates that sign an https server's. Defaults to those of `requests`.
-        start_command (`str`, *optional*):
-            Command that starts a server, for the error if none answers.
+        ca_certs, start_command:
+            File with the certificates that sign an https server's, by default those of `requests`, and the command
+            that starts a server, for the error if none answers.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
@@ -243,10 +242,6 @@ class QaRLClient(VLLMClient):
     def weight_version(self) -> str:
         """Return the version that the server stamps on what it generates."""
         return self._get(f"{self.base_url}/weight_info")["weight_version"]
-
-    def state(self) -> dict[str, Any]:
-        """Return the gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
-        return self._get(f"{self.base_url}{STATE_PATH}")
 
     @override
     def image_features(self, images, max_concurrent_requests=None):

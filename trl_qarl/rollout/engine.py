@@ -74,11 +74,10 @@ class Engine(Protocol):
 
 
 class Channel:
-    """Carries tensors to a server with which `client` has a session. A subclass defines `send` and overrides the other
-    methods if needed."""
+    """Carries tensors to a server with which `client` has a session. `works_meanwhile` if a thread may send tensors. A
+    subclass defines `send` and overrides the other methods if needed."""
 
     works_meanwhile = False
-    """True if a thread may send tensors."""
 
     def __init__(self, client: Any):
         self.client = client

@@ -38,12 +38,16 @@ class EngineLost(RuntimeError):
 def all_or_none(accelerator):
     """While open, an error of one process is raised by all, which would otherwise wait for it at their next
     collective. Every process has to open it, and a collective inside must fail for all processes alike."""
-    failure = None
+    failure = for_others = None
     try:
         yield
     except Exception as error:
         failure = error
-    failures = gather_object([None if failure is None else _for_others(failure)])
+        # Not every error can be pickled.
+        for_others = RuntimeError(f"Another process failed with {type(error).__name__}: {error}")
+        if isinstance(error, EngineLost):
+            for_others = EngineLost(str(error))
+    failures = gather_object([for_others])
     culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
     if culprit is not None:
         # All ranks must raise the same class, because their handlers may run collectives.
@@ -77,10 +81,3 @@ def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
             logger.warning("Attempt %d of %d: %s", failed + 1, MAX_ATTEMPTS, lost)
     last = str(lost).removeprefix(f"{doing} failed: ")
     raise EngineLost(f"{doing} failed {MAX_ATTEMPTS} times. The last error: {last}")
-
-
-def _for_others(error: Exception) -> Exception:
-    # Not every error can be pickled.
-    if isinstance(error, EngineLost):
-        return EngineLost(str(error))
-    return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

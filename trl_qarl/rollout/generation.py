@@ -44,13 +44,8 @@ _ANSWER = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
 
 class QaRLVLLMGeneration(VLLMGeneration):
     """
-    TRL's backend for a learner prepared by [`prepare_model`].
-
-    Args:
-        options ([`QaRLConfig`]), dtype (`torch.dtype`):
-            Options of server and connection, and dtype in which the engine runs the model.
-        weight_version (`Callable[[], str]`):
-            Returns the name of the learner's current weights.
+    TRL's backend for a learner prepared by [`prepare_model`]. `options`, a [`QaRLConfig`], are those of server and
+    connection, `dtype` is the engine's, and `weight_version` returns the name of the learner's current weights.
 
     The main process has the `engine` of a server, and other processes do not; `description` is what it was built for.
     A `server` that was started here is restarted when it ends. `publication` are measurements of the last publication,
@@ -275,8 +270,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             raise as_lost(error, f"{_PUBLISHING} failed") from error
 
     def _publish_to_server(self, failed: int) -> None:
-        """Publish from the main process, after getting the server back if attempts have failed. All processes call
-        this, gather sharded masters together, and raise the main process' error."""
+        """Publish from the main process, after getting the server back if attempts have failed. All processes gather
+        sharded masters together, and raise the main process' error."""
         while self._launched and not self.options.in_flight_updates:
             self._launched.pop().wait()
         outcome: list[Any] = [None]

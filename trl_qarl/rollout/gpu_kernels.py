@@ -62,8 +62,8 @@ class Gpu:
 
 
 def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> "KernelChoice":
-    """Return the kernels that run `scheme` on `gpu` and the options that select them, or the reason against the
-    scheme. `NotImplementedError` is raised for a format without a known kernel."""
+    """Return the kernels that run `scheme` on `gpu` and the options that select them, or the reason against it.
+    `NotImplementedError` is raised for a format without a known kernel."""
     # Imported here so that commands without a GPU engine load no torch.
     from ..quantization.formats.base import KernelChoice
     from ..quantization.formats.registry import format_of
@@ -92,16 +92,10 @@ def kernel_arguments(
     """
     Return the arguments of `vllm.LLM` that select the kernels of [`choose_kernels`]; none on a CPU.
 
-    Args:
-        quantization_config, dtype:
-            Attributes of an [`~trl_qarl.rollout.spec.EngineSpec`].
-        on_cpu (`bool`), gpu ([`Gpu`], *optional*):
-            Device of the engine. The GPU defaults to the one of this machine; without one, as for a command that
-            another machine will run, to Hopper, which runs most schemes.
-
-    Raises:
-        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for schemes that [`choose_kernels`]
-            refuses.
+    The first two arguments are attributes of an [`~trl_qarl.rollout.spec.EngineSpec`]. `gpu` defaults to the one of
+    this machine; without one, as for a command that another machine will run, to Hopper, which runs most schemes.
+    `ValueError` is raised for `w4a8` on a CPU or in another dtype than bfloat16, and for schemes that
+    [`choose_kernels`] refuses.
     """
     groups = (quantization_config or {}).get("config_groups", {})
     schemes = {name: scheme for name, group in groups.items() if (scheme := scheme_of_group(name, group)) is not None}
@@ -141,11 +135,9 @@ def _kernel_config(linear: Iterable["KernelChoice"] = (), experts: Iterable["Ker
 def unexpected_kernels(
     kernels: Iterable[str], linear: Iterable[QuantScheme], experts: Iterable[QuantScheme], gpu: Gpu
 ) -> Iterator[str]:
-    """
-    Yield, in words, each unexpected kernel of an engine: `kernels` are the class names of kernels that run quantized
-    linear layers and experts, `linear` and `experts` the schemes of the learner's layers and experts. Kernels of
-    unquantized experts are left to vLLM and not listed.
-    """
+    """Yield, in words, each unexpected kernel of an engine: `kernels` are the class names of those that run quantized
+    linear layers and experts, `linear` and `experts` the schemes of the learner's. Kernels of unquantized experts are
+    left to vLLM."""
     for kernel in kernels:
         of_experts = "Experts" in kernel or "MoE" in kernel
         schemes = [scheme for scheme in dict.fromkeys(experts if of_experts else linear) if scheme.is_quantized]

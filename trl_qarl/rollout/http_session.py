@@ -43,10 +43,7 @@ class CheckedSession(requests.Session):
     """
     Session whose requests, including TRL's, either get one of the `expected` statuses in time or raise [`ServerLost`].
     The arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. Proxies of the environment are not used for
-    addresses of this machine, which no proxy can reach.
-
-    Raises:
-        ValueError: for a server whose certificate is not trusted.
+    addresses of this machine, which no proxy can reach. `ValueError` is raised for a certificate that is not trusted.
     """
 
     def __init__(self, request_timeout: float, generation_timeout: float, ca_certs: str | Path | None = None):

@@ -42,9 +42,8 @@ PICTURE_PATH = "/inference/v1/generate"
 """Path of vLLM's server for token ids with pictures, available with `--enable-scale-out`."""
 
 MAX_DRAWS = 50
-
-MAX_REQUESTS = 64
-"""Requests to a server at the same time."""
+# Requests to a server at the same time.
+_MAX_REQUESTS = 64
 
 
 def takes_pictures(model: nn.Module) -> bool:
@@ -97,9 +96,8 @@ def count_pictures(prompts: Sequence[Any]) -> list[int]:
 
 
 def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:
-    """Raise `ValueError` if only some prompts of a generation batch have pictures. Allowed is a single process with a
-    processor that returns grids of patches, such as Qwen's, by which TRL splits rows. `counts` has the number of
-    pictures of each prompt, of all processes."""
+    """Raise `ValueError` if only some prompts of all processes have pictures, by their `counts`. Allowed is a single
+    process with a processor that returns grids of patches, such as Qwen's, by which TRL splits rows."""
     if 0 not in counts or not any(counts):
         return
     image_processor = getattr(processing_class, "image_processor", None)
@@ -220,7 +218,7 @@ def complete_prompts(
     def draw(place: int, count: int) -> dict[str, Any]:
         return post(json=picture_request(model, prompts[place], pictures[place], **{**sampling, "n": count}))
 
-    with ThreadPoolExecutor(min(MAX_REQUESTS, len(prompts))) as executor:
+    with ThreadPoolExecutor(min(_MAX_REQUESTS, len(prompts))) as executor:
         answers = list(executor.map(lambda place: draw(place, num_each), range(len(prompts))))
     choices = draw_again(
         [choice for answer in answers for choice in answer["choices"]],

@@ -54,20 +54,11 @@ class Publisher:
     """
     Publishes one model to one engine.
 
-    Args:
-        model (`nn.Module`), dtype (`torch.dtype`):
-            The learner, prepared by [`prepare_model`] or unquantized, and the dtype in which the engine runs it;
-            tensors that are not quantized are rounded to this dtype.
-        engine ([`Engine`], *optional*):
-            `None` in a process that only takes part in gathering ([`~Publisher.join`]).
-        tokenizer (*optional*):
-            The learner's tokenizer or processor. If given, it is compared with the engine's, and log-probs are
-            compared after each publication.
-        delta (`bool`, *optional*, defaults to `False`):
-            Whether to send only changes within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
-
-    Raises:
-        NotImplementedError: from [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
+    `model` is a learner, prepared by [`prepare_model`] or unquantized; tensors that are not quantized are rounded to
+    the engine's `dtype`. A process that only takes part in gathering ([`~Publisher.join`]) has no `engine`. A
+    `tokenizer` or processor is compared with the engine's, and log-probs after each publication. With `delta` only
+    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised by
+    [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
     """
 
     def __init__(
@@ -178,8 +169,8 @@ class Publisher:
             pass
 
     def _send(self, layers: Iterator[Tensors], fingerprints: dict[str, str], weight_version: str) -> tuple[int, int]:
-        """Send the layers that have changed, add the fingerprints of all `layers` to `fingerprints`, and return the
-        numbers of bytes and tensors sent."""
+        """Send the layers that have changed, add all fingerprints to `fingerprints`, and return the numbers of bytes
+        and tensors sent."""
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
         layers = self._with_fingerprints(layers)
@@ -230,7 +221,6 @@ class Publisher:
         return published
 
     def _pack(self, layer: Tensors) -> Tensors:
-        """Return the tensors to send for a layer."""
         if self._patches is None:
             return layer
         start = time.perf_counter()
@@ -274,7 +264,7 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
 def _take_while_running(
     call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]
 ) -> deque[tuple[Tensors, dict[str, str]]]:
-    """Return the first layers, as many as are ready before the `call` ends, up to the size of a chunk."""
+    """Return the layers that are ready before the `call` ends, up to the size of a chunk."""
     taken, num_bytes = deque(), 0
     while call.is_running and num_bytes < CHUNK_BYTES and (layer := next(layers, None)) is not None:
         taken.append(layer)

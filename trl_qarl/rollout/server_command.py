@@ -63,18 +63,16 @@ def _reason_against(argument: str) -> str | None:
 
 
 def cpu_environment() -> dict[str, str]:
-    """
-    Return environment variables without which vLLM on a CPU is slow, fails or computes other values.
-
-    Two are defaults, which the environment overrides. `nobind`: binding a thread to each core stalls on shared cores.
-    The size of the key-value cache otherwise depends on the machine's memory, which the learner needs too.
-
-    Two are imposed. With AMX vLLM would round the activations of INT4 layers to 8 bits, contrary to `w4a16`. In
-    decoding it would split the sums of attention over threads, and log-probs would depend on the number of threads.
-    """
-    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {name: os.environ.get(name, value) for name, value in defaults.items()} | {
+    """Return environment variables without which vLLM on a CPU is slow, fails or computes other values. The
+    environment overrides the first two."""
+    return {
+        # Binding a thread to each core stalls on shared cores.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        # Otherwise the size of the cache depends on the machine's memory, which the learner needs too.
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        # With AMX vLLM would round the activations of INT4 layers to 8 bits, contrary to `w4a16`.
         "VLLM_CPU_INT4_W4A8": "0",
+        # In decoding vLLM would split sums over threads, so log-probs would depend on the number of threads.
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
     }
 
@@ -91,24 +89,12 @@ def build_server_command(
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
-    Return argv of vLLM's own OpenAI server, ready for the learner of `spec`, and the variables to add to the
-    environment.
+    Return argv of vLLM's own OpenAI server for the learner of `spec`, and the variables to add to the environment.
 
-    Args:
-        host, port:
-            Address to listen on.
-        on_cpu, gpu:
-            Device of the engine. The GPU defaults to the one of this machine.
-        transport (`str`, *optional*):
-            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and if only this host can reach the server; otherwise
-            to `"nccl"`.
-        transfer_dir (`str` or `Path`, *optional*):
-            Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
-        vllm_args (`Sequence[str]`, *optional*):
-            Further arguments of `vllm serve`.
-
-    Raises:
-        ValueError: for NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
+    `transport` is `"file"` or `"nccl"`; it defaults to `"file"` on a CPU, and if only this host can reach the server,
+    otherwise to `"nccl"`. `transfer_dir` is the directory for files, by default [`default_transfer_dir`]; `vllm_args`
+    are further arguments of `vllm serve`. `ValueError` is raised for NCCL on a CPU, an argument that is set here, or a
+    scheme that cannot run here.
     """
     arguments = spec.arguments(on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")

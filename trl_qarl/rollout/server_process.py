@@ -37,11 +37,9 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """
-    A server as a child process of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on
+    """A server as a child process of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on
     Linux also when the trainer is killed. `argv` and `environment` come from [`build_server_command`]; `token` is the
-    secret that the server expects from its trainer.
-    """
+    secret that the server expects from its trainer."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log_file: Path):
         self.argv = list(argv)
@@ -125,10 +123,8 @@ class ServerProcess:
 
 
 def _end_group(group: int) -> None:
-    """
-    Kill a process group. Python's resource trackers in it end by themselves after the other processes, and first
-    remove their shared memory: vLLM's message queues, of some hundred MiB.
-    """
+    """Kill a process group. Python's resource trackers in it end by themselves after the other processes, and first
+    remove their shared memory: vLLM's message queues, of some hundred MiB."""
     deadline = time.monotonic() + _TRACKER_SECONDS
     while (members := _members(group)) and time.monotonic() < deadline:
         for pid, command in members.items():

@@ -11,22 +11,13 @@ from .gpu_kernels import Gpu, kernel_arguments
 @dataclass(frozen=True)
 class EngineSpec:
     """
-    The model of an engine, and the settings that must match the learner's.
+    The model of an engine, a Hub id or directory, and the settings that must match the learner's.
 
-    Args:
-        model (`str`):
-            Hub id or directory of the model.
-        quantization_config (`Mapping`, *optional*):
-            From [`~trl_qarl.checkpoint.layout.quantization_config`]; `None` for an unquantized engine.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`):
-            Dtype of everything that is not quantized.
-        lora (`Mapping[str, Any]`, *optional*), pictures (`Mapping[str, Any]`, *optional*):
-            Arguments of `vllm.LLM` for an adapter next to the layers, and for pictures; empty without them.
-        numerics (`str`, *optional*, defaults to `"fast"`):
-            On a GPU `"engine"` gives a slower engine with arithmetic that the learner can repeat
-            ([`trl_qarl.numerics.cuda`]); on a CPU this holds for every engine.
-        is_export (`bool`, *optional*, defaults to `False`):
-            Whether weights and scheme are read from the directory instead of being sent.
+    `quantization_config` is that of [`~trl_qarl.checkpoint.layout.quantization_config`], and `None` for an unquantized
+    engine; `dtype` is that of everything else. `lora` and `pictures` are arguments of `vllm.LLM` for an adapter next
+    to the layers, and for pictures. On a GPU `numerics="engine"` gives a slower engine with arithmetic that a learner
+    can repeat ([`trl_qarl.numerics.cuda`]); on a CPU this holds for every engine. With `is_export` weights and scheme
+    are read from the directory instead of being sent.
     """
 
     model: str
@@ -57,8 +48,8 @@ class EngineSpec:
         )
 
     def arguments(self, on_cpu: bool, gpu: Gpu | None = None) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM`, which are options of its server too. `on_cpu`, `gpu` and errors are
-        those of [`kernel_arguments`]."""
+        """Return the arguments of `vllm.LLM`, which are options of its server too. Errors are those of
+        [`kernel_arguments`]."""
         arguments: dict[str, Any] = {
             "model": self.model,
             # By default vLLM would run a float32 export in 16 bits.

@@ -5,6 +5,7 @@ token is recorded, so the mismatch between rollout and scoring is measured inste
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -23,11 +24,11 @@ class OwnGenerationConfig(GenerationConfig):
 
 class SamplingLogProbs(LogitsProcessor):
     """
-    Logits processor that keeps the scores and records the log-prob of each sampled token under
-    `softmax(scores / temperature)`, before any truncation (top-k, top-p, min-p), as the learner computes it.
+    Logits processor that records the log-prob of each sampled token under `softmax(scores / temperature)`, before any
+    truncation (top-k, top-p, min-p), as the learner computes it.
 
-    A processor sees the scores before a token is drawn, so step `t` is settled at step `t + 1` or in
-    [`~SamplingLogProbs.finish`], when the token is known. Only one `(B, V)` tensor is held at a time.
+    It sees the scores before a token is drawn, so step `t` is settled at step `t + 1` or in
+    [`~SamplingLogProbs.finish`]. Only one `(B, V)` tensor is held at a time.
     """
 
     def __init__(self, temperature: float):
@@ -62,7 +63,7 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
     attribute is the only way to add a processor without copying that method.
     """
     recorded: list[torch.Tensor] = []
-    generate, own = model.generate, vars(model).get("generate")
+    generate = model.generate
 
     def generate_and_record(*args, **kwargs):
         recorder = SamplingLogProbs(temperature)
@@ -75,11 +76,6 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
         recorded.append(recorder.finish(sequences))
         return sequences
 
-    model.generate = generate_and_record
-    try:
+    # Afterwards the model has again what was set on the instance, or nothing.
+    with patch.object(model, "generate", generate_and_record):
         yield recorded
-    finally:
-        del model.generate
-        if own is not None:
-            # One that was set on the instance.
-            model.generate = own

@@ -69,11 +69,9 @@ def register() -> None:
 
 
 async def call_every_replica(client: Any, method: str, *args: Any) -> Any:
-    """
-    Call a method of all engines of a server's `client` concurrently. Return the answers of all workers, replica by
+    """Call a method of all engines of a server's `client` concurrently. Return the answers of all workers, replica by
     replica, for calls of workers; `True` if all answers are, for answers of type `bool`; else the common answer.
-    `RuntimeError` names the first replica that fails, or answers that differ; `EngineDeadError` means a dead engine.
-    """
+    `RuntimeError` names a replica that fails, or answers that differ; `EngineDeadError` means a dead engine."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     engines = client.core_engines

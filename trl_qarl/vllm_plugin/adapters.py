@@ -144,10 +144,8 @@ class PublishedAdapter:
 
 
 def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: PublishedAdapter) -> None:
-    """
-    Have a worker apply `adapter` to every request, and keep it during publications, if its engine has LoRA. Calling it
-    again changes nothing. `activate` is called after vLLM has dropped all adapters at the end of a weight update.
-    """
+    """Have a worker apply `adapter` to every request, if its engine has LoRA; calling it again changes nothing.
+    `activate` is called after vLLM has dropped all adapters at the end of a weight update."""
     if model_runner.lora_config is None or hasattr(model_runner, "_qarl_execute_model"):
         return
     execute_model = model_runner._qarl_execute_model = model_runner.execute_model

@@ -59,10 +59,13 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, to
         parts = [(f"{path}.__self__", value.__self__)]
     elif isinstance(value, FunctionType):
         parts = [(f"{path}.{name}", item) for name, item in _closed_over(value)]
-    elif isinstance(value, SimpleNamespace) or _is_followed(type(value)):
-        parts = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
     else:
-        return
+        module = type(value).__module__
+        if not isinstance(value, SimpleNamespace) and (
+            module.partition(".")[0] in _FOREIGN or module.startswith(_NOT_OF_A_LAYER)
+        ):
+            return
+        parts = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
     for name, item in parts:
         yield from _tensors_in(item, name, seen)
 
@@ -74,14 +77,9 @@ def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
-def _is_followed(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _FOREIGN and not kind.__module__.startswith(_NOT_OF_A_LAYER)
-
-
 class Addresses:
     """
-    Keeps every tensor to which the layers of a model refer at its address before the first reload, which a CUDA graph
-    has captured.
+    Keeps every tensor of [`reachable_tensors`] at its address before the first reload.
 
     vLLM copies loaded tensors into the memory of a layer's parameters and buffers. A reload allocates other tensors of
     kernels, such as strides, again, and parameters whose `data` is assigned.

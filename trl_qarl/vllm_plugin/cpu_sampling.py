@@ -5,8 +5,6 @@ vLLM divides each probability by exponential noise and takes the largest quotien
 `vllm/v1/sample/ops/topk_topp_sampler.py`). With 64 sequences and a vocabulary of 152,000 this draws ten million
 numbers per step. Here a block of the vocabulary is drawn by its summed probability, and then a token within the block,
 each by inverting its cumulative distribution. The distribution of tokens is the same; the tokens of a seed are not.
-
-vLLM's functions still sample greedy requests and requests with a seed of their own.
 """
 
 import torch
@@ -16,26 +14,18 @@ _BLOCK = 128
 
 
 def register_sampling() -> None:
-    """Replace vLLM's function for requests without a seed, in this process; calling it again changes nothing."""
+    """Replace vLLM's function for random requests without a seed of their own, in this process; calling it again
+    changes nothing."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.compiled_random_sample = random_sample
 
 
 def random_sample(logits: torch.Tensor) -> torch.Tensor:
-    """
-    Draw one token per row from `softmax(logits)`, with torch's default generator.
-
-    Args:
-        logits (`torch.Tensor` of shape `(B, V)`):
-            Float32, after temperature and filters; `-inf` for what must not be drawn.
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`: token ids, int64.
-    """
+    """Draw a token id per row, `(B,)` int64, from the softmax of `logits`, `(B, V)` float32 after temperature and
+    filters, `-inf` for what must not be drawn, with torch's default generator."""
     probs = logits.softmax(dim=-1, dtype=torch.float32)
-    missing = -probs.shape[-1] % _BLOCK
-    if missing:
+    if missing := -probs.shape[-1] % _BLOCK:
         probs = torch.nn.functional.pad(probs, (0, missing))
     blocks = probs.unflatten(-1, (-1, _BLOCK))
     block = _draw(blocks.sum(-1))

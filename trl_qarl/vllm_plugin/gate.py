@@ -243,7 +243,7 @@ class Uploads:
             digest, size, offset = self._parse(headers.get(UPLOAD_HEADER.encode(), b"").decode("latin-1"))
             self._make_room(digest, size)
             # Written at its offset, so that duplicate or concurrent pieces change nothing.
-            with self._path(digest, ".part").open("r+b", buffering=0) as file:
+            with self._path(digest).open("r+b", buffering=0) as file:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -300,19 +300,17 @@ class Uploads:
         if free < size:
             self._sizes.pop(digest)
             raise OSError(f"{size} bytes are needed in {self._directory}, {free} are free")
-        with open(os.open(self._path(digest, ".part"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"):
+        with open(os.open(self._path(digest), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"):
             self._received[digest] = 0
 
     async def _finish(self, digest: str) -> str:
-        path = self._path(digest, ".part")
+        path = self._path(digest)
         with path.open("rb") as file:
             found = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
         if found.hexdigest() != digest:
             self._forget(digest)
             raise ValueError("The received file does not have the announced hash.")
-        finished = self._path(digest, ".safetensors")
-        path.rename(finished)
-        self._finished.append(finished)
+        self._finished.append(finished := path.rename(path.with_suffix(".safetensors")))
         self._forget(digest)
         return finished.name
 
@@ -322,11 +320,11 @@ class Uploads:
         self._received.pop(digest, None)
         self._sizes.pop(digest, None)
         with suppress(OSError):
-            self._path(digest, ".part").unlink()
+            self._path(digest).unlink()
 
-    def _path(self, digest: str, suffix: str) -> Path:
+    def _path(self, digest: str) -> Path:
         assert self._directory is not None
-        return Path(self._directory, f"{self._prefix}{digest[:32]}{suffix}")
+        return Path(self._directory, f"{self._prefix}{digest[:32]}.part")
 
 
 def _is_from_a_page(headers: dict[bytes, bytes], wanted: bytes) -> bool:

@@ -13,15 +13,11 @@ layer in checkpoint format, repacks it for its kernel and copies the result into
   repacked, and with `tensor_parallel_size` above 1, where the fingerprints of shards are unknown, the received tensor
   is compared;
 - the running tensors, including buffers, hold the result of repacking, or the loaded value if they are not repacked,
-  or their former value if nothing was sent for them. Each rank compares its own;
+  or their former value if nothing was sent for them. Each rank compares its own, and again at the next publication;
 - in an engine with CUDA graphs, every tensor of a layer keeps its address ([`Addresses`]).
 
-The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next
-publication and returns the names of changed tensors, which the learner sends again. Operands of kernels outside
-parameters and buffers have no fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
-
-The file transport takes the name of a safetensors file in the directory with which the server was started. Requests
-are untrusted: names with separators, links and other formats are refused, and nothing is unpickled.
+Operands of kernels outside parameters and buffers have no fingerprint; for them
+[`~trl_qarl.rollout.publisher.Publisher`] compares log-probs. Requests to load a file are untrusted.
 """
 
 import os
@@ -82,7 +78,6 @@ class AuditedReload:
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
         self._engine_name = partial(engine_name, self.model)
-        # The fingerprints of shards are unknown.
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
         self.copy = PatchBook(is_kept=False)
@@ -215,8 +210,7 @@ class AuditedReload:
         self._forget()
 
     def activate_adapter(self) -> None:
-        """Have the engine compute with the adapter that was published, if one was. `RuntimeError` is raised if it does
-        not hold it afterwards."""
+        """Call [`~trl_qarl.vllm_plugin.adapters.PublishedAdapter.activate`]."""
         try:
             self.adapter.activate()
         except RuntimeError:

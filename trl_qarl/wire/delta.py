@@ -55,14 +55,8 @@ def elements(tensor) -> np.ndarray:
 
 
 def pack_delta(tensors: Sequence[tuple[str, str, np.ndarray, np.ndarray]]) -> tuple[bytes, list[str]]:
-    """
-    Return the block that turns old tensors into new ones, and the names of the tensors that are smaller sent whole.
-
-    Args:
-        tensors (`Sequence[tuple[str, str, np.ndarray, np.ndarray]]`):
-            Name, fingerprint of the old tensor, and the bytes of old and new as 1-D arrays of the same length, `uint8`
-            or `uint16`.
-    """
+    """Return the block that turns old tensors into new ones, and the names of those that are smaller sent whole.
+    `tensors` are names, fingerprints of the old tensors, and [`elements`] of old and new, of the same length."""
     parts: dict[str, list[bytes]] = {name: [] for name in _STREAMS}
     entries, left_out = [], []
     for name, base, old, new in tensors:
@@ -84,20 +78,9 @@ def pack_delta(tensors: Sequence[tuple[str, str, np.ndarray, np.ndarray]]) -> tu
 
 
 def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping[str, str]) -> list[str]:
-    """
-    Turn old tensors into new ones, in place, and return their names.
-
-    Args:
-        block (`bytes`):
-            Block of [`pack_delta`].
-        held (`Mapping[str, np.ndarray]`):
-            The bytes of the old tensors, as 1-D arrays of `uint8` or `uint16` by name.
-        confirmed (`Mapping[str, str]`):
-            Fingerprints of the tensors in `held`, by name.
-
-    Raises:
-        ValueError: if the block is damaged, or made for other tensors. Nothing is written in this case.
-    """
+    """Turn old tensors into new ones by a block of [`pack_delta`], in place, and return their names. `held` has the
+    [`elements`] of old tensors, and `confirmed` their fingerprints, by name. `ValueError` is raised, and nothing
+    written, if the block is damaged or made for other tensors."""
     checksum, content = int.from_bytes(block[4:8], "little"), memoryview(block)[8:]
     if block[:4] != _MAGIC or zlib.crc32(content) != checksum:
         raise ValueError(

@@ -28,7 +28,6 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
-@torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
     """
     Return dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`, for any

@@ -12,17 +12,10 @@ from .delta import apply_delta, base_digest, elements, is_delta, pack_delta
 class PatchBook:
     """
     Tensors in checkpoint format and host memory, shared by learner and engine workers, or by a folder and its readers.
-    Applying changes needs memory for one more layer.
+    Without `is_kept` received tensors are kept only after the first [`~PatchBook.confirm`].
 
-    Args:
-        is_kept (`bool`, *optional*, defaults to `True`):
-            Whether received tensors are kept from the start, or only after the first [`~PatchBook.confirm`].
-
-    Attributes:
-        tensors (`dict[str, torch.Tensor]`):
-            The copy, by name. A rank of tensor parallelism has whole tensors: changes are applied before sharding.
-        fingerprints (`Mapping[str, str]`):
-            Fingerprints that the other side has confirmed, the base of changes.
+    `tensors` is the copy, by name; a rank of tensor parallelism has whole tensors, as changes are applied before
+    sharding. `fingerprints` are those that the other side has confirmed, the base of changes.
     """
 
     def __init__(self, is_kept: bool = True):
@@ -56,11 +49,8 @@ class PatchBook:
         self.tensors[name], self._elements[name] = copy, elements(copy)
 
     def make(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, list[str]]:
-        """
-        Return a block of the changes from the copy to `tensors`, contiguous and on the CPU, and the names of tensors
-        that are smaller sent whole or are not in the copy. The block is `None` without any changes. The copy does not
-        change.
-        """
+        """Return a block of the changes from the copy to `tensors`, contiguous and on the CPU, and the names of
+        tensors that are smaller sent whole or are not in the copy. The block is `None` without any changes."""
         known = [name for name, tensor in tensors.items() if self.holds(name, tensor)]
         block, whole = pack_delta([(n, self.fingerprints[n], self._elements[n], elements(tensors[n])) for n in known])
         # `frombuffer` warns about memory that cannot be written to.
@@ -71,18 +61,10 @@ class PatchBook:
         self, tensors: Iterable[tuple[str, torch.Tensor]], confirmed: Mapping[str, str], arrived: Container[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Yield received tensors, and those made from blocks of changes, with their names in a checkpoint, and keep them.
-
-        Args:
-            tensors (`Iterable[tuple[str, torch.Tensor]]`):
-                Tensors, and blocks of [`trl_qarl.wire.delta`].
-            confirmed (`Mapping[str, str]`):
-                Fingerprints of the tensors in the copy.
-            arrived (`Container[str]`, *optional*):
-                Names that have been received already, and must not be changed again.
-
-        Raises:
-            RuntimeError: for a block that is damaged, was applied already or is for other tensors than the copy's.
+        Yield received tensors, and those made from blocks of [`trl_qarl.wire.delta`], with their names in a
+        checkpoint, and keep them. `confirmed` are the fingerprints of the copy; tensors that have `arrived` already
+        must not be changed again. `RuntimeError` is raised for a block that is damaged, was applied already or is for
+        other tensors than the copy's.
         """
         for name, tensor in tensors:
             if not is_delta(name):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -274,16 +273,13 @@ async def test_a_page_in_a_browser_changes_nothing(server, path, header):
     assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
 
 
-async def test_the_transfer_directory_is_the_one_at_the_start(server, monkeypatch):
-    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/the/first")
-    server = Server()
-    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another")
-    assert (await server.request(STATE_PATH, method="GET"))[1]["transfer_dir"] == "/the/first"
-
-
-async def test_the_state_tells_who_holds_the_server(server):
+async def test_the_state_tells_who_holds_the_server_and_where_it_reads(server, directory, monkeypatch):
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another/than/at/the/start")
     _, before, _ = await server.request(STATE_PATH, method="GET")
     assert before["is_open"] is False and before["holder"] is None
+    # By its mark a trainer knows that it has the same directory; it goes with its server, whose process it names.
+    assert before["transfer_dir"] == str(directory) and (directory / before["transfer_mark"]).exists()
+    assert str(os.getpid()) in before["transfer_mark"]
     _, token, *_ = await server.open_session()
     await server.publish(token)
     _, after, _ = await server.request(STATE_PATH, method="GET")
@@ -371,20 +367,16 @@ async def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(serve
     assert files(directory) == []
 
 
-async def test_a_dropped_connection_costs_what_has_not_arrived(server, token, directory):
+async def test_a_dropped_connection_costs_what_has_not_arrived_in_this_session_and_the_next(server, directory):
+    _, token, hang_up, task = await server.open_session()
     assert await upload(server, token, 0, CONTENT[:700], ends=False) is None
     assert await upload(server, token, 0) == (200, {"received": 700})
-    assert (await upload(server, token, 700, CONTENT[700:]))[1]["received"] == len(CONTENT)
-
-
-async def test_the_next_session_goes_on_where_the_last_one_was(server):
-    _, token, hang_up, task = await server.open_session()
-    await upload(server, token, 0, CONTENT[:700], ends=False)
     hang_up.set()
     await task
     assert (await upload(server, token, 700, CONTENT[700:]))[0] == 409
     _, token, *_ = await server.open_session()
-    assert "file" in (await upload(server, token, 700, CONTENT[700:]))[1]
+    answer = (await upload(server, token, 700, CONTENT[700:]))[1]
+    assert answer["received"] == len(CONTENT) and "file" in answer
 
 
 async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directory):
@@ -449,10 +441,3 @@ async def test_half_files_do_not_pile_up(server, token, directory):
         content = CONTENT + bytes([number])
         assert await upload(server, token, 0, content[:99], content=content, ends=False) is None
     assert 1 <= len(files(directory)) <= 2
-
-
-async def test_the_mark_tells_a_trainer_that_it_has_the_same_directory(server, token, directory):
-    _, state, _ = await server.request("/qarl/state", method="GET")
-    assert (Path(state["transfer_dir"]) / state["transfer_mark"]).exists()
-    # It goes with its server: its name says which process made it.
-    assert str(os.getpid()) in state["transfer_mark"]

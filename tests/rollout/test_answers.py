@@ -134,22 +134,20 @@ def test_answers_of_any_size_pass(prompts, num_generations, length):
     check(make_answer(prompts, num_generations, length), prompts, num_generations)
 
 
-@pytest.mark.parametrize(
-    "value",
-    # Of a token that is certain, with rounding; of one that is as good as impossible; of one that JSON writes without
-    # a fraction.
-    [0.0, 0.016, -5000.0, -3],
-)
-def test_log_probs_that_a_sampled_token_can_have_pass(value):
-    answer = make_answer()
-    logprob(value)(answer)
-    check(answer)
-
-
-def test_more_log_probs_than_that_of_the_sampled_token_pass():
-    answer = make_answer()
+def with_another_log_prob(answer):
     answer["logprobs"][1][2].append(-8.0)
     answer["logprob_token_ids"][1][2].append(99)
+
+
+@pytest.mark.parametrize(
+    "change",
+    # Of a token that is certain, with rounding; of one that is as good as impossible; of one that JSON writes without
+    # a fraction.
+    [*map(logprob, [0.0, 0.016, -5000.0, -3]), with_another_log_prob],
+)
+def test_log_probs_that_a_sampled_token_can_have_pass(change):
+    answer = make_answer()
+    change(answer)
     check(answer)
 
 
@@ -176,17 +174,19 @@ def make_rollout(kind=list):
 
 @pytest.mark.parametrize(
     "kind",
-    [list, tuple, torch.tensor, np.array, lambda row: list(torch.tensor(row)), lambda row: list(np.array(row))],
-    ids=["lists", "tuples", "tensors", "arrays", "lists of tensors", "lists of array numbers"],
+    [
+        list,
+        tuple,
+        torch.tensor,
+        np.array,
+        lambda row: list(torch.tensor(row)),
+        lambda row: list(np.array(row)),
+        lambda row: array("i" if type(row[0]) is int else "d", row),
+    ],
+    ids=["lists", "tuples", "tensors", "arrays", "lists of tensors", "lists of array numbers", "compact arrays"],
 )
 def test_a_rollout_of_any_kind_of_number_passes(kind):
     check_rollout(make_rollout(kind), 2, 260)
-
-
-def test_a_rollout_of_compact_arrays_passes():
-    output = make_rollout()
-    output["completion_ids"] = [array("i", ids) for ids in output["completion_ids"]]
-    check_rollout(output, 2, 260)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, 0.0, 0.016, -5000.0])

@@ -1,9 +1,7 @@
 """Validation of answers as completions of the prompts that were sent."""
 
-import importlib.util
 import math
 from array import array
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -231,21 +229,3 @@ def test_a_rollout_that_cannot_be_trained_on_is_refused_with_what_is_wrong(name)
 def test_keys_that_are_missing_are_left_to_trl():
     output = {"completion_ids": []}
     assert checked_rollout_func(lambda prompts, trainer: output, 260)(["a"], None) is output
-
-
-def vllm_source(path: str) -> str:
-    spec = importlib.util.find_spec("vllm") or pytest.skip("needs vLLM")
-    return (Path(spec.submodule_search_locations[0]) / path).read_text()
-
-
-@pytest.mark.vllm
-def test_vllm_writes_minus_infinity_as_the_number_that_is_refused():
-    """The seam that `SMALLEST_LOGP` leans on."""
-    assert "max(step_token.logprob, -9999.0)" in vllm_source("entrypoints/openai/completion/serving.py")
-
-
-@pytest.mark.vllm
-def test_vllm_stamps_no_version_on_completions():
-    """When it does, `_check_weight_version` should read it there, and docs/vllm.md should say so."""
-    for module in ("protocol", "serving"):
-        assert "weight_version" not in vllm_source(f"entrypoints/openai/completion/{module}.py")

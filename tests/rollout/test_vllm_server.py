@@ -206,7 +206,7 @@ def test_batches_drawn_ahead_over_tls_agree(server, make_trainer, caplog):
     assert "lost" not in caplog.text
 
 
-def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, client):
+def test_a_second_trainer_is_refused_and_named_the_first(server, client):
     with pytest.raises(RuntimeError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
         server.connect()
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from testing_utils import ADAPTED_PLAN, audit_in_this_process, logged, make_tiny_model, make_trainer
+from testing_utils import ADAPTED_PLAN, audit_in_this_process, logged, make_tiny_model, make_trainer, push_export
 from testing_utils.trainings import lora
 from testing_utils.web_servers import complete
 from trl_qarl.adapters.tensors import adapter_tensors
@@ -74,12 +74,13 @@ def check_resumed(trainer, bound=1e-5):
     ids=str,
 )
 @pytest.mark.usefixtures("quick_engines")
-def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, scheme, arch, bound):
+def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, hub, scheme, arch, bound):
     trainer = make(tmp_path, arch, scheme=scheme, vllm_mode="colocate")
     trainer.train()
     check(trainer, bound)
     if scheme == "w8a8":
         check_resumed(trainer, bound)
+        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trainer, hub).keys()
     if scheme is ADAPTED_PLAN:
         # Of the other schemes engines with exports are compared elsewhere.
         audit_in_this_process(monkeypatch)
@@ -130,6 +131,9 @@ class TestServer:
         monkeypatch.setattr(trained.vllm_generation, "stop_server", lambda: None)
         check_resumed(trained)
         assert is_serving(trained)
+
+    def test_base_and_adapter_are_pushed(self, trained, hub):
+        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trained, hub).keys()
 
     def test_a_server_that_dies_between_two_updates_gets_base_and_adapter_again(self, trained, monkeypatch):
         generation = trained.vllm_generation

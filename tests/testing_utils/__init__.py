@@ -380,6 +380,17 @@ def relative_error(actual, expected) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+def push_export(trainer, hub) -> dict[str, bytes]:
+    """Files of the policy that `trainer` pushes to a stand-in for the Hub, which are those of its export."""
+    trainer.args.hub_model_id = "someone/policy"
+    trainer.push_to_hub()
+    files = hub.files("someone/policy")
+    del files[".gitattributes"]
+    folder = trainer.export_dir
+    assert files == {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return files
+
+
 @contextmanager
 def tampered(publisher, change):
     """Have what `publisher` sends changed on its way."""

@@ -119,6 +119,15 @@ def test_environments_with_pictures_are_refused_with_vllm(tmp_path):
         QaRLTrainer("no/such-model", spread, args, with_pictures(), environment_factory=object)
 
 
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory", "streamed dataset", "image"])
+def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, name):
+    args = arguments(tmp_path, use_vllm=True, vllm_mode="server", rollout_ahead=1)
+    datasets = {"streamed dataset": make_problems().to_iterable_dataset(), "image": with_pictures()}
+    given = {} if name in datasets else {name: [print] if name == "tools" else print}
+    with pytest.raises(ValueError, match=f"rollout_ahead=1.*{name}"):
+        QaRLTrainer("no/such-model", spread, args, datasets.get(name, make_problems()), **given)
+
+
 def test_tools_that_return_pictures_are_refused_with_vllm(tmp_path):
     """In TRL's own loop, which calls the tool and asks the engine for what comes after its answer."""
 

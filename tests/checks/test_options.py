@@ -16,6 +16,8 @@ from trl_qarl.rollout.gpu_kernels import Gpu
 
 
 SERVER = {"vllm_mode": "server"}
+AHEAD = SERVER | {"use_vllm": True, "bf16": True, "rollout_ahead": 1}
+IN_FLIGHT = AHEAD | {"in_flight_updates": True, "numerics": "engine"}
 REFUSED = [
     ({"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'"),
     ({"mismatch_probe_steps": -1}, "mismatch_probe_steps=-1"),
@@ -53,6 +55,19 @@ REFUSED = [
     ({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c'"),
     ({"hub_model_id": "a" * 92, "hub_export": "both", "push_to_hub": True}, "hub_model_id="),
     ({"publish_dir": __file__}, "publish_dir='.*test_options.py'"),
+    (AHEAD | {"use_vllm": False}, "use_vllm=False"),
+    (AHEAD | {"vllm_mode": "colocate"}, "vllm_mode='colocate'"),
+    (AHEAD | {"precisions": [4, 3]}, "precisions="),
+    (AHEAD | {"objective": "on-policy"}, "objective='on-policy'"),
+    (AHEAD | {"quantize_learner": False}, "quantize_learner=False"),
+    (AHEAD | {"old_logps": "engine"}, "old_logps='engine'"),
+    (AHEAD | {"rollout_ahead": -1}, "rollout_ahead=-1"),
+    (AHEAD | {"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler'"),
+    (IN_FLIGHT | {"rollout_ahead": 0}, "in_flight_updates=True"),
+    (IN_FLIGHT, "rollout_ahead=1"),
+    (IN_FLIGHT | {"numerics": None}, "numerics=None"),
+    (IN_FLIGHT | {"exact": "warn"}, "exact='warn'"),
+    (IN_FLIGHT | {"old_logps": "learner"}, "old_logps='learner'"),
 ]
 REFUSED_WITH_VLLM = [
     ({"mismatch_probe_steps": 5, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),

@@ -1,32 +1,28 @@
 """Training a LoRA adapter on a low-bit base through vLLM: a server of the trainer, and an engine in its process."""
 
 import pytest
-import requests
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from testing_utils import ADAPTED_PLAN, TRAINING, audit_in_this_process, logged, make_tiny_model, push_export, spread
-from trl_qarl import QaRLConfig, QaRLTrainer
+from testing_utils import ADAPTED_PLAN, audit_in_this_process, logged, make_tiny_model, make_trainer, push_export
+from testing_utils.trainings import lora
+from testing_utils.web_servers import complete
 from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.doctor.deep_audit import deep_audit
 
 
 pytest.importorskip("vllm")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PROMPTS = Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(16)]})
 ROLLOUTS = {"use_vllm": True, "bf16": False, "vllm_max_model_length": 128, "steps_per_generation": 1, "max_steps": 3}
 
 
 def make(directory, arch="qwen2", **arguments):
     """A trainer of three updates, each on completions of its own, whose adapter moves far in each."""
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    args = QaRLConfig(str(directory / "out"), **(TRAINING | ROLLOUTS | saving | {"learning_rate": 3e-2} | arguments))
-    return QaRLTrainer(make_tiny_model(directory, arch), spread, args, PROMPTS, peft_config=config)
+    options = ROLLOUTS | {"save_strategy": "steps", "save_steps": 2, "learning_rate": 3e-2} | arguments
+    return make_trainer(make_tiny_model(directory, arch), directory / "out", peft_config=lora(), **options)
 
 
 def check(trainer, bound=1e-5):
@@ -109,10 +105,8 @@ def trained(tmp_path_factory, warm_servers):
             generation.stop_server()
 
 
-def complete(trainer):
-    client = trainer.vllm_generation.vllm_client
-    body = {"model": client.model, "prompt": [5, 6, 7], "max_tokens": 2}
-    return requests.post(f"{client.base_url}/v1/completions", json=body).status_code
+def is_serving(trainer):
+    return complete(trainer.vllm_generation.vllm_client.base_url).status_code == 200
 
 
 def move(trainer):
@@ -126,7 +120,7 @@ def move(trainer):
 class TestServer:
     def test_rollouts_of_a_server_follow_the_adapter(self, trained):
         check(trained)
-        assert complete(trained) == 200
+        assert is_serving(trained)
 
     def test_an_engine_that_loads_base_and_adapter_from_disk_computes_the_same(self, trained, monkeypatch):
         move(trained)
@@ -136,7 +130,7 @@ class TestServer:
     def test_a_run_goes_on_from_a_checkpoint(self, trained, monkeypatch):
         monkeypatch.setattr(trained.vllm_generation, "stop_server", lambda: None)
         check_resumed(trained)
-        assert complete(trained) == 200
+        assert is_serving(trained)
 
     def test_base_and_adapter_are_pushed(self, trained, hub):
         assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trained, hub).keys()
@@ -158,4 +152,4 @@ class TestServer:
             trained.remove_callback(kill)
         assert logged(trained, "publish/unchanged_tensors")[-1] == 0
         assert logged(trained, "publish/canary_abs_logp")[-1] < 1e-5
-        assert complete(trained) == 200
+        assert is_serving(trained)

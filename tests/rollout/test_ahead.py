@@ -14,8 +14,6 @@ from trl.trainer.utils import RepeatSampler
 
 from testing_utils import logged, make_vllm_trainer
 from testing_utils.played_server import weights
-from trl_qarl import QaRLConfig
-from trl_qarl.checks.arguments import check_arguments
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.exact import choose_versions
 from trl_qarl.rollout.ahead import InFlight, NextPrompts
@@ -38,7 +36,6 @@ EPOCHS = {
     "save_strategy": "steps",
     "save_steps": 1,
 }
-IN_FLIGHT = {"in_flight_updates": True, "numerics": "engine"}
 
 
 class Boundaries(TrainerCallback):
@@ -276,29 +273,26 @@ def make_in_flight(make_played_trainer, name="run", **options):
     return trainer, server, drawn_by
 
 
-def test_a_batch_in_flight_keeps_all_weights_that_are_published_meanwhile(make_played_trainer, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "failures", "expected"),
+    [
+        ({}, [], [[0], [0], [0, 1], [1, 2], [2, 3], [3, 4]]),
+        # It waits for all that is in flight: after 3 updates batches 3 and 4 are drawn by what was published for 2.
+        ({"eval_strategy": "steps", "eval_steps": 3}, [], [[0], [0], [0, 1], [1, 2], [2], [3, 4]]),
+        # With batch 2, batch 3 is waited for, and lost, before earlier weights are published; then the last draw it.
+        ({}, [None, None, "die"], [[0], [0], [1], [1], [2, 3], [3, 4]]),
+    ],
+    ids=["undisturbed", "evaluation", "lost"],
+)
+def test_a_batch_in_flight_keeps_all_weights_that_are_published_meanwhile(
+    make_played_trainer, monkeypatch, options, failures, expected
+):
     ask_late(monkeypatch)
-    trainer, server, drawn_by = make_in_flight(make_played_trainer)
+    trainer, server, drawn_by = make_in_flight(make_played_trainer, **options)
+    server.failures = {"generate": [*failures]}
     trainer.train()
-    assert drawn_by == [[0], [0], [0, 1], [1, 2], [2, 3], [3, 4]]
-    assert logged(trainer, "rollout/age_updates") == [0, 1, 2, 2, 2, 2]
-
-
-def test_an_evaluation_waits_for_all_that_is_in_flight(make_played_trainer, monkeypatch):
-    ask_late(monkeypatch)
-    trainer, server, drawn_by = make_in_flight(make_played_trainer, eval_strategy="steps", eval_steps=3)
-    trainer.train()
-    # After 3 updates batches 3 and 4 are drawn by what was published for batch 2.
-    assert drawn_by == [[0], [0], [0, 1], [1, 2], [2], [3, 4]]
-
-
-def test_a_batch_lost_in_flight_is_drawn_by_the_last_weights_that_were_to_draw_it(make_played_trainer, monkeypatch):
-    ask_late(monkeypatch)
-    trainer, server, drawn_by = make_in_flight(make_played_trainer)
-    server.failures = {"generate": [None, None, "die"]}
-    trainer.train()
-    # With batch 2, batch 3 is waited for, and lost, before earlier weights are published.
-    assert server.num_starts == 1 and drawn_by == [[0], [0], [1], [1], [2, 3], [3, 4]]
+    assert drawn_by == expected and server.num_starts == len(failures[2:])
+    assert logged(trainer, "rollout/age_updates") == [number - updates[0] for number, updates in enumerate(expected)]
 
 
 def test_a_run_resumed_with_updates_in_flight_goes_on_with_completions_and_all_their_weights(
@@ -363,49 +357,6 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
             num_updates += -(-len(order) // accumulation)
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"use_vllm": False}, "use_vllm=False"),
-        ({"vllm_mode": "colocate"}, "vllm_mode='colocate'"),
-        ({"precisions": [4, 3]}, "precisions="),
-        ({"objective": "on-policy"}, "objective='on-policy'"),
-        ({"quantize_learner": False}, "quantize_learner=False"),
-        ({"old_logps": "engine"}, "old_logps='engine'"),
-        ({"rollout_ahead": -1}, "rollout_ahead=-1"),
-        ({"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler'"),
-        ({"rollout_ahead": 0, **IN_FLIGHT}, "in_flight_updates=True"),
-        (IN_FLIGHT, "rollout_ahead=1"),
-        (IN_FLIGHT | {"numerics": None}, "numerics=None"),
-        (IN_FLIGHT | {"exact": "warn"}, "exact='warn'"),
-        (IN_FLIGHT | {"old_logps": "learner"}, "old_logps='learner'"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_drawn_ahead_is_refused_by_name(tmp_path, options, names):
-    defaults = {"rollout_ahead": 1, "use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": True}
-    with pytest.raises(ValueError, match=names):
-        QaRLConfig(str(tmp_path), **(defaults | options))
-
-
-@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory", "streamed dataset", "image"])
-def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, name):
-    pictures = Dataset.from_dict({"prompt": ["1 +"], "image": [None]})
-    prompts = pictures.remove_columns("image")
-    datasets = {"streamed dataset": prompts.to_iterable_dataset(), "image": pictures}
-    given = {
-        "model": "nowhere",
-        "reward_funcs": print,
-        "args": QaRLConfig(str(tmp_path), rollout_ahead=1, use_vllm=True, vllm_mode="server", use_cpu=True, bf16=True),
-        "train_dataset": datasets.get(name, prompts),
-        "optimizers": (None, None),
-    }
-    nothing = ("eval_dataset", "quantization_config", "peft_config", "rollout_func", "environment_factory", "tools")
-    given |= dict.fromkeys(nothing) | ({} if name in datasets else {name: [print] if name == "tools" else print})
-    with pytest.raises(ValueError, match=f"rollout_ahead=1.*{name}"):
-        check_arguments(**given)
-
-
 @pytest.mark.slow
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
@@ -463,7 +414,8 @@ def test_each_token_has_in_every_bit_the_log_prob_of_weights_of_before_or_after_
         tmp_path,
         "qwen3",
         rollout_ahead=2,
-        **IN_FLIGHT,
+        in_flight_updates=True,
+        numerics="engine",
         bf16=True,
         **warm_servers.serve(monkeypatch),
         vllm_max_model_length=512,
@@ -517,4 +469,3 @@ def test_each_token_has_in_every_bit_the_log_prob_of_weights_of_before_or_after_
             assert not torch.equal(by_version[0][mask], by_version[1][mask])
     assert 0 < num_later < num_tokens
     assert max(logged(trainer, "rollout/later_weights_share")) > 0
-    print("tokens", num_tokens, "of later weights", num_later, "in flight", in_flight, drawn_by)

@@ -1,15 +1,12 @@
 """The trainer's requests to a server that fails in every way a server can."""
 
-import json
-import socket
-import struct
 import threading
 import time
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from testing_utils.failing_server import make_server
+from testing_utils.pictures import draw
 from trl_qarl.rollout import client as client_module
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost, check_finished
@@ -17,48 +14,9 @@ from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers as the server's `failure` says."""
-
-    def answer(self):
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        failure = self.server.failure
-        if failure == "hang":
-            self.server.released.wait(20)
-            self.close_connection = True
-        elif failure == "reset":
-            # Without lingering, closing sends a reset.
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-            self.close_connection = True
-        elif failure == "garbage":
-            self.reply(200, b"<html>")
-        elif failure:
-            self.reply(failure, b'{"error": {"message": "EngineCore encountered an issue."}}')
-        else:
-            self.reply(200, json.dumps({"data": [{"id": "model"}], "weight_version": "7"}).encode())
-
-    def reply(self, status, body):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST = answer
-
-    def log_message(self, *args):
-        pass
-
-    def finish(self):
-        # The connection may have been reset.
-        with suppress(OSError, ValueError):
-            super().finish()
-
-
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.failure, server.released = None, threading.Event()
+    server = make_server()
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -81,6 +39,7 @@ REQUESTS = {
     "/get_world_size": lambda client: client.get_world_size(),
     "/server_info": lambda client: client.get_server_info(),
     "/v1/completions": lambda client: client.generate([[1, 2]]),
+    "/inference/v1/generate": lambda client: client.generate([[1]], [[draw(1)]]),
     "/init_weight_transfer_engine": lambda client: client._post(f"{client.base_url}/init_weight_transfer_engine"),
     "/pause": lambda client: client.control("/pause?mode=abort"),
     "/collective_rpc": lambda client: client.call_workers("qarl_begin"),
@@ -91,7 +50,7 @@ REQUESTS = {
 CONTROL = ("/pause", "/collective_rpc", "/update_weights", "/finish_weight_update", "/reset_prefix_cache")
 
 
-@pytest.mark.parametrize("failure", ["refuse", "hang", "reset", "garbage", 500, 400, 404, 503])
+@pytest.mark.parametrize("failure", ["refuse", "hang", "reset", "garbage", 500, 400, 404, 409, 503])
 @pytest.mark.parametrize("path", REQUESTS)
 def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, failure):
     """Both are recovered from; any other error would end the training, and a request without an end would hold it."""
@@ -99,7 +58,8 @@ def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, 
     client, server.failure = make_client(url), failure
     if failure == "garbage" and path in {"/server_info", *CONTROL} - {"/collective_rpc"}:
         pytest.skip("the client does not read the answer")
-    is_refused = path in CONTROL and isinstance(failure, int)
+    # A session that belongs to somebody else is no refusal.
+    is_refused = path in CONTROL and isinstance(failure, int) and failure != 409
     start = time.monotonic()
     with pytest.raises(PublishError if is_refused else (ServerLost, RuntimeError), match=path) as caught:
         REQUESTS[path](client)
@@ -108,7 +68,8 @@ def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, 
     if failure == 500:
         assert "status 500: EngineCore encountered" in str(caught.value)
     if failure == "hang":
-        option, seconds = ("vllm_generation_timeout", 0.6) if "completions" in path else ("vllm_request_timeout", 0.3)
+        is_generating = path in ("/v1/completions", "/inference/v1/generate")
+        option, seconds = ("vllm_generation_timeout", 0.6) if is_generating else ("vllm_request_timeout", 0.3)
         assert f"within {seconds:g} s" in str(caught.value) and f"raise `{option}`" in str(caught.value)
 
 
@@ -119,19 +80,6 @@ def test_completions_that_were_cut_short_are_a_lost_server():
         check_finished("URL", answer)
     for other in ({"choices": answer["choices"][::2]}, {"choices": None}, {"choices": [7]}, [1], None):
         assert check_finished("URL", other) is other
-
-
-def test_pictures_that_the_server_does_not_take_are_a_lost_server(server):
-    pil = pytest.importorskip("PIL.Image")
-    client, server.failure = make_client(server.url), 500
-    with pytest.raises(ServerLost, match="/inference/v1/generate failed with status 500"):
-        client.generate([[1]], [[pil.new("RGB", (2, 2))]])
-
-
-def test_a_session_that_belongs_to_somebody_else_is_a_lost_server(server):
-    client, server.failure = make_client(server.url), 409
-    with pytest.raises(ServerLost, match="/start_weight_update failed with status 409"):
-        client.control("/start_weight_update")
 
 
 @pytest.mark.vllm

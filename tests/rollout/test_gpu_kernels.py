@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from testing_utils import make_mixture
+from testing_utils.layers import one_layer
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
@@ -24,11 +24,6 @@ from trl_qarl.rollout.spec import EngineSpec
 
 
 GPUS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
-
-
-def config_of(scheme):
-    prepare_model(model := nn.Sequential(nn.Linear(128, 128)), scheme)
-    return quantization_config(Inventory.of(model))
 
 
 def gpu_of(capability, release="0.32.0"):
@@ -60,15 +55,15 @@ def test_every_scheme_has_a_kernel_or_a_reason_and_something_else_to_choose(sche
     ],
 )
 def test_what_vllm_would_compute_otherwise_is_refused_before_an_engine_starts(scheme, capability, reason):
-    gpu = gpu_of(capability)
-    [major, minor] = capability
+    (major, minor), gpu = capability, gpu_of(capability)
+    _, config = one_layer(scheme)
     message = rf"scheme '{scheme}' does not run on NVIDIA X1 \(compute capability {major}.{minor}\) with vLLM 0.32.0: .*{reason}"
     with pytest.raises(ValueError, match=message):
-        kernel_arguments(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu)
+        kernel_arguments(config, "bfloat16", on_cpu=False, gpu=gpu)
     with pytest.raises(ValueError, match=message):
-        build_server_command(EngineSpec("m", config_of(scheme)), gpu=gpu)
+        build_server_command(EngineSpec("m", config), gpu=gpu)
     assert reason_against(get_scheme(scheme), gpu_of((9, 0))) is None
-    kernel_arguments(config_of(scheme), "bfloat16", on_cpu=False, gpu=gpu_of((9, 0)))
+    kernel_arguments(config, "bfloat16", on_cpu=False, gpu=gpu_of((9, 0)))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -78,12 +73,13 @@ def test_what_vllm_would_compute_otherwise_is_refused_before_an_engine_starts(sc
 )
 def test_fp4_weights_ask_for_marlin_which_leaves_activations_alone(scheme, backends, capability):
     """vLLM would take Humming on Hopper for NVFP4, and on Blackwell for MXFP4 a kernel that rounds activations."""
-    arguments = kernel_arguments(config_of(scheme), "bfloat16", False, gpu_of(capability))
+    _, config = one_layer(scheme)
+    arguments = kernel_arguments(config, "bfloat16", False, gpu_of(capability))
     assert arguments == ({"kernel_config": {"linear_backend_per_quant": backends}} if backends else {})
-    argv, _ = build_server_command(EngineSpec("m", config_of(scheme)), gpu=gpu_of(capability))
+    argv, _ = build_server_command(EngineSpec("m", config), gpu=gpu_of(capability))
     found = json.loads(argv[argv.index("--kernel-config") + 1]) if "--kernel-config" in argv else None
     assert found == arguments.get("kernel_config")
-    assert "--kernel-config" not in build_server_command(EngineSpec("m", config_of(scheme)), on_cpu=True)[0]
+    assert "--kernel-config" not in build_server_command(EngineSpec("m", config), on_cpu=True)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,16 @@
 """Weights to a server over HTTP and HTTPS: the real gate and client, with a stand-in for the engine behind."""
 
-import asyncio
-import datetime
-import ipaddress
 import json
-import re
-import threading
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from testing_utils.web_servers import WebServer, write_certificate
 from trl_qarl.rollout.channels import FileChannel, HTTPChannel, NCCLChannel, choose_channel, sends_changes
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost
 from trl_qarl.rollout.server import ServerEngine
-from trl_qarl.rollout.server_process import free_port
 from trl_qarl.vllm_plugin.gate import PublicationGate
 from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND, UPLOAD_PATH, PublishError
 from trl_qarl.wire.transfer_dir import make_transfer_dir
@@ -25,30 +18,6 @@ from trl_qarl.wire.transfer_dir import make_transfer_dir
 
 SECRET = "7" * 64
 TENSORS = [("a.weight", torch.arange(100_000, dtype=torch.int32)), ("b.weight", torch.ones(7, dtype=torch.bfloat16))]
-
-
-def write_certificate(folder, days=1, since=-9) -> tuple[Path, Path]:
-    """
-    A certificate for 127.0.0.1 that has signed itself, and its key; expired with a negative number of days, and with a
-    positive `since` made by a clock that is so many days ahead.
-    """
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server of a test")])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now + datetime.timedelta(since))
-    builder = builder.not_valid_after(now + datetime.timedelta(days))
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
-    paths = folder / "certificate.pem", folder / "key.pem"
-    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    encoding = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    paths[1].write_bytes(key.private_bytes(*encoding))
-    return paths
 
 
 class Between:
@@ -71,29 +40,22 @@ class Between:
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
     """Starts a server with the gate in a thread."""
-    uvicorn = pytest.importorskip("uvicorn")
     from faults.stand_in import Engine
 
     monkeypatch.setenv("TRL_QARL_TRANSFER_DIR", str(tmp_path / "transfer"))
     make_transfer_dir(tmp_path / "transfer")
     started = []
 
-    def start(backend=FILE_BACKEND, **options):
-        engine = Engine(
-            ["--model", "m", "--dtype", "float32", "--weight-transfer-config", json.dumps({"backend": backend})]
-        )
-        between, port = Between(PublicationGate(engine, SECRET)), free_port()
-        server = uvicorn.Server(uvicorn.Config(between, "127.0.0.1", port, log_level="error", **options))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-        thread.start()
-        started.append((server, thread))
-        scheme = "https" if options else "http"
-        return SimpleNamespace(url=f"{scheme}://127.0.0.1:{port}", engine=engine, between=between)
+    def start(**options):
+        transfer = json.dumps({"backend": FILE_BACKEND})
+        engine = Engine(["--model", "m", "--dtype", "float32", "--weight-transfer-config", transfer])
+        between = Between(PublicationGate(engine, SECRET))
+        started.append(WebServer(between, **options))
+        return SimpleNamespace(url=started[-1].url, engine=engine, between=between)
 
     yield start
-    for server, thread in started:
-        server.should_exit = server.force_exit = True
-        thread.join()
+    for server in started:
+        server.stop()
 
 
 def connect(server, **options):
@@ -158,18 +120,8 @@ def test_a_certificate_that_is_unknown_or_of_another_time_is_refused_at_once(ser
     certificate, key = write_certificate(tmp_path, **dates)
     server = serve(ssl_certfile=str(certificate), ssl_keyfile=str(key))
     session = CheckedSession(5, 5, certificate if named else None)
-    deadline = 100
-    while deadline:
-        try:
-            session.get(f"{server.url}/health")
-        except ServerLost:
-            # Not there yet.
-            deadline -= 1
-            time.sleep(0.1)
-        except ValueError as error:
-            assert re.search(message, str(error)) and "vllm_ssl_ca_certs" in str(error)
-            return
-    pytest.fail("the certificate was taken")
+    with pytest.raises(ValueError, match=f"{message}.*vllm_ssl_ca_certs"):
+        session.get(f"{server.url}/health")
 
 
 def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_path, monkeypatch):
@@ -236,15 +188,17 @@ def test_changes_alone_are_sent_over_http_unless_said_otherwise():
         sends_changes(nccl, True)
 
 
-@pytest.mark.parametrize("wanted", ["auto", "http"])
-def test_weights_do_not_travel_in_clear_text_unless_that_is_said(wanted):
-    with pytest.raises(ValueError, match="vllm_allow_plain_http=True"):
-        choose_channel(Described("http://10.0.0.7:8000"), wanted)
-
-
 @pytest.mark.parametrize(
-    ("wanted", "backend", "message"), [("nccl", FILE_BACKEND, "'nccl'"), ("http", NCCL_BACKEND, "'http'")]
+    ("url", "backend", "wanted", "message"),
+    [
+        ("http://10.0.0.7:8000", FILE_BACKEND, "auto", "vllm_allow_plain_http=True"),
+        ("http://10.0.0.7:8000", FILE_BACKEND, "http", "vllm_allow_plain_http=True"),
+        ("https://a", FILE_BACKEND, "nccl", "'nccl'"),
+        ("https://a", NCCL_BACKEND, "http", "'http'"),
+    ],
 )
-def test_a_transport_that_the_server_does_not_have_is_refused(wanted, backend, message):
+def test_clear_text_that_was_not_asked_for_and_what_the_server_does_not_have_are_refused(
+    url, backend, wanted, message
+):
     with pytest.raises(ValueError, match=message):
-        choose_channel(Described("https://a", backend), wanted)
+        choose_channel(Described(url, backend), wanted)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from testing_utils import failing_server
 from trl_qarl.rollout import channels
 from trl_qarl.rollout.channels import NCCLChannel
 from trl_qarl.rollout.client import QaRLClient
@@ -23,36 +24,12 @@ from trl_qarl.wire.protocol import PublishError
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
-# A server in a process of its own, which ends as the path says.
-SERVER = """
-import json, os, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        failure = self.path.split("/")[1]
-        if failure == "dies":
-            os._exit(9)
-        if failure == "hangs":
-            time.sleep(60)
-        status, answer = (500, {"error": "no"}) if failure == "refuses" else (200, body)
-        answer = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-    do_GET = do_POST
-    def log_message(self, *args):
-        pass
-server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
-
 
 @pytest.fixture
 def address():
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    # In a process of its own, which may end.
+    command = [sys.executable, failing_server.__file__]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     process.kill()
     process.wait()
@@ -117,9 +94,9 @@ def test_a_broadcast_that_ends_has_sent_what_was_announced(broadcast):
 @pytest.mark.parametrize(
     ("behaviour", "error", "message"),
     [
-        ("dies", ServerLost, "/update_weights"),
-        ("refuses", PublishError, "/update_weights failed with status 500: no"),
-        ("hangs", ServerLost, "did not answer .*/update_weights within 1 s.*vllm_request_timeout"),
+        ("die", ServerLost, "/update_weights"),
+        ("500", PublishError, "/update_weights failed with status 500: EngineCore"),
+        ("hang", ServerLost, "did not answer .*/update_weights within 1 s.*vllm_request_timeout"),
         ("receives", ServerLost, "NCCL did not end within 4 s"),
     ],
 )
@@ -147,11 +124,11 @@ def test_a_group_that_is_never_formed_is_a_lost_server_and_is_formed_again(addre
     released = threading.Event()
     monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: released.wait() and Communicator())
     client = QaRLClient.__new__(QaRLClient)
-    client.session, client.base_url = CheckedSession(1.0, 1.0), f"{address}/refuses"
+    client.session, client.base_url = CheckedSession(1.0, 1.0), f"{address}/500"
     client.group_port, client.communicator = 51216, None
     monkeypatch.setattr(client, "get_server_info", lambda: {"weight_transfer_config": {}}, raising=False)
     monkeypatch.setattr(client, "get_world_size", lambda: 1, raising=False)
-    with pytest.raises(PublishError, match="/init_weight_transfer_engine failed with status 500: no"):
+    with pytest.raises(PublishError, match="/init_weight_transfer_engine failed with status 500: EngineCore"):
         NCCLChannel(client, "cuda:0").connect()
     client.base_url = f"{address}/joins"
     formed = Communicator()

@@ -39,18 +39,6 @@ def test_a_prompt_keeps_what_is_sent_on_its_way_to_another_process(copied):
     assert copied(ROW) == ROW and copied(ROW).sent == ROW.sent
 
 
-def test_completions_with_a_placeholder_are_drawn_again_and_no_other():
-    drawn = iter([[5, PLACEHOLDER], [6], [8]])
-    asked = []
-
-    def draw(places):
-        asked.append(places)
-        return [next(drawn) for _ in places]
-
-    outputs = draw_again([[1], [PLACEHOLDER], [2, PLACEHOLDER, 3]], lambda row: row, frozenset([PLACEHOLDER]), draw)
-    assert outputs == [[1], [8], [6]] and asked == [[1, 2], [1]]
-
-
 def test_a_policy_that_writes_placeholders_is_named_with_completion_and_token():
     with pytest.raises(BadAnswer, match=f"completion 1 of 2, token 2 of 3: 7 is the placeholder.*{MAX_DRAWS} times"):
         draw_again([[1], [5, 6, 7]], lambda row: row, frozenset([PLACEHOLDER]), lambda places: [[5, 6, 7]])
@@ -87,15 +75,14 @@ class Engine:
 @pytest.mark.parametrize("has_pictures", [True, False])
 def test_an_engine_is_sent_one_placeholder_and_asked_again_for_completions_of_pictures_alone(has_pictures):
     """Without pictures the learner takes the token for text, as the engine does."""
-    engine = Engine([PLACEHOLDER], [4], [5])
-    rows = [{"prompt_token_ids": ROW}, {"prompt_token_ids": [1, 2]}]
-    if has_pictures:
-        rows[0]["multi_modal_data"] = {"image": "a picture"}
+    first, again = [[PLACEHOLDER], [4], [2, PLACEHOLDER, 3]], [[5, PLACEHOLDER], [6], [8]]
+    engine, longer = Engine(*first, *again), ROW + [3]
+    rows = [{"prompt_token_ids": ids} for ids in (ROW, [1, 2], longer)]
+    for row in rows[::2] if has_pictures else ():
+        row["multi_modal_data"] = {"image": "a picture"}
     outputs = with_pictures(engine.generate, frozenset([PLACEHOLDER]))(rows, None, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == (
-        [[5], [4]] if has_pictures else [[PLACEHOLDER], [4]]
-    )
-    assert engine.prompts == [ROW.sent, [1, 2]] + [ROW.sent] * has_pictures
+    assert [output.outputs[0].token_ids for output in outputs] == ([[8], [4], [6]] if has_pictures else first)
+    assert engine.prompts == [ROW.sent, [1, 2], longer.sent] + [ROW.sent, longer.sent, ROW.sent] * has_pictures
     assert rows[0]["prompt_token_ids"] is ROW
 
 

@@ -2,6 +2,7 @@ import json
 import math
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from testing_utils import make_mixture
-from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
-from trl_qarl.quantization.inventory import Inventory
+from testing_utils.layers import one_layer
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization.precisions import set_precision
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
@@ -52,26 +53,15 @@ class Recorder:
 
 def publisher_to_one_engine(scheme):
     """A publisher of one linear layer, and what its engine says of itself."""
-    model = nn.Sequential(nn.Linear(128, 128))
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    transport = Recorder()
+    (model, config), transport = one_layer(scheme, scale_dtype=torch.bfloat16), Recorder()
     engine = {
-        "quantization_config": quantization_config(Inventory.of(model)),
+        "quantization_config": config,
         "dtype": "bfloat16",
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": 1,
     }
     transport.describe = lambda: engine
     return Publisher(model, torch.bfloat16, transport), engine
-
-
-def test_w4a8_is_refused_in_an_engine_of_several_shards():
-    """vLLM takes the scales of a shard apart by the largest of the shard, the learner by that of the row."""
-    publisher, engine = publisher_to_one_engine("w4a8")
-    assert publisher.check_engine() == engine
-    engine["tensor_parallel_size"] = 2
-    with pytest.raises(ValueError, match="tensor_parallel_size=1"):
-        publisher.check_engine()
 
 
 @pytest.mark.parametrize(
@@ -96,21 +86,23 @@ def test_an_engine_that_runs_another_kernel_is_refused(scheme, capability, kerne
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("scheme", "setting", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
-        ({"data_parallel_size": 4}, "data_parallel_size: 1 is supported for a mixture of experts, the engine has 4"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel: not supported, as a rank holds some experts"),
-        ({"kv_cache_dtype": "fp8"}, "'bfloat16'"),
-        ({"is_speculative": True}, "no weights are published to a draft model"),
-        ({"use_w4a8": True}, "VLLM_CPU_INT4_W4A8=0"),
+        ("w4a16", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
+        ("w4a16", {"data_parallel_size": 4}, "data_parallel_size: 1 is .* a mixture of experts, the engine has 4"),
+        ("w4a16", {"enable_expert_parallel": True}, "enable_expert_parallel: not supported, as a rank holds some"),
+        ("w4a16", {"kv_cache_dtype": "fp8"}, "'bfloat16'"),
+        ("w4a16", {"is_speculative": True}, "no weights are published to a draft model"),
+        ("w4a16", {"use_w4a8": True}, "VLLM_CPU_INT4_W4A8=0"),
+        # vLLM takes the scales of a shard apart by the largest of the shard, the learner by that of the row.
+        ("w4a8", {"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
     ],
 )
-def test_an_engine_with_settings_that_change_numbers_is_refused(setting, message):
+def test_an_engine_with_settings_that_change_numbers_is_refused(scheme, setting, message):
     """However they got there: by command line, a file, the environment or a default of vLLM."""
-    publisher, engine = publisher_to_one_engine("w4a16")
+    publisher, engine = publisher_to_one_engine(scheme)
     engine |= {"pipeline_parallel_size": 1, "data_parallel_size": 1, "kv_cache_dtype": "bfloat16"}
-    publisher.check_engine()
+    assert publisher.check_engine() == engine
     engine |= setting
     with pytest.raises(ValueError, match=message):
         publisher.check_engine()
@@ -390,8 +382,6 @@ def test_what_the_engines_loader_raises_is_a_publish_error(monkeypatch):
     transport._worker = SimpleNamespace(
         weight_transfer_engine=SimpleNamespace(load=load, device="cpu"), vllm_config=SimpleNamespace()
     )
-    import contextlib
-
-    monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr("vllm.config.set_current_vllm_config", nullcontext)
     with pytest.raises(PublishError, match="'Model'"):
         transport.send([("lm_heat", torch.ones(2))])

@@ -1,11 +1,8 @@
 import json
 
 import pytest
-from torch import nn
 
-from trl_qarl import prepare_model
-from trl_qarl.checkpoint.layout import quantization_config
-from trl_qarl.quantization.inventory import Inventory
+from testing_utils.layers import one_layer
 from trl_qarl.rollout.server_command import build_server_command
 from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
@@ -102,28 +99,17 @@ def test_options_that_break_nothing_are_passed_on(arguments):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "on_cpu", "message"),
+    ("scheme", "dtype", "on_cpu", "other_place", "message"),
     [
-        ("bfloat16", True, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"),
-        ("float16", False, "not in float16"),
+        ("w4a8", "bfloat16", True, False, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"),
+        ("w4a8", "float16", False, False, "not in float16"),
+        ("w4a8-int8", "bfloat16", False, True, "scheme 'w4a8-int8' does not run on.*Choose 'w4a8'"),
+        ("w2a8-int8", "bfloat16", False, True, "scheme 'w2a8-int8' does not run on.*Choose 'w4a8'"),
     ],
 )
-def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, message):
-    model = nn.Sequential(nn.Linear(128, 128))
-    prepare_model(model, "w4a8")
-    config = quantization_config(Inventory.of(model))
+def test_a_scheme_is_refused_where_vllm_computes_something_else(scheme, dtype, on_cpu, other_place, message):
+    (_, config), (_, other) = one_layer(scheme), one_layer("w4a16")
     with pytest.raises(ValueError, match=message):
         build_server_command(EngineSpec("m", config, dtype), on_cpu=on_cpu)
-    assert build_server_command(EngineSpec("m", config))  # bfloat16 on a GPU
-    prepare_model(other := nn.Sequential(nn.Linear(128, 128)), "w4a16")
-    assert build_server_command(EngineSpec("m", quantization_config(Inventory.of(other)), dtype), on_cpu=on_cpu)
-
-
-@pytest.mark.parametrize("scheme", ["w4a8-int8", "w2a8-int8"])
-def test_int4_with_int8_activations_is_refused_on_a_gpu_with_what_there_is(scheme):
-    model = nn.Sequential(nn.Linear(128, 128))
-    prepare_model(model, scheme)
-    config = quantization_config(Inventory.of(model))
-    with pytest.raises(ValueError, match=f"scheme '{scheme}' does not run on.*Choose 'w4a8'"):
-        build_server_command(EngineSpec("m", config))
-    assert build_server_command(EngineSpec("m", config), on_cpu=True)
+    assert build_server_command(EngineSpec("m", config), on_cpu=other_place)
+    assert build_server_command(EngineSpec("m", other, dtype), on_cpu=on_cpu)

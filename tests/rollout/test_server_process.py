@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from testing_utils import is_running
+from testing_utils.web_servers import wait_until
 from trl_qarl.rollout import server_process as serve
 from trl_qarl.rollout.server_process import ServerProcess, free_port
 from trl_qarl.wire import transfer_dir
@@ -69,11 +70,9 @@ def test_what_a_killed_server_had_in_shared_memory_goes_with_its_workers(tmp_pat
     server.argv[1:3] = [str(script)]
     try:
         server.start()
-        deadline = time.monotonic() + 60
-        while len(words := server.log_file.read_text().split()) < 2:
-            assert time.monotonic() < deadline and server.is_running, words
-            time.sleep(0.02)
-        engine, queue = int(words[0]), Path("/dev/shm", words[1])
+        wait_until(lambda: len(server.log_file.read_text().split()) == 2, 60, server.log_file.read_text)
+        engine, queue = server.log_file.read_text().split()
+        engine, queue = int(engine), Path("/dev/shm", queue)
         server._process.kill()
         server._process.wait()
         assert is_running(engine) and queue.exists()
@@ -104,41 +103,38 @@ STARTS_A_SERVER = """
         time.sleep(60)
     finally:
         print("cleaned up", flush=True)
-        {cleaning}
+        time.sleep(1)
+        print("whole", flush=True)
 """
 
 
-def start_and_signal(directory, signals, before="", cleaning=""):
-    """Output and exit code of a process that gets `signals` after starting a server, and the server's pid."""
-    script = textwrap.dedent(STARTS_A_SERVER).format(directory=str(directory), before=before, cleaning=cleaning)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+THEIRS = "signal.signal(signal.SIGTERM, lambda *a: (print('theirs', flush=True), sys.exit(7)))"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.parametrize(
+    ("signals", "before", "said", "codes"),
+    [
+        pytest.param([signal.SIGTERM], "", "", [143], marks=pytest.mark.slow),
+        # `timeout` sends it to the process and then to its group.
+        pytest.param([signal.SIGTERM, signal.SIGTERM], "", "", [143], marks=pytest.mark.slow),
+        pytest.param([signal.SIGINT], "", "", [1, -signal.SIGINT], marks=pytest.mark.slow),
+        # A handler of the user's own stays.
+        ([signal.SIGTERM], THEIRS, "theirs ", [7]),
+    ],
+    ids=["SIGTERM", "SIGTERM twice", "SIGINT", "handled"],
+)
+def test_a_trainer_that_is_told_to_end_cleans_up_and_ends_its_server(tmp_path, signals, before, said, codes):
+    script = textwrap.dedent(STARTS_A_SERVER).format(directory=str(tmp_path), before=before)
+    command, pipes = [sys.executable, "-c", script], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
     pid = int(process.stdout.readline())
-    assert (directory / "transfer").is_dir()
+    assert (tmp_path / "transfer").is_dir()
     for number in signals:
         process.send_signal(number)
         time.sleep(0.3)
     output, _ = process.communicate(timeout=60)
-    return output, process.returncode, pid
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
-def test_sigterm_ends_as_ctrl_c_does(tmp_path, signals):
-    # `timeout` sends it to the process and then to its group.
-    output, returncode, pid = start_and_signal(tmp_path, signals, cleaning="time.sleep(1); print('whole', flush=True)")
-    assert output.split() == ["cleaned", "up", "whole"]
-    assert returncode == 143 if signal.SIGTERM in signals else returncode != 0
-    assert not is_running(pid) and not (tmp_path / "transfer").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-def test_a_handler_of_the_users_own_stays(tmp_path):
-    before = "signal.signal(signal.SIGTERM, lambda *a: (print('theirs', flush=True), sys.exit(7)))"
-    output, returncode, pid = start_and_signal(tmp_path, [signal.SIGTERM], before=before)
-    assert output.split() == ["theirs", "cleaned", "up"] and returncode == 7
+    assert output.split() == f"{said}cleaned up whole".split() and process.returncode in codes
     assert not is_running(pid) and not (tmp_path / "transfer").exists()
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import requests
 import torch
 
 from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
+from testing_utils.web_servers import complete, wait_until
 from trl_qarl import prepare_model
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.rollout.http_session import ServerLost
@@ -86,14 +86,9 @@ def trainers_of(server, folder):
         trainer.vllm_generation.vllm_client.close_session()
 
 
-def complete(server, replica):
-    body = {
-        "model": requests.get(f"{server.url}/v1/models", timeout=10).json()["data"][0]["id"],
-        "prompt": [5, 6],
-        "max_tokens": 2,
-    }
-    headers = {"X-data-parallel-rank": str(replica)}
-    return requests.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=10).status_code
+def status_of(server, replica):
+    """Of the answer of a replica that is asked for completions."""
+    return complete(server.url, headers={"X-data-parallel-rank": str(replica)}).status_code
 
 
 def workers(trainer, method):
@@ -123,7 +118,7 @@ def test_everything_and_then_changes_reach_both_replicas(server, make_trainer, t
     for values in scored:
         half = len(values) // 2
         assert half > 5 and values[:half] == values[half:]
-    assert [complete(server, replica) for replica in (0, 1)] == [200, 200]
+    assert [status_of(server, replica) for replica in (0, 1)] == [200, 200]
 
 
 def test_a_replica_that_does_not_hold_what_was_sent_is_named_and_none_generates(server, make_trainer):
@@ -131,10 +126,10 @@ def test_a_replica_that_does_not_hold_what_was_sent_is_named_and_none_generates(
     server.fault.write_text("spoiled during")
     with pytest.raises(PublishError, match=f"(?s)Replica 1 of 2: .*{TENSOR}"):
         publisher.publish("1")
-    assert [complete(server, replica) for replica in (0, 1)] == [503, 503]
+    assert [status_of(server, replica) for replica in (0, 1)] == [503, 503]
     server.fault.unlink()
     publisher.publish("2")
-    assert [complete(server, replica) for replica in (0, 1)] == [200, 200]
+    assert [status_of(server, replica) for replica in (0, 1)] == [200, 200]
 
 
 def test_what_one_replica_has_lost_is_sent_again(server, make_trainer, caplog):
@@ -165,17 +160,11 @@ def test_a_server_that_lost_one_replica_is_started_again_and_gets_everything(ser
                 workers(trainer, "qarl_clear_cache")
             deaths.append(str(death.value))
             server.fault.unlink()
-            deadline = time.monotonic() + 60
             with contextlib.suppress(requests.RequestException):
                 # The other one does not go on, once vLLM has noticed.
-                while complete(server, 0) != 500:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
+                wait_until(lambda: status_of(server, 0) == 500, 60)
             trainer.vllm_generation.vllm_client.close_session()
-            deadline = time.monotonic() + 60
-            while server.process.is_running and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert not server.process.is_running
+            wait_until(lambda: not server.process.is_running, 60)
             server.process.start()
             server.process.wait(server.url, 900)
         return count_digits(completions)
@@ -205,7 +194,7 @@ def test_every_rank_of_a_tensor_parallel_engine_is_audited(tmp_path, warm_server
         server.fault.write_text("spoiled during")
         with pytest.raises(PublishError, match=f"(?s)not the learner's on rank 1 of 2:.*{TENSOR}"):
             publisher.publish("refused")
-        assert complete(server, 0) == 503
+        assert status_of(server, 0) == 503
         server.fault.unlink()
         assert publisher.publish("healed")["publish/megabytes"] == everything
-        assert complete(server, 0) == 200
+        assert status_of(server, 0) == 200

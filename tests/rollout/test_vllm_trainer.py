@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from testing_utils import audit_in_this_process, logged, make_vllm_trainer, push_export
+from testing_utils.trainings import lora
 from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
@@ -78,11 +79,10 @@ class TestColocated:
         assert (batch["old_per_token_logps"] - sampling)[mask].abs().mean() > 1e-3
 
     def test_an_adapter_inside_the_low_bit_weights_is_published_with_them(self, tmp_path, hub):
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        pytest.importorskip("peft")
         options = {"lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
         options |= {"save_strategy": "steps", "save_steps": 2}
-        trainer = make_vllm_trainer(tmp_path, peft_config=config, vllm_mode="colocate", **options)
+        trainer = make_vllm_trainer(tmp_path, peft_config=lora(lora_alpha=8), vllm_mode="colocate", **options)
         trainer.train()
         assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
         assert logged(trainer, "rollout/weight_version") == [0, 2] and min(logged(trainer, "quant/code_flip_rate")) > 0

@@ -80,9 +80,3 @@ def test_after_each_publication_the_engine_holds_the_export_where_its_graphs_rea
     assert found["unnamed"] == 0 and found["num_tensors"] > 25
     problems = ("different", "one_sided", "numbers", "moved", "stale")
     assert {name: found[name] for name in problems} == dict.fromkeys(problems, [])
-
-
-def test_this_process_does_not_take_itself_for_one_with_a_gpu(rehearse):
-    from vllm.platforms import current_platform
-
-    assert current_platform.is_cpu()

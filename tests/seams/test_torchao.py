@@ -6,13 +6,8 @@ import pytest
 import torch
 from torchao.utils import TorchAOBaseTensor
 
-from seams import imported_names, resolve, takes
+from seams import takes
 from trl_qarl.quantization.tensors import LowBitTensor
-
-
-@pytest.mark.parametrize(("module", "name"), imported_names("torchao"))
-def test_what_is_imported_is_there(module, name):
-    assert resolve(module, name) is not None
 
 
 @pytest.mark.parametrize(

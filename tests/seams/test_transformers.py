@@ -6,16 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationMixin, Trainer
 
-from seams import imported_names, resolve, without_place
+from seams import without_place
 from testing_utils import make_tiny_config
 from trl_qarl.numerics.availability import COVERED_CLASSES
 from trl_qarl.numerics.modules import ENGINE_OPERATIONS
 from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
-
-
-@pytest.mark.parametrize(("module", "name"), imported_names("transformers"))
-def test_what_is_imported_is_there(module, name):
-    assert resolve(module, name) is not None
 
 
 @pytest.mark.parametrize("cls", [OwnGenerationConfig, SamplingLogProbs])
@@ -50,13 +45,6 @@ def test_models_are_made_of_the_modules_that_have_engine_numerics(arch):
 
 
 def test_the_trainer_has_the_steps_that_we_stand_between():
-    for name in (
-        "create_optimizer",
-        "_save",
-        "_save_checkpoint",
-        "_load_optimizer_and_scheduler",
-        "_finish_current_push",
-    ):
-        assert hasattr(Trainer, name), name
+    assert hasattr(Trainer, "_finish_current_push")
     assert "model" in inspect.signature(Trainer.create_optimizer).parameters
     assert "num_items_in_batch" in inspect.signature(Trainer.training_step).parameters

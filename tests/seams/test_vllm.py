@@ -281,6 +281,13 @@ def test_the_server_has_the_endpoints_and_options_that_we_use():
     assert any(re.search(r"\bmode\b.*\"abort\"", source) for source in sources)
 
 
+def test_completions_have_minus_infinity_as_the_number_that_is_refused_and_no_version():
+    """`SMALLEST_LOGP`. When they have a version, `_check_weight_version` should read it, and docs/vllm.md say so."""
+    folder = Path(import_module("vllm").__file__).parent / "entrypoints" / "openai" / "completion"
+    assert "max(step_token.logprob, -9999.0)" in (folder / "serving.py").read_text()
+    assert not any("weight_version" in (folder / name).read_text() for name in ("protocol.py", "serving.py"))
+
+
 def test_an_adapter_is_loaded_into_buffers_of_these_names():
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.model_manager import LoRAModelManager

@@ -5,13 +5,23 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
+from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.quantize import quantize_activation
+from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION + MLP]
+
+
+def one_layer(scheme, **options):
+    """A model of one linear layer with a scheme, and what the configuration of its checkpoint says of that."""
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    prepare_model(model, scheme, **options)
+    return model, quantization_config(Inventory.of(model))
 
 
 def tiny(arch="llama", **overrides):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -28,6 +27,11 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 SECRET = "5" * 64
 
 
+def part(body, more_body=True):
+    """A message with a part of a request's body."""
+    return {"type": "http.request", "body": body, "more_body": more_body}
+
+
 class Server:
     """A gate, an application that answers with `status`, and open sessions as tasks."""
 
@@ -41,15 +45,17 @@ class Server:
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def request(self, path, method="POST", token=None, disconnect=None, body=None, headers=()):
-        """Status and body; with `disconnect`, an event, the connection stays open until it is set."""
-        sent, first_body, is_read = [], asyncio.Event(), False
+    async def request(self, path, method="POST", token=None, disconnect=None, body=None, headers=(), messages=None):
+        """
+        Status and body, or `None` without an answer; with `disconnect`, an event, the connection stays open until it
+        is set. The server receives `messages`, or else `body` in one.
+        """
+        sent, first_body = [], asyncio.Event()
+        messages = iter([part(json.dumps(body or {}).encode(), False)] if messages is None else messages)
 
         async def receive():
-            nonlocal is_read
-            if not is_read:
-                is_read = True
-                return {"type": "http.request", "body": json.dumps(body or {}).encode(), "more_body": False}
+            if (message := next(messages, None)) is not None:
+                return message
             await disconnect.wait()
             return {"type": "http.disconnect"}
 
@@ -58,7 +64,7 @@ class Server:
             if message["type"] == "http.response.body":
                 first_body.set()
 
-        headers = [(b"content-type", b"application/json"), *headers]
+        headers = [*([] if path == UPLOAD_PATH else [(b"content-type", b"application/json")]), *headers]
         headers += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
         scope = {"type": "http", "path": path, "method": method, "headers": headers}
         task = asyncio.ensure_future(self.gate(scope, receive, send))
@@ -67,7 +73,7 @@ class Server:
         if disconnect is None or not first_body.is_set():
             answered.cancel()
             await task
-        return sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task
+        return (sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task) if sent else None
 
     async def prove(self, secret=SECRET, trainer="process 7"):
         """Body of a request for a session."""
@@ -238,22 +244,9 @@ async def test_the_server_proves_all_that_it_says(server):
 
 
 async def test_a_long_request_of_a_stranger_is_not_kept(server):
-    num_read = 0
-
-    async def receive():
-        nonlocal num_read
-        num_read += 1
-        assert num_read < 100
-        return {"type": "http.request", "body": bytes(2**14), "more_body": True}
-
-    answers = []
-
-    async def send(message):
-        answers.append(message)
-
-    scope = {"type": "http", "path": SESSION_PATH, "method": "POST", "headers": []}
-    await server.gate(scope, receive, send)
-    assert answers[0]["status"] == 403
+    messages = iter([part(bytes(2**14))] * 100)
+    assert (await server.request(SESSION_PATH, messages=messages))[0] == 403
+    assert len([*messages]) > 90
 
 
 @pytest.mark.parametrize(
@@ -280,16 +273,13 @@ async def test_a_page_in_a_browser_changes_nothing(server, path, header):
     assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
 
 
-async def test_the_transfer_directory_is_the_one_at_the_start(server, monkeypatch):
-    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/the/first")
-    server = Server()
-    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another")
-    assert (await server.request(STATE_PATH, method="GET"))[1]["transfer_dir"] == "/the/first"
-
-
-async def test_the_state_tells_who_holds_the_server(server):
+async def test_the_state_tells_who_holds_the_server_and_where_it_reads(server, directory, monkeypatch):
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another/than/at/the/start")
     _, before, _ = await server.request(STATE_PATH, method="GET")
     assert before["is_open"] is False and before["holder"] is None
+    # By its mark a trainer knows that it has the same directory; it goes with its server, whose process it names.
+    assert before["transfer_dir"] == str(directory) and (directory / before["transfer_mark"]).exists()
+    assert str(os.getpid()) in before["transfer_mark"]
     _, token, *_ = await server.open_session()
     await server.publish(token)
     _, after, _ = await server.request(STATE_PATH, method="GET")
@@ -354,20 +344,10 @@ async def test_a_host_that_vanished_loses_the_session(server, monkeypatch):
 async def upload(server, token, offset, *parts, content=CONTENT, header=None, ends=True, headers=()):
     """Status and content of the answer to a piece in `parts`, whose connection may be dropped then."""
     header = header or f"{hashlib.sha256(content).hexdigest()} {len(content)} {offset}"
-    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
-    messages.append({"type": "http.request", "body": b""} if ends else {"type": "http.disconnect"})
-    sent = []
-
-    async def receive():
-        return messages.pop(0)
-
-    async def send(message):
-        sent.append(message)
-
+    messages = [*map(part, parts), {"type": "http.request", "body": b""} if ends else {"type": "http.disconnect"}]
     fields = [(UPLOAD_HEADER.encode(), header.encode()), (b"content-type", b"application/octet-stream"), *headers]
-    fields += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
-    await server.gate({"type": "http", "path": UPLOAD_PATH, "method": "POST", "headers": fields}, receive, send)
-    return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
+    answer = await server.request(UPLOAD_PATH, token=token, headers=fields, messages=messages)
+    return answer and answer[:2]
 
 
 def files(directory):
@@ -387,20 +367,16 @@ async def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(serve
     assert files(directory) == []
 
 
-async def test_a_dropped_connection_costs_what_has_not_arrived(server, token, directory):
+async def test_a_dropped_connection_costs_what_has_not_arrived_in_this_session_and_the_next(server, directory):
+    _, token, hang_up, task = await server.open_session()
     assert await upload(server, token, 0, CONTENT[:700], ends=False) is None
     assert await upload(server, token, 0) == (200, {"received": 700})
-    assert (await upload(server, token, 700, CONTENT[700:]))[1]["received"] == len(CONTENT)
-
-
-async def test_the_next_session_goes_on_where_the_last_one_was(server):
-    _, token, hang_up, task = await server.open_session()
-    await upload(server, token, 0, CONTENT[:700], ends=False)
     hang_up.set()
     await task
     assert (await upload(server, token, 700, CONTENT[700:]))[0] == 409
     _, token, *_ = await server.open_session()
-    assert "file" in (await upload(server, token, 700, CONTENT[700:]))[1]
+    answer = (await upload(server, token, 700, CONTENT[700:]))[1]
+    assert answer["received"] == len(CONTENT) and "file" in answer
 
 
 async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directory):
@@ -459,22 +435,9 @@ async def test_a_directory_that_something_has_removed_is_made_again(server, toke
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-async def test_half_files_do_not_pile_up(directory):
-    uploads = Uploads(str(directory), limit=25_000)
+async def test_half_files_do_not_pile_up(server, token, directory):
+    server.gate._uploads = Uploads(str(directory), limit=25_000)
     for number in range(5):
         content = CONTENT + bytes([number])
-        header = f"{hashlib.sha256(content).hexdigest()} {len(content)} 0".encode()
-        messages = [{"type": "http.request", "body": content[:99], "more_body": True}, {"type": "http.disconnect"}]
-
-        async def receive(messages=messages):
-            return messages.pop(0)
-
-        assert await uploads.receive({UPLOAD_HEADER.encode(): header}, receive) is None
+        assert await upload(server, token, 0, content[:99], content=content, ends=False) is None
     assert 1 <= len(files(directory)) <= 2
-
-
-async def test_the_mark_tells_a_trainer_that_it_has_the_same_directory(server, token, directory):
-    _, state, _ = await server.request("/qarl/state", method="GET")
-    assert (Path(state["transfer_dir"]) / state["transfer_mark"]).exists()
-    # It goes with its server: its name says which process made it.
-    assert str(os.getpid()) in state["transfer_mark"]

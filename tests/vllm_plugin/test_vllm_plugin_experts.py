@@ -69,22 +69,6 @@ def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_
 
 
 @needs_engine
-def test_what_is_sent_are_few_tensors_which_the_engine_computes_with(publisher):
-    llm, model = publisher.engine.llm, publisher.model
-    publisher.forget()
-    # Six of experts, two norms, the router, and of attention two norms and three of each of four linear layers.
-    assert publisher.publish("all")["publish/tensors"] == 2 * (6 + 2 + 1 + 2 + 12) + 3
-    before = engine_logps(llm)
-    assert before == learner_logps(model)
-    publisher.forget()
-    assert publisher.publish("again")["publish/canary_abs_logp"] == 0.0
-    assert engine_logps(llm) == before
-    update_masters(model, 1)
-    assert publisher.publish("changed")["publish/canary_abs_logp"] == 0.0
-    assert before != engine_logps(llm) == learner_logps(model)
-
-
-@needs_engine
 @pytest.mark.parametrize(
     ("change", "message"),
     [

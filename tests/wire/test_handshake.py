@@ -1,6 +1,5 @@
 """The secret between trainer and server: who is let in, and what becomes of a server that does not know it."""
 
-import asyncio
 import gc
 import json
 import os
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 
+from testing_utils.web_servers import WebServer, wait_until
 from trl_qarl.rollout.server_process import ServerProcess, free_port
 from trl_qarl.vllm_plugin.gate import PublicationGate
 from trl_qarl.wire import handshake
@@ -153,24 +153,8 @@ async def application(scope, receive, send):
     await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
 
-class Server:
-    """A gate behind a real web server, in a thread."""
-
-    def __init__(self, token=None, port=0):
-        uvicorn = pytest.importorskip("uvicorn")
-        config = uvicorn.Config(PublicationGate(application, token), port=port, lifespan="off", log_level="error")
-        self.server, listening = uvicorn.Server(config), config.bind_socket()
-        self.port = listening.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.thread = threading.Thread(target=asyncio.run, args=[self.server.serve([listening])])
-        self.thread.start()
-        while not self.server.started:
-            assert self.thread.is_alive()
-            time.sleep(0.01)
-
-    def stop(self):
-        self.server.should_exit = self.server.force_exit = True
-        self.thread.join()
+def serve(token=None, port=0):
+    return WebServer(PublicationGate(application, token), port)
 
 
 class Thief:
@@ -248,7 +232,7 @@ def test_trainer_and_server_find_each_other(started, make_client, monkeypatch, t
     make_token_file(token_file)
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(token_file))
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(transfer_dir))
-    started.append(server := Server(read_token_file(token_file)))
+    started.append(server := serve(read_token_file(token_file)))
     # The same user on the same host; with a copy of the file; as the one who started the server.
     copy = tmp_path / "copy"
     copy.touch(0o600)
@@ -268,24 +252,22 @@ def test_the_session_ends_with_its_client(started):
     pytest.importorskip("vllm")
     from trl_qarl.rollout.client import QaRLClient
 
-    started.append(server := Server(token := make_token()))
+    started.append(server := serve(token := make_token()))
     gc.collect()
     gc.disable()
     try:
         client = QaRLClient(server.url, token=token)
         assert client._get(f"{client.base_url}{STATE_PATH}")["holder"] is not None
         del client
-        deadline = time.monotonic() + 10
-        while requests.get(f"{server.url}{STATE_PATH}", timeout=10).json()["holder"] is not None:
-            assert time.monotonic() < deadline, "the session outlives its client"
-            time.sleep(0.01)
+        state = lambda: requests.get(f"{server.url}{STATE_PATH}", timeout=10).json()  # noqa: E731
+        wait_until(lambda: state()["holder"] is None, 10, lambda: "the session outlives its client")
     finally:
         gc.enable()
 
 
 def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client, monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
-    started.append(server := Server(make_token()))
+    started.append(server := serve(make_token()))
     with pytest.raises(ValueError, match="`vllm_token_file`"):
         make_client(server.url)
     with pytest.raises(ValueError, match="`vllm_token_file`"):
@@ -305,7 +287,7 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     for directory in (mine, theirs):
         make_transfer_dir(directory)
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(mine))
-    started.append(server := Server(token))
+    started.append(server := serve(token))
     client = make_client(server.url, token=token)
     transport = FileChannel(client)
     server.stop()
@@ -332,14 +314,14 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     # When it has gone and the server is back, so is the trainer.
     thief.stop()
     started.remove(thief)
-    started.append(Server(token, server.port))
+    started.append(serve(token, server.port))
     assert client.reconnect(10)
     assert client.call_workers("qarl_describe")
 
 
 def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp_path):
     token = make_token()
-    started.append(server := Server(token))
+    started.append(server := serve(token))
     started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
     with pytest.raises(RuntimeError, match="opened no session"):
         make_client(f"http://127.0.0.1:{thief.server.server_port}", token=token)

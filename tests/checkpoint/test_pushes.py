@@ -335,11 +335,6 @@ def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tm
     QaRLConfig(str(tmp_path / "run"), hub_export="both")
 
 
-def test_adapter_is_refused_where_none_is_trained(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="hub_export='adapter'"):
-        make_trainer(tiny_model, tmp_path, hub_export="adapter")
-
-
 def test_push_of_experts_that_have_no_export_is_refused_before_training(tmp_path, hub):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     model = make_tiny_model(tmp_path, "qwen3_moe", **experts)

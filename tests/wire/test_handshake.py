@@ -77,16 +77,7 @@ def test_what_is_no_token_is_refused(tmp_path):
             read_token_file(path)
 
 
-def test_the_server_keeps_its_secret_from_its_children(monkeypatch, tmp_path):
-    monkeypatch.setattr(handshake, "_taken", None)
-    token = make_token()
-    monkeypatch.setenv(TOKEN_VARIABLE, token)
-    assert take_token() == token
-    assert TOKEN_VARIABLE not in os.environ
-    assert server_token() == token
-
-
-def test_a_server_without_a_secret_does_not_start(monkeypatch, tmp_path):
+def test_a_server_does_not_start_without_a_secret_and_keeps_it_from_its_children(monkeypatch, tmp_path):
     monkeypatch.setattr(handshake, "_taken", None)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
@@ -95,6 +86,10 @@ def test_a_server_without_a_secret_does_not_start(monkeypatch, tmp_path):
     make_token_file(tmp_path / "token")
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
     assert PublicationGate(None)._token == read_token_file(tmp_path / "token")
+    monkeypatch.setenv(TOKEN_VARIABLE, token := make_token())
+    assert take_token() == token
+    assert TOKEN_VARIABLE not in os.environ
+    assert server_token() == token
 
 
 def test_a_server_that_is_started_here_gets_a_secret_of_its_own(tmp_path):

@@ -1,11 +1,13 @@
 """Adapter tensors for vLLM and the arguments of an engine; tests/vllm_plugin/test_adapters.py has real engines."""
 
 import math
+import re
 
 import pytest
 import torch
 
-from testing_utils import make_tiny_config
+from testing_utils.layers import tiny
+from testing_utils.trainings import lora
 from trl_qarl.adapters.tensors import adapter_problems, iter_adapter_tensors, lora_arguments
 from trl_qarl.checkpoint.serving import ENGINE_RANKS, engine_rank
 from trl_qarl.checks.adapter import problems_of_adapter
@@ -17,10 +19,7 @@ ENGINE = {"dtype": "bfloat16", "lora": {"max_rank": 8, "dtype": "bfloat16", "mod
 
 
 def make(**kwargs):
-    from transformers import AutoModelForCausalLM
-
-    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"]} | kwargs))
-    model = peft.get_peft_model(AutoModelForCausalLM.from_config(make_tiny_config()), config)
+    model = peft.get_peft_model(tiny(), lora(**({"target_modules": ["q_proj", "o_proj"]} | kwargs)))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -89,8 +88,7 @@ def test_an_engine_that_cannot_serve_the_adapter_is_refused(lora, adapter, messa
     assert list(adapter_problems(make(), ENGINE)) == []
     engine = ENGINE | {"lora": None if lora is None else ENGINE["lora"] | lora}
     (problem,) = adapter_problems(make(**adapter), engine)
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(problem)
+    assert re.search(message, problem)
 
 
 def test_a_rank_that_vllm_does_not_have_is_refused_before_a_model_is_loaded():

@@ -4,16 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config, product_reference, relative_error
+from testing_utils import layers, make_tiny_config, product_reference, relative_error
 from testing_utils.trainings import RECORD
-from trl_qarl.adapters.base import base_fingerprint, load_adapter, prepare_base
+from trl_qarl.adapters.base import base_fingerprint, prepare_base
 from trl_qarl.adapters.merge_at_export import merge_adapter
-from trl_qarl.adapters.tensors import adapter_config, adapter_tensors, is_adapter_folder
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.record import check_record
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.names import is_peft_model
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
@@ -22,7 +20,6 @@ from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_la
 peft = pytest.importorskip("peft")
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
-TOKENS = torch.arange(12).view(2, 6)
 
 
 def tiny(seed=0, **lora):
@@ -100,8 +97,7 @@ PLAN = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*":
 
 def low_bit_base(folder, scheme):
     """A model whose layers come from a low-bit checkpoint."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2"))
+    model = layers.tiny("qwen2")
     prepare_model(model, scheme)
     return load_frozen_model(str(export_checkpoint(model, folder, dtype=torch.float32)))
 
@@ -145,22 +141,6 @@ def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path,
     check_record(tmp_path, record)
     with pytest.raises(ValueError, match=rf"\({name}={record.get(name)!r} there, {value!r} here\)"):
         check_record(tmp_path, record | {name: value})
-
-
-def test_an_adapter_is_loaded_on_the_base_that_it_names(tmp_path):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(make_tiny_config("qwen2")).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path / "adapter")
-    assert is_adapter_folder(tmp_path / "adapter") and not is_adapter_folder(tmp_path / "base")
-    loaded = load_adapter(tmp_path / "adapter", {}, is_trainable=True)
-    assert is_peft_model(loaded) and not is_peft_model(base)
-    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-    tensors = adapter_tensors(loaded)
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert name in tensors and not any(t.requires_grad for t in tensors.values())
-    assert adapter_config(loaded)["target_modules"] == ["q_proj"]
 
 
 def test_merging_into_codes_is_refused_with_what_to_do():

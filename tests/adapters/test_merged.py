@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from testing_utils import TRAINING, logged, make_problems, make_tiny_model, product_reference, relative_error, spread
+from testing_utils.layers import logits
 from testing_utils.trainings import assert_equal, lora
 from testing_utils.trainings import make as make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer
@@ -133,23 +135,16 @@ def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached(
     assert layer.quantized_weights["weight"].num_flipped_codes is None
 
 
-def test_merging_with_peft_gives_the_same_weight():
+def test_a_model_and_its_pickled_copy_compute_the_same_also_merged_by_peft_and_follow_their_own_adapters():
     model, x = make_model(), torch.randn(2, 256)
-    layer, *_ = parts(model)
-    low_bit, y = layer.low_bit_weight(), model(x)
-    model.merge_adapter()
-    assert is_same(layer.low_bit_weight(), low_bit) and torch.equal(model(x), y)
-    model.unmerge_adapter()
-    assert torch.equal(model(x), y)
-
-
-def test_a_pickled_model_computes_the_same_and_follows_its_own_adapter():
-    model, x = make_model(), torch.randn(2, 256)
-    y, loaded = model(x), pickle.loads(pickle.dumps(model))
-    assert torch.equal(loaded(x), y)
-    loaded.merge_adapter()
-    assert torch.equal(loaded(x), y)
-    loaded.unmerge_adapter()
+    low_bit, y = parts(model)[0].low_bit_weight(), model(x)
+    loaded = pickle.loads(pickle.dumps(model))
+    for either in (model, loaded):
+        assert torch.equal(either(x), y)
+        either.merge_adapter()
+        assert is_same(parts(either)[0].low_bit_weight(), low_bit) and torch.equal(either(x), y)
+        either.unmerge_adapter()
+        assert torch.equal(either(x), y)
     with torch.no_grad():
         parts(loaded)[3].zero_()
     assert torch.equal(model(x), y) and not torch.equal(loaded(x), y)
@@ -201,19 +196,21 @@ def run(base, tmp_path_factory):
     return trainer, before, folder
 
 
-def test_published_tensors_are_those_of_base_and_adapter_merged_by_peft(run, base):
+def test_published_tensors_are_those_of_base_and_saved_adapter_merged_by_peft(run, base):
     trainer, before, folder = run
     after = tensors(trainer.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     targets = ("q_proj", "v_proj", "down_proj")
     assert {name.split(".")[-2] for name in changed} == set(targets)
-    from transformers import AutoModelForCausalLM
-
     merged_by_peft = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
     ).merge_and_unload()
     prepare_model(merged_by_peft, "w4a16", scale_dtype=torch.bfloat16)
     assert_equal(tensors(merged_by_peft), after)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert len(saved) == 2 * 2 * 3 and all("lora_" in name for name in saved)
+    assert not [*folder.glob("model*.safetensors")]
+    assert "inside low-bit weights" in (folder / "README.md").read_text()
 
 
 def test_an_adapter_that_rounds_away_flips_no_code(base, tmp_path):
@@ -239,26 +236,17 @@ def test_reference_policy_is_the_low_bit_base(run, base):
     # The reference was asked for at update 3, after three updates of the adapter.
     assert logged(trainer, "kl")[0] == 0 and logged(trainer, "kl")[3] > 0
     plain = QaRLTrainer(base, spread, QaRLConfig("unused", **(TRAINING | {"bf16": True})), make_problems())
-    tokens = torch.arange(12).view(2, 6)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = plain.model.eval()(tokens).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(plain.model.eval())
         with trainer.model.disable_adapter():
-            assert torch.equal(trainer.model.eval()(tokens).logits, expected)
-        assert not torch.equal(trainer.model(tokens).logits, expected)
+            assert torch.equal(logits(trainer.model.eval()), expected)
+        assert not torch.equal(logits(trainer.model), expected)
 
 
 def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, base, tmp_path):
     _, _, folder = run
     with pytest.raises(ValueError, match="'lora_mode'"):
         make(base, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
-
-
-def test_what_is_saved_is_an_adapter_as_peft_writes_it(run):
-    _, _, folder = run
-    saved = load_file(folder / "adapter_model.safetensors")
-    assert len(saved) == 2 * 2 * 3 and all("lora_" in name for name in saved)
-    assert not [*folder.glob("model*.safetensors")]
-    assert "inside low-bit weights" in (folder / "README.md").read_text()
 
 
 def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import MIXTURES, make_mixture, make_tiny_model
-from testing_utils.trainings import RECORD
+from testing_utils.layers import assert_close, logits
+from testing_utils.trainings import RECORD, assert_equal
 from trl_qarl.checkpoint import layout
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import problem_of_zero_points
@@ -72,11 +73,7 @@ def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path
     model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
     prepare_model(model, name)
     folder = export_checkpoint(model, tmp_path / "export", tokenizer, dtype=torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        # The same weights in float32: only the order of summation differs.
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert_close(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model)
 
 
 def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
@@ -87,10 +84,7 @@ def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
     sizes = {group["weights"]["group_size"]: group["targets"] for group in config["config_groups"].values()}
     assert sizes[128] == ["re:.*\\.down_proj$", "re:.*\\.o_proj$"] and "re:.*\\.q_proj$" in sizes[64]
     assert config["ignore"] == ["model.layers.1.mlp.down_proj", "lm_head"]
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert_close(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model)
 
 
 @pytest.mark.slow
@@ -102,11 +96,7 @@ def test_zero_points_in_groups_of_two_sizes_load_or_are_warned_about(tmp_path, c
     problem = problem_of_zero_points(Inventory.of(model))
     assert (problem is None) == (problem_of_zero_points() is None)
     assert ("vLLM only" in (folder / "README.md").read_text()) == (problem is not None)
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            load_deployed(str(folder))(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5
-        )
+    assert_close(load_deployed(str(folder)), model)
     if problem is None:
         AutoModelForCausalLM.from_pretrained(folder)
         return
@@ -154,9 +144,7 @@ def test_unquantized_experts_are_written_as_in_the_models_own_checkpoint(tmp_pat
     prepare_model(model, "bf16")
     exported = tensors_of(export_checkpoint(model, tmp_path / "export"))
     model.save_pretrained(tmp_path / "original")
-    original = tensors_of(tmp_path / "original")
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(value, original[name]) for name, value in exported.items())
+    assert_equal(exported, tensors_of(tmp_path / "original"))
 
 
 def experts_of(model):
@@ -199,8 +187,7 @@ def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_wei
     is_unread = name in ("w8a8", "w4a16-asym")
     assert ("vLLM only" in card) == is_unread == ("load_frozen_model" in card)
     if is_unread:
-        tokens = torch.randint(4, 200, (2, 12))
-        assert torch.equal(load_deployed(str(folder))(tokens).logits, ours.eval()(tokens).logits)
+        assert torch.equal(logits(load_deployed(str(folder))), logits(ours.eval()))
         with pytest.raises(RuntimeError):
             AutoModelForCausalLM.from_pretrained(folder)
         return
@@ -226,9 +213,7 @@ def test_experts_of_a_plan_have_a_group_of_their_own_that_every_reader_finds(tmp
     for path, experts in experts_of(loaded).items():
         weight = experts_of(model)[path].quantized_weights["down_proj"].low_bit_weight()
         assert torch.equal(experts.down_proj.flatten(0, 1), weight.dequantize(torch.bfloat16))
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert_close(ours, model)
 
 
 def test_large_models_are_sharded_with_an_index(tmp_path):

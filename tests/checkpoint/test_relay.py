@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from testing_utils import make_tiny_model, make_trainer
+from testing_utils.trainings import assert_equal
 from trl_qarl.checkpoint import relay as relay_module
 from trl_qarl.checkpoint.cards import PLOT_FILE
 from trl_qarl.checkpoint.export import checkpoint_state_dict, export_checkpoint
@@ -138,9 +139,7 @@ def write(relay, *versions):
 
 def rebuilt(folder, output_dir, version=None):
     version = rebuild(folder, output_dir, version)
-    tensors = load_file(output_dir / "model.safetensors")
-    assert tensors.keys() == policy(version).keys()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in policy(version).items())
+    assert_equal(load_file(output_dir / "model.safetensors"), policy(version))
     # It may be written over, as any folder that is given again.
     shutil.rmtree(output_dir)
     return version
@@ -263,13 +262,15 @@ def test_a_run_that_goes_on_between_two_versions_writes_a_base(written, tmp_path
 
 def sign(folder):
     """Make a chain of whatever is there, as somebody would who knows how."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    parent = ""
-    for entry in manifest["versions"]:
-        entry["files"] = {name: relay_module._sha256(folder / name) for name in entry["files"]}
-        entry["parent"] = parent
-        parent = relay_module._sha256_of_entry(entry)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def chain(versions):
+        parent = ""
+        for entry in versions:
+            entry["files"] = {name: relay_module._sha256(folder / name) for name in entry["files"]}
+            entry["parent"] = parent
+            parent = relay_module._sha256_of_entry(entry)
+
+    edit(folder, chain)
 
 
 def swap(folder, one, other):

@@ -31,7 +31,7 @@ def tiny(seed=0, **lora):
 
 def prepare(model, scheme="w4a16", keep_masters=False, exclude_modules=None, scale_dtype=torch.float32):
     return prepare_base(
-        model, get_scheme(scheme), keep_masters=keep_masters, exclude_modules=exclude_modules, scale_dtype=scale_dtype
+        model, scheme, keep_masters=keep_masters, exclude_modules=exclude_modules, scale_dtype=scale_dtype
     )
 
 
@@ -103,9 +103,8 @@ def low_bit_base(folder, scheme):
 
 
 def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
-    arguments = {"keep_masters": False, "exclude_modules": None, "scale_dtype": torch.float32}
     base = low_bit_base(tmp_path / "mixed", get_plan(PLAN, high_precision_first=1))
-    report = prepare_base(base, get_plan(PLAN, high_precision_first=1), **arguments)
+    report = prepare(base, get_plan(PLAN, high_precision_first=1))
     assert report.plan == get_plan(PLAN, high_precision_first=1) and len(report.converted) == 7
     assert "3 w4a16 group 32" in str(report) and "4 w8a8 per output channel" in str(report)
     for other in (
@@ -117,7 +116,7 @@ def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
         get_plan(PLAN | {"re:.*self_attn.*": None}, high_precision_first=1),
     ):
         with pytest.raises(ValueError, match="'w8a8'"):
-            prepare_base(base, other, **arguments)
+            prepare(base, other)
 
 
 def test_an_adapter_without_a_record_is_warned_of(tmp_path, caplog):

@@ -1,7 +1,6 @@
 """LoRA over a frozen low-bit base in the trainer: what moves, what stays, what is saved, resumed and exported."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.serving import serve_command
+from trl_qarl.cli import main
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
-from trl_qarl.scripts import export
 
 
 peft = pytest.importorskip("peft")
@@ -107,8 +106,8 @@ def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_
 def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp_path, capsys):
     trainer, *_ = run
     export_checkpoint(trainer.model, tmp_path / "ours", trainer.processing_class)
-    argv = ["--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path / "theirs")]
-    export.main(export.make_parser().parse_args(argv))
+    argv = ["export", "--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path / "theirs")]
+    assert main(argv) == 0
     folder = tmp_path / "theirs"
     command = f"vllm serve {folder} --enable-lora --lora-modules adapter={folder}/adapter"
     assert command in capsys.readouterr().out
@@ -120,8 +119,15 @@ def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp
 def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
     trainer, (base, _), _ = run
     export_checkpoint(trainer.model, tmp_path)
-    argv = ["--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path), "--merge_adapter"]
-    export.main(export.make_parser().parse_args(argv))
+    argv = [
+        "export",
+        "--model_name_or_path",
+        trainer.args.output_dir,
+        "--output_dir",
+        str(tmp_path),
+        "--merge_adapter",
+    ]
+    assert main(argv) == 0
     assert "Warning: The merged policy is not the trained one" in capsys.readouterr().out
     merged = load_file(tmp_path / "model.safetensors")
     assert "--enable-lora" not in serve_command(tmp_path)
@@ -136,8 +142,8 @@ def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(bas
     masters.train()
     export_checkpoint(masters.model, tmp_path / "int4", masters.processing_class)
     masters.save_model()
-    argv = ["--model_name_or_path", masters.args.output_dir, "--output_dir", str(tmp_path / "again")]
-    export.main(export.make_parser().parse_args(argv))
+    argv = ["export", "--model_name_or_path", masters.args.output_dir, "--output_dir", str(tmp_path / "again")]
+    assert main(argv) == 0
     assert_equal(*(load_file(tmp_path / name / "model.safetensors") for name in ("int4", "again")))
     low_bit = make(str(tmp_path / "int4"), tmp_path / "low_bit", peft_config=lora(), **options)
     assert low_bit.swap_report.master_bytes == 0
@@ -157,14 +163,9 @@ def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(bas
         ({"quantize_learner": False}, "quantize_learner=False"),
     ],
 )
-def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs, message):
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    prepare_model(model, "w4a16")
-    export_checkpoint(model, tmp_path / "int4", dtype=torch.float32)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(Path(base, name), tmp_path / "int4")
+def test_a_low_bit_checkpoint_of_another_kind_is_refused(export, tmp_path, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        make(str(tmp_path / "int4"), tmp_path / "run", peft_config=lora(), **({"bf16": False} | kwargs))
+        make(export, tmp_path, peft_config=lora(), **({"bf16": False} | kwargs))
 
 
 def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path):

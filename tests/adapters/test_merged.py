@@ -16,10 +16,10 @@ from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+from trl_qarl.cli import main
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor
-from trl_qarl.scripts import export
 
 
 peft = pytest.importorskip("peft")
@@ -50,13 +50,8 @@ def parts(model):
     """The merged layer, its base weight, both factors and the scaling."""
     layer = quantized_layers(model)["adapted"]
     wrapper = model.base_model.model.adapted
-    return (
-        layer,
-        layer.weight,
-        wrapper.lora_A["default"].weight,
-        wrapper.lora_B["default"].weight,
-        wrapper.scaling["default"],
-    )
+    a, b = (factor["default"].weight for factor in (wrapper.lora_A, wrapper.lora_B))
+    return layer, layer.weight, a, b, wrapper.scaling["default"]
 
 
 def expected_low_bit(model):
@@ -255,11 +250,11 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
     expected = tensors(trainer.model)
     assert_equal(load_file(tmp_path / "direct" / "model.safetensors"), expected)
     assert not (tmp_path / "direct" / "adapter").exists()
-    arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "command")]
-    export.main(export.make_parser().parse_args(arguments))
+    arguments = ["export", "--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "command")]
+    assert main(arguments) == 0
     assert_equal(load_file(tmp_path / "command" / "model.safetensors"), expected)
     with pytest.raises(SystemExit):
-        export.main(export.make_parser().parse_args([*arguments, "--merge_adapter"]))
+        main([*arguments, "--merge_adapter"])
 
 
 @pytest.mark.parametrize(
@@ -268,7 +263,6 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
         ({"scheme": "bf16"}, {}, "lora_mode='merged'"),
         ({"exclude_modules": ["q_proj"]}, {}, r"2 of 6 adapted layers stay in high precision"),
         ({"disable_dropout": False, "objective": "grpo"}, {"lora_dropout": 0.1}, "lora_dropout=0.1"),
-        ({}, {"use_dora": True}, "use_dora=True"),
     ],
 )
 def test_what_cannot_work_is_refused(base, tmp_path, options, config, match):
@@ -276,9 +270,6 @@ def test_what_cannot_work_is_refused(base, tmp_path, options, config, match):
         make(base, tmp_path, lora=config, **options)
 
 
-def test_a_low_bit_checkpoint_is_no_base_to_merge_into(run, tmp_path):
-    trainer, *_ = run
-    with trainer.model.disable_adapter():
-        folder = export_checkpoint(trainer.model, tmp_path / "export", trainer.processing_class)
+def test_a_low_bit_checkpoint_is_no_base_to_merge_into(export, tmp_path):
     with pytest.raises(ValueError, match="lora_mode='merged'"):
-        make(str(folder), tmp_path / "out")
+        make(export, tmp_path)

@@ -1,7 +1,6 @@
 import itertools
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -253,14 +252,6 @@ def test_the_models_own_config_is_not_changed(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def masters(tmp_path_factory):
-    """A folder of masters with the record of their run."""
-    folder = Path(make_tiny_model(tmp_path_factory.mktemp("masters")))
-    (folder / "qarl.json").write_text(json.dumps(RECORD))
-    return folder
-
-
 def export_folder(folder, capsys):
     """Exit code of `trl-qarl export` of `folder` and the lines on stderr that are not a progress bar's."""
     argv = ["export", "--model_name_or_path", str(folder), "--output_dir", str(folder / "export")]
@@ -303,6 +294,7 @@ def test_a_broken_record_is_one_line_and_exit_code_2(masters, tmp_path, capsys, 
 @pytest.mark.parametrize("num_bytes", [0, 5, 50, -1])
 def test_a_cut_off_weight_file_is_one_line_and_exit_code_2(masters, tmp_path, capsys, num_bytes):
     folder = shutil.copytree(masters, tmp_path / "masters")
+    (folder / "qarl.json").write_text(json.dumps(RECORD))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:num_bytes])
     code, lines = export_folder(folder, capsys)

@@ -218,9 +218,8 @@ BAD_BASES = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_BASES)
-def test_a_file_of_another_model_is_refused_by_what_tells_them_apart(tmp_path, case):
-    arguments, message = BAD_BASES[case]
+@pytest.mark.parametrize(("arguments", "message"), BAD_BASES.values(), ids=BAD_BASES)
+def test_a_file_of_another_model_is_refused_by_what_tells_them_apart(tmp_path, arguments, message):
     model = make_model()
     base = make_base(tmp_path / "base.gguf", model, **arguments)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)

@@ -1,16 +1,13 @@
 """The commands of the documentation that push, against a stand-in for the Hub, and what they refuse."""
 
-import os
 import re
 import shlex
-import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
-from test_pushes import fails_at, local_files, pushed_files
 
 from testing_utils import make_trainer
+from testing_utils.hub_stand_in import fails_at, local_files, pushed_files, run_hf
 from trl_qarl.checkpoint.export import is_export
 from trl_qarl.checkpoint.uploads import plan
 from trl_qarl.cli import main
@@ -45,8 +42,6 @@ def documented(start):
 
 @pytest.mark.slow
 def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_path, capsys):
-    from testing_utils.hub_stand_in import environment
-
     assert main(documented("trl-qarl export")[1:]) == 0
     assert "Pushed to someone/NAME. To serve it: vllm serve someone/NAME\n" in capsys.readouterr().out
     files = pushed_files(hub, "someone/NAME")
@@ -55,11 +50,8 @@ def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_pat
     assert "# NAME\n" in card and "vllm serve someone/NAME\n" in card and "| reward, " in card
     assert ("reward.png" in files) == ("![reward by training step](reward.png)" in card)
 
-    program, *arguments = documented("hf upload")
-    program = os.path.join(sysconfig.get_path("scripts"), program)
     hub.repos.clear()
-    env = {**os.environ, **environment(hub, tmp_path / "home")}
-    subprocess.run([program, *arguments], env=env, check=True, capture_output=True, timeout=120)
+    run_hf(hub, tmp_path / "home", *documented("hf upload")[1:])
     assert pushed_files(hub, "someone/NAME") == files
 
 

@@ -102,15 +102,17 @@ def test_options_that_contradict_an_adapter_are_refused(tmp_path, kwargs, messag
     assert len([*problems_of_options(args, has_adapter=False)]) == ("lora_mode" in kwargs)
 
 
-def test_a_layer_that_is_not_there_is_named():
-    (problem,) = problems_of_adapted_model(adapted(target_modules=["q_proj", "query"]))
-    assert "target_modules ['query'] match no layer" in problem and "'down_proj'" in problem
-
-
-@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
-def test_output_head_and_embedding_are_no_targets(name):
-    problems = [*problems_of_adapted_model(adapted(target_modules=["q_proj", name]))]
-    assert len(problems) == 1 and f"names '{'model.' * (name != 'lm_head')}{name}'" in problems[0]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("query", ["target_modules ['query'] match no layer", "'down_proj'"]),
+        ("lm_head", ["names 'lm_head'"]),
+        ("embed_tokens", ["names 'model.embed_tokens'"]),
+    ],
+)
+def test_a_layer_that_is_not_there_output_head_and_embedding_are_no_targets(name, said):
+    (problem,) = problems_of_adapted_model(adapted(target_modules=["q_proj", name]))
+    assert all(part in problem for part in said)
 
 
 def test_one_adapter_is_trained():

@@ -35,7 +35,6 @@ REFUSED = [
     ({"negative_epsilon_low": -1e-4}, "negative_epsilon_low"),
     ({"negative_epsilon_low": 1.5}, "negative_epsilon_low"),
     ({"negative_epsilon_high": -1e-4}, "negative_epsilon_high"),
-    ({"positive_epsilon_high": float("nan")}, "positive_epsilon_high=nan"),
     ({"mismatch_cap": 1.0}, "mismatch_cap"),
     ({"loss_type": "dapo"}, "loss_type='dapo'"),
     ({"objective": "grpo", "positive_epsilon_high": 0.1}, "positive_epsilon_high"),

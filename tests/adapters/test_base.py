@@ -2,10 +2,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from testing_utils import layers, make_tiny_config, product_reference, relative_error
-from testing_utils.trainings import RECORD
+from testing_utils import layers, product_reference, relative_error, trainings
+from testing_utils.trainings import QUANTIZED, RECORD
 from trl_qarl.adapters.base import base_fingerprint, prepare_base
 from trl_qarl.adapters.merge_at_export import merge_adapter
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -13,20 +12,15 @@ from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.record import check_record
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.plan import get_plan
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
 
 
 peft = pytest.importorskip("peft")
 
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
-
 
 def tiny(seed=0, **lora):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2"))
-    config = {"target_modules": "all-linear", "r": 4, "lora_alpha": 6, "init_lora_weights": False}
-    return peft.get_peft_model(model, peft.LoraConfig(**(config | lora)))
+    return peft.get_peft_model(layers.tiny("qwen2", seed), trainings.lora(init_lora_weights=False, **lora))
 
 
 def prepare(model, scheme="w4a16", keep_masters=False, exclude_modules=None, scale_dtype=torch.float32):
@@ -119,25 +113,18 @@ def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
             prepare(base, other)
 
 
-def test_an_adapter_without_a_record_is_warned_of(tmp_path, caplog):
-    check_record(tmp_path, {"scheme": "w4a16"})
-    assert "its adapter may not fit this base and scheme" in caplog.text
+OTHER = {"base": "f" * 16, "scheme": "w8a16", "group_size": 64, "scale_dtype": "float32", "high_precision_last": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("base", "f" * 16),
-        ("scheme", "w8a16"),
-        ("group_size", 64),
-        ("scale_dtype", "float32"),
-        ("high_precision_last", 1),
-    ],
-)
-def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, name, value):
+@pytest.mark.parametrize(("name", "value"), OTHER.items())
+def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, caplog, name, value):
     record = RECORD | {"base": "0" * 16}
+    check_record(tmp_path, record)
+    assert "its adapter may not fit this base and scheme" in caplog.text
+    caplog.clear()
     (tmp_path / "qarl.json").write_text(json.dumps(record))
     check_record(tmp_path, record)
+    assert not caplog.text
     with pytest.raises(ValueError, match=rf"\({name}={record.get(name)!r} there, {value!r} here\)"):
         check_record(tmp_path, record | {name: value})
 

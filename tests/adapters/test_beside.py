@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, spread
+from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, run_export, spread
 from testing_utils.layers import TOKENS
 from testing_utils.trainings import EXPERTS, arguments, assert_equal, lora, make
 from trl_qarl import QaRLConfig, QaRLTrainer
@@ -18,7 +18,6 @@ from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.serving import serve_command
-from trl_qarl.cli import main
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 
 
@@ -27,10 +26,6 @@ peft = pytest.importorskip("peft")
 
 def base_of(model):
     return {name: tensor.clone() for name, tensor in iter_checkpoint_tensors(model, torch.float32)}
-
-
-def copy_of(tensors):
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def logits(model):
@@ -49,13 +44,13 @@ def run(base, tmp_path_factory):
     options = {"exclude_modules": ["o_proj"], "beta": 0.1, "save_strategy": "steps", "save_steps": 2}
     folder = tmp_path_factory.mktemp("run")
     trainer = make(base, folder, peft_config=lora(), **options)
-    before = base_of(trainer.model), copy_of(adapter_tensors(trainer.model))
+    before = base_of(trainer.model)
     trainer.train()
     trainer.save_model()
     return trainer, before, options
 
 
-def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, tmp_path):
+def test_a_saved_adapter_is_ordinary_and_the_same_policy_beside_the_export_and_on_the_plain_base(run, base, tmp_path):
     trainer, *_ = run
     folder = trainer.args.output_dir
     assert_equal(load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(trainer.model))
@@ -68,12 +63,8 @@ def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, 
     exported.set_adapter("default")
     with exported.disable_adapter():
         assert not torch.equal(logits(exported), logits(trainer.model))
-
-
-def test_a_saved_adapter_is_loaded_by_peft_on_the_plain_base(run, base):
-    trainer, *_ = run
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    loaded = peft.PeftModel.from_pretrained(plain, trainer.args.output_dir)
+    loaded = peft.PeftModel.from_pretrained(plain, folder)
     assert_equal(adapter_tensors(loaded), adapter_tensors(trainer.model))
     # The policy that was trained, once its base is quantized.
     prepare_model(loaded, "w4a16", exclude_modules=["o_proj"], scale_dtype=torch.bfloat16)
@@ -93,12 +84,13 @@ def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_
     trainer, _, options = run
     folder = trainer.args.output_dir
     further = make(folder, tmp_path, **(options | {"max_steps": 1}))
-    start = copy_of(adapter_tensors(further.model))
-    assert_equal(start, load_file(f"{folder}/adapter_model.safetensors"))
+    assert_equal(adapter_tensors(further.model), load_file(f"{folder}/adapter_model.safetensors"))
     further.train()
     (row,) = [row for row in further.state.log_history if "loss" in row]
     assert row["kl"] == 0 and row["grad_norm"] > 0
-    assert not torch.equal(*(adapter_tensors(m)[next(iter(start))] for m in (further.model, trainer.model)))
+    ours, theirs = adapter_tensors(further.model), adapter_tensors(trainer.model)
+    first = next(iter(ours))
+    assert not torch.equal(ours[first], theirs[first])
     further.save_model()
     assert not (tmp_path / "ref").exists(), "TRL's copy of the start"
 
@@ -106,9 +98,8 @@ def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_
 def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp_path, capsys):
     trainer, *_ = run
     export_checkpoint(trainer.model, tmp_path / "ours", trainer.processing_class)
-    argv = ["export", "--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path / "theirs")]
-    assert main(argv) == 0
     folder = tmp_path / "theirs"
+    assert run_export(trainer.args.output_dir, folder) == 0
     command = f"vllm serve {folder} --enable-lora --lora-modules adapter={folder}/adapter"
     assert command in capsys.readouterr().out
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
@@ -117,17 +108,9 @@ def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp
 
 
 def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
-    trainer, (base, _), _ = run
+    trainer, base, _ = run
     export_checkpoint(trainer.model, tmp_path)
-    argv = [
-        "export",
-        "--model_name_or_path",
-        trainer.args.output_dir,
-        "--output_dir",
-        str(tmp_path),
-        "--merge_adapter",
-    ]
-    assert main(argv) == 0
+    assert run_export(trainer.args.output_dir, tmp_path, "--merge_adapter") == 0
     assert "Warning: The merged policy is not the trained one" in capsys.readouterr().out
     merged = load_file(tmp_path / "model.safetensors")
     assert "--enable-lora" not in serve_command(tmp_path)
@@ -142,8 +125,7 @@ def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(bas
     masters.train()
     export_checkpoint(masters.model, tmp_path / "int4", masters.processing_class)
     masters.save_model()
-    argv = ["export", "--model_name_or_path", masters.args.output_dir, "--output_dir", str(tmp_path / "again")]
-    assert main(argv) == 0
+    assert run_export(masters.args.output_dir, tmp_path / "again") == 0
     assert_equal(*(load_file(tmp_path / name / "model.safetensors") for name in ("int4", "again")))
     low_bit = make(str(tmp_path / "int4"), tmp_path / "low_bit", peft_config=lora(), **options)
     assert low_bit.swap_report.master_bytes == 0

@@ -8,15 +8,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from testing_utils import TRAINING, logged, make_problems, make_tiny_model, product_reference, relative_error, spread
+from testing_utils import logged, product_reference, relative_error, run_export
 from testing_utils.layers import logits
 from testing_utils.trainings import assert_equal, lora
 from testing_utils.trainings import make as make_trainer
-from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
-from trl_qarl.cli import main
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -176,29 +174,26 @@ def tensors(model, dtype=torch.bfloat16):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("base"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def run(base, tmp_path_factory):
+def run(tiny_model, tmp_path_factory):
     """A training of six updates that keeps close to where it started, saved."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = make(base, folder, beta=0.1, max_steps=6, steps_per_generation=3, save_strategy="steps", save_steps=4)
+    trainer = make(
+        tiny_model, folder, beta=0.1, max_steps=6, steps_per_generation=3, save_strategy="steps", save_steps=4
+    )
     before = tensors(trainer.model)
     trainer.train()
     trainer.save_model()
     return trainer, before, folder
 
 
-def test_published_tensors_are_those_of_base_and_saved_adapter_merged_by_peft(run, base):
+def test_published_tensors_are_those_of_base_and_saved_adapter_merged_by_peft(run, tiny_model):
     trainer, before, folder = run
     after = tensors(trainer.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     targets = ("q_proj", "v_proj", "down_proj")
     assert {name.split(".")[-2] for name in changed} == set(targets)
     merged_by_peft = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), folder
     ).merge_and_unload()
     prepare_model(merged_by_peft, "w4a16", scale_dtype=torch.bfloat16)
     assert_equal(tensors(merged_by_peft), after)
@@ -208,8 +203,8 @@ def test_published_tensors_are_those_of_base_and_saved_adapter_merged_by_peft(ru
     assert "inside low-bit weights" in (folder / "README.md").read_text()
 
 
-def test_an_adapter_that_rounds_away_flips_no_code(base, tmp_path):
-    trainer = make(base, tmp_path, learning_rate=1e-9)
+def test_an_adapter_that_rounds_away_flips_no_code(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, learning_rate=1e-9)
     trainer.train()
     assert logged(trainer, "quant/code_flip_rate") == [0, 0, 0, 0]
     assert any(p.abs().sum() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)
@@ -226,11 +221,11 @@ def test_only_the_adapter_is_trained_and_layers_without_one_drop_their_masters(r
         assert layer.holds_adapter == is_target and layer.is_frozen != is_target
 
 
-def test_reference_policy_is_the_low_bit_base(run, base):
+def test_reference_policy_is_the_low_bit_base(run, tiny_model):
     trainer, *_ = run
     # The reference was asked for at update 3, after three updates of the adapter.
     assert logged(trainer, "kl")[0] == 0 and logged(trainer, "kl")[3] > 0
-    plain = QaRLTrainer(base, spread, QaRLConfig("unused", **(TRAINING | {"bf16": True})), make_problems())
+    plain = make_trainer(tiny_model, "unused")
     with torch.autocast("cpu", torch.bfloat16):
         expected = logits(plain.model.eval())
         with trainer.model.disable_adapter():
@@ -238,10 +233,10 @@ def test_reference_policy_is_the_low_bit_base(run, base):
         assert not torch.equal(logits(trainer.model), expected)
 
 
-def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, base, tmp_path):
+def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, tiny_model, tmp_path):
     _, _, folder = run
     with pytest.raises(ValueError, match="'lora_mode'"):
-        make(base, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        make(tiny_model, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
 
 
 def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
@@ -250,11 +245,10 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
     expected = tensors(trainer.model)
     assert_equal(load_file(tmp_path / "direct" / "model.safetensors"), expected)
     assert not (tmp_path / "direct" / "adapter").exists()
-    arguments = ["export", "--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "command")]
-    assert main(arguments) == 0
+    assert run_export(folder, tmp_path / "command") == 0
     assert_equal(load_file(tmp_path / "command" / "model.safetensors"), expected)
     with pytest.raises(SystemExit):
-        main([*arguments, "--merge_adapter"])
+        run_export(folder, tmp_path / "command", "--merge_adapter")
 
 
 @pytest.mark.parametrize(
@@ -265,9 +259,9 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
         ({"disable_dropout": False, "objective": "grpo"}, {"lora_dropout": 0.1}, "lora_dropout=0.1"),
     ],
 )
-def test_what_cannot_work_is_refused(base, tmp_path, options, config, match):
+def test_what_cannot_work_is_refused(tiny_model, tmp_path, options, config, match):
     with pytest.raises(ValueError, match=match):
-        make(base, tmp_path, lora=config, **options)
+        make(tiny_model, tmp_path, lora=config, **options)
 
 
 def test_a_low_bit_checkpoint_is_no_base_to_merge_into(export, tmp_path):

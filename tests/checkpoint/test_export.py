@@ -1,6 +1,7 @@
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,20 +10,17 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import MIXTURES, make_mixture, make_tiny_model
+from testing_utils import MIXTURES, make_mixture, make_tiny_model, run_export
 from testing_utils.layers import assert_close, logits
-from testing_utils.trainings import RECORD, assert_equal
+from testing_utils.trainings import QUANTIZED, RECORD, assert_equal
 from trl_qarl.checkpoint import layout
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import problem_of_zero_points
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
-from trl_qarl.cli import main
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
 
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 ARCHS = ["llama", "qwen2", "qwen3", "gemma"]
 
 
@@ -129,16 +127,12 @@ def test_releases_that_do_not_read_zero_points_of_several_groups_are_named(tmp_p
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
-def test_low_bit_checkpoint_with_experts_in_high_precision_is_refused(tmp_path, arch):
+def test_experts_in_high_precision_are_refused_beside_low_bit_layers_and_else_written_as_in_masters(tmp_path, arch):
     model = make_mixture(arch)
     prepare_model(model, "w4a16", exclude_modules="experts")
     with pytest.raises(ValueError, match="`save_model`"):
         export_checkpoint(model, tmp_path / "export")
     assert not (tmp_path / "export").exists()
-
-
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
-def test_unquantized_experts_are_written_as_in_the_models_own_checkpoint(tmp_path, arch):
     model = make_mixture(arch)
     prepare_model(model, "bf16")
     exported = tensors_of(export_checkpoint(model, tmp_path / "export"))
@@ -252,15 +246,19 @@ def test_the_models_own_config_is_not_changed(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())
 
 
-def export_folder(folder, capsys):
-    """Exit code of `trl-qarl export` of `folder` and the lines on stderr that are not a progress bar's."""
-    argv = ["export", "--model_name_or_path", str(folder), "--output_dir", str(folder / "export")]
+def complaint(masters, folder, capsys, name, content):
+    """The line on stderr, but for a progress bar's, of `trl-qarl export` of a run's masters with a file changed."""
+    shutil.copytree(masters, folder)
+    (folder / "qarl.json").write_text(json.dumps(RECORD))
+    (folder / name).write_bytes(content)
     try:
-        code = main(argv)
+        code = run_export(folder, folder / "export")
     except SystemExit as error:
         code = error.code
     lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    return code, [line for line in lines if line and "it/s" not in line and "Loading weights" not in line]
+    (line,) = [line for line in lines if line and "it/s" not in line and "Loading weights" not in line]
+    assert code == 2
+    return line
 
 
 @pytest.mark.parametrize(
@@ -283,23 +281,17 @@ def export_folder(folder, capsys):
     ],
 )
 def test_a_broken_record_is_one_line_and_exit_code_2(masters, tmp_path, capsys, content, message):
-    folder = shutil.copytree(masters, tmp_path / "masters")
-    (folder / "qarl.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    code, lines = export_folder(folder, capsys)
-    assert code == 2 and len(lines) == 1, lines
-    assert lines[0].startswith("trl-qarl: error: ") and message in lines[0]
-    assert not (folder / "export").exists()
+    content = content if isinstance(content, bytes) else content.encode()
+    line = complaint(masters, tmp_path / "masters", capsys, "qarl.json", content)
+    assert line.startswith("trl-qarl: error: ") and message in line
+    assert not (tmp_path / "masters" / "export").exists()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 50, -1])
 def test_a_cut_off_weight_file_is_one_line_and_exit_code_2(masters, tmp_path, capsys, num_bytes):
-    folder = shutil.copytree(masters, tmp_path / "masters")
-    (folder / "qarl.json").write_text(json.dumps(RECORD))
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:num_bytes])
-    code, lines = export_folder(folder, capsys)
-    assert code == 2 and len(lines) == 1, lines
-    assert lines[0].startswith(f"trl-qarl: error: A weight file of {folder} is damaged or cut off")
+    folder, content = tmp_path / "masters", Path(masters, "model.safetensors").read_bytes()
+    line = complaint(masters, folder, capsys, "model.safetensors", content[:num_bytes])
+    assert line.startswith(f"trl-qarl: error: A weight file of {folder} is damaged or cut off")
 
 
 @pytest.mark.parametrize("what", ["out", object()], ids=["a folder", "a trainer"])

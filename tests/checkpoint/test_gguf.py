@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config, make_tiny_tokenizer
+from testing_utils import make_tiny_config, make_tiny_tokenizer, run_export
 from testing_utils.layers import assert_close
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.gguf import export_gguf, mxfp4_blocks, q4_0_blocks, q8_0_blocks, read_base
-from trl_qarl.cli import main
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -276,16 +275,15 @@ def test_the_command_writes_the_file_into_the_export(tmp_path, capsys):
     make_base(tmp_path / "base.gguf", model)
     model.save_pretrained(tmp_path / "masters")
     make_tiny_tokenizer().save_pretrained(tmp_path / "masters")
-    argv = ["export", "--model_name_or_path", str(tmp_path / "masters"), "--output_dir", str(tmp_path / "out")]
-    argv += ["--scheme", "w4a16", "--gguf", str(tmp_path / "base.gguf")]
-    assert main(argv) == 0
+    folders = tmp_path / "masters", tmp_path / "out"
+    assert run_export(*folders, "--scheme", "w4a16", "--gguf", str(tmp_path / "base.gguf")) == 0
     assert f"For llama.cpp: llama-server -m {tmp_path}/out/model.gguf" in capsys.readouterr().out
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
     weight, _ = read_weights(tmp_path / "out" / "model.gguf", model)["model.layers.1.mlp.up_proj.weight"]
     assert torch.equal(weight, model.model.layers[1].mlp.up_proj.low_bit_weight().dequantize(torch.float32))
     assert (tmp_path / "out" / "model.safetensors").is_file()
     with pytest.raises(SystemExit, match="2"):
-        main([*argv[:-1], str(tmp_path / "none.gguf")])
+        run_export(*folders, "--scheme", "w4a16", "--gguf", str(tmp_path / "none.gguf"))
     assert "There is no file" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, TrainerCallback
 
-from testing_utils import make_tiny_model, make_trainer
+from testing_utils import make_tiny_model, make_trainer, push_export
 from testing_utils.hub_stand_in import fails_at, local_files, pushed_files, run_hf
 from testing_utils.pictures import make_picture_trainer, make_tiny_picture_model, needs_torchvision
 from testing_utils.trainings import EXPERTS
@@ -22,10 +22,6 @@ from trl_qarl.rollout.canary import Canary
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 SAVING |= {"push_to_hub": True, "hub_model_id": "someone/policy"}
-
-
-def masters_of(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
 def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, tmp_path, hub):
@@ -56,9 +52,7 @@ def test_a_model_of_pictures_is_pushed_with_its_processor_and_loads_as_its_card_
     model = make_tiny_picture_model(tmp_path, "qwen2_5_vl")
     trainer = make_picture_trainer(model, tmp_path / "run", use_vllm=False, max_steps=1, hub_model_id="policy")
     trainer.train()
-    trainer.push_to_hub()
-    files = pushed_files(hub)
-    assert files == local_files(tmp_path / "run" / "w4a16")
+    files = push_export(trainer, hub)
     card = files["README.md"].decode()
     assert "vllm serve someone/policy" in card and "outside the language model" in card
     loaded: dict = {}
@@ -78,9 +72,7 @@ def test_lora_is_pushed_as_a_policy_and_as_an_adapter(tiny_model, tmp_path, hub,
     lora = peft.LoraConfig(r=20, target_modules=["q_proj"])
     trainer = make_trainer(tiny_model, tmp_path / "run", peft_config=lora, **options)
     trainer.train()
-    trainer.push_to_hub()
-    files = pushed_files(hub)
-    assert files == local_files(tmp_path / "run" / "w4a16")
+    files = push_export(trainer, hub)
     card = files["README.md"].decode()
     if lora_mode == "merged":
         assert "vllm serve someone/policy" in card and not any("adapter" in path for path in files)
@@ -148,7 +140,7 @@ def test_both_uploads_masters_to_a_repository_of_their_own(tiny_model, tmp_path,
     serve = "vllm serve someone/policy" + ("" if trainer.args.bf16 else " --dtype float32")
     assert "**These are high-precision master weights" in card and f"{serve}\n" in card
     assert "someone/policy-masters" in pushed_files(hub)["README.md"].decode()
-    pushed = masters_of("someone/policy-masters")
+    pushed = AutoModelForCausalLM.from_pretrained("someone/policy-masters", dtype=torch.float32).state_dict()
     assert all(torch.equal(pushed[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 

@@ -115,7 +115,7 @@ def test_a_layer_that_is_not_there_output_head_and_embedding_are_no_targets(name
     assert all(part in problem for part in said)
 
 
-def test_one_adapter_is_trained():
+def test_one_adapter_is_trained_and_none_that_was_loaded_for_inference(tmp_path):
     model = adapted()
     assert [*problems_of_adapted_model(model)] == []
     model.add_adapter("ref", model.peft_config["default"])
@@ -123,9 +123,6 @@ def test_one_adapter_is_trained():
     model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
     (problem,) = problems_of_adapted_model(model)
     assert "adapters ['default', 'second']" in problem
-
-
-def test_an_adapter_loaded_for_inference_is_refused(tmp_path):
     adapted().save_pretrained(tmp_path)
     (problem,) = problems_of_adapted_model(peft.PeftModel.from_pretrained(tiny(), tmp_path))
     assert "`is_trainable=True`" in problem

@@ -105,6 +105,10 @@ def test_split_without_a_token_is_left_out_and_only_that():
             pytest.approx(value)
         ] * 5
     assert metrics == {}
+    # A log-prob that is not a number is not hidden.
+    old[0, 0] = math.nan
+    metrics = split_metrics(*split_sums(old, torch.full((1, 8), -1.0), torch.ones(1), torch.ones(1, 8)))
+    assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
 
 
 def test_weights_by_sign_of_the_advantage():
@@ -120,12 +124,6 @@ def test_weights_by_sign_of_the_advantage():
         "mismatch/weight_mean/positive",
         "mismatch/effective_sample_size/positive",
     }
-
-
-def test_a_logprob_that_is_not_a_number_is_not_hidden():
-    old = torch.tensor([[math.nan, -1.0]])
-    metrics = split_metrics(*split_sums(old, torch.full((1, 2), -1.0), torch.ones(1), torch.ones(1, 2)))
-    assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
 
 
 def test_edges_of_histograms_separate_the_bounds_of_the_paper():

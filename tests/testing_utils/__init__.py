@@ -106,6 +106,13 @@ def make_tiny_export(masters: str, directory) -> str:
     )
 
 
+def run_export(model, output_dir, *options: str) -> int:
+    """Run `trl-qarl export` in this process and return its exit code."""
+    from trl_qarl.cli import main
+
+    return main(["export", "--model_name_or_path", str(model), "--output_dir", str(output_dir), *options])
+
+
 def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
     """Greedy completion of the model in a folder, token by token, without `generate`."""
     import torch

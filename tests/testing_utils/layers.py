@@ -15,8 +15,8 @@ TOKENS = torch.arange(12).view(2, 6)
 LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION + MLP]
 
 
-def tiny(arch="llama", **overrides):
-    torch.manual_seed(0)
+def tiny(arch="llama", seed=0, **overrides):
+    torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
 
 

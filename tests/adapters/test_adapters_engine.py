@@ -54,10 +54,14 @@ def test_a_model_without_an_adapter_beside_it_sends_none():
         assert list(adapter_problems(model, ENGINE | {"lora": None})) == []
 
 
-def test_an_engine_gets_the_next_rank_that_it_has():
+def test_an_engine_gets_the_next_rank_that_it_has_and_more_is_refused_before_a_model_is_loaded():
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 65, 257, 512)] == [1, 8, 8, 16, 128, 320, 512]
     with pytest.raises(ValueError, match="rank 513 cannot be served: the largest rank in vLLM is 512"):
         engine_rank(513)
+    config = peft.LoraConfig(r=1024, task_type="CAUSAL_LM")
+    assert list(problems_of_adapter(config)) == []
+    (problem,) = problems_of_adapter(config, is_served=True)
+    assert "r=1024 is more than vLLM serves. Use at most 512" in problem
     assert lora_arguments(make()) == {
         "enable_lora": True,
         "max_loras": 1,
@@ -89,10 +93,3 @@ def test_an_engine_that_cannot_serve_the_adapter_is_refused(lora, adapter, messa
     engine = ENGINE | {"lora": None if lora is None else ENGINE["lora"] | lora}
     (problem,) = adapter_problems(make(**adapter), engine)
     assert re.search(message, problem)
-
-
-def test_a_rank_that_vllm_does_not_have_is_refused_before_a_model_is_loaded():
-    config = peft.LoraConfig(r=1024, task_type="CAUSAL_LM")
-    assert list(problems_of_adapter(config)) == []
-    (problem,) = problems_of_adapter(config, is_served=True)
-    assert "r=1024 is more than vLLM serves. Use at most 512" in problem

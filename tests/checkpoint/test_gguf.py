@@ -164,9 +164,8 @@ def test_every_weight_of_the_file_is_the_policys_and_the_rest_the_bases(
         layer, dot, leaf = name.rpartition(".")
         master = model.state_dict()[name]
         if layer in layers and leaf == "weight":
-            assert found == kind and torch.equal(weight, layers[layer].low_bit_weight().dequantize(torch.float32)), (
-                name
-            )
+            assert found == kind, name
+            assert torch.equal(weight, layers[layer].low_bit_weight().dequantize(torch.float32)), name
         else:
             assert found == ("F32" if master.ndim == 1 else "BF16")
             assert torch.equal(weight, master.bfloat16().float()), name

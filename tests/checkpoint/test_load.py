@@ -183,9 +183,8 @@ def test_scales_in_float32_are_named_as_the_reason_why_they_are_not_given_back(t
             tensors[name] = tensor.float() * (1 + 1e-3 * torch.rand(tensor.shape))
     save_file(tensors, tmp_path / "model.safetensors")
     load_masters(str(tmp_path))
-    assert (
-        "these scales are float32. Quantize a model in bfloat16" in caplog.text and "too few codes" not in caplog.text
-    )
+    assert "these scales are float32. Quantize a model in bfloat16" in caplog.text
+    assert "too few codes" not in caplog.text
 
 
 @pytest.mark.slow

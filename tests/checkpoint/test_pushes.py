@@ -38,9 +38,8 @@ def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, 
     assert f"| reward, last logged | {reward:.4g} |" in card
     inputs = AutoTokenizer.from_pretrained("someone/policy")("23 + 8 =", return_tensors="pt")
     pushed = AutoModelForCausalLM.from_pretrained("someone/policy", dtype=torch.float32)
-    assert "GET /someone/policy/resolve/main/model.safetensors" in "\n".join(hub.requests).replace(
-        hub.repos["someone/policy"].branches["main"], "main"
-    )
+    commit = hub.repos["someone/policy"].branches["main"]
+    assert {f"GET /someone/policy/resolve/{at}/model.safetensors" for at in ("main", commit)} & {*hub.requests}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "w4a16", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(pushed(**inputs).logits, exported(**inputs).logits)

@@ -116,6 +116,7 @@ def test_masters_below_float32_are_refused_unless_allowed(tmp_path, dtype):
     problem = low_precision_masters(config(tmp_path, **options), dtype)
     assert re.search(r"masters are bfloat16.*0.02 moves in steps of 1.2e-04.*=3e-06.*remove `dtype`", problem)
     assert low_precision_masters(config(tmp_path, **options, allow_low_precision_masters=True), dtype) is None
+    # Those that may be float32 pass.
     for may_be_float32 in ("auto", None, "float32", torch.float64):
         assert low_precision_masters(config(tmp_path), may_be_float32) is None
 

@@ -7,13 +7,6 @@ from trl_qarl.wire import transfer_dir
 from trl_qarl.wire.transfer_dir import check_transfer_dir, default_transfer_dir, make_transfer_dir
 
 
-def test_the_transfer_directory_is_its_owners_alone(tmp_path):
-    directory = tmp_path / "transfer"
-    make_transfer_dir(directory)
-    assert directory.stat().st_mode & 0o777 == 0o700
-    make_transfer_dir(directory)
-
-
 @pytest.mark.parametrize(
     ("shared", "temporary", "needed", "chosen"),
     [
@@ -38,8 +31,10 @@ def refused(directory, message):
             check(directory)
 
 
-def test_a_directory_that_others_may_change_takes_no_weights(tmp_path, monkeypatch):
+def test_the_directory_is_its_owners_alone_and_one_that_others_may_change_takes_no_weights(tmp_path, monkeypatch):
     directory = tmp_path / "transfer"
+    make_transfer_dir(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
     make_transfer_dir(directory)
     for mode in (0o777, 0o1777, 0o770, 0o702):
         directory.chmod(mode)

@@ -1,11 +1,13 @@
 """Adapter tensors for vLLM and the arguments of an engine; tests/vllm_plugin/test_adapters.py has real engines."""
 
 import math
+import re
 
 import pytest
 import torch
 
-from testing_utils import make_tiny_config
+from testing_utils.layers import tiny
+from testing_utils.trainings import lora
 from trl_qarl.adapters.tensors import adapter_problems, iter_adapter_tensors, lora_arguments
 from trl_qarl.checkpoint.serving import ENGINE_RANKS, engine_rank
 from trl_qarl.checks.adapter import problems_of_adapter
@@ -17,10 +19,7 @@ ENGINE = {"dtype": "bfloat16", "lora": {"max_rank": 8, "dtype": "bfloat16", "mod
 
 
 def make(**kwargs):
-    from transformers import AutoModelForCausalLM
-
-    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"]} | kwargs))
-    model = peft.get_peft_model(AutoModelForCausalLM.from_config(make_tiny_config()), config)
+    model = peft.get_peft_model(tiny(), lora(**({"target_modules": ["q_proj", "o_proj"]} | kwargs)))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -55,10 +54,14 @@ def test_a_model_without_an_adapter_beside_it_sends_none():
         assert list(adapter_problems(model, ENGINE | {"lora": None})) == []
 
 
-def test_an_engine_gets_the_next_rank_that_it_has():
+def test_an_engine_gets_the_next_rank_that_it_has_and_more_is_refused_before_a_model_is_loaded():
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 65, 257, 512)] == [1, 8, 8, 16, 128, 320, 512]
     with pytest.raises(ValueError, match="rank 513 cannot be served: the largest rank in vLLM is 512"):
         engine_rank(513)
+    config = peft.LoraConfig(r=1024, task_type="CAUSAL_LM")
+    assert list(problems_of_adapter(config)) == []
+    (problem,) = problems_of_adapter(config, is_served=True)
+    assert "r=1024 is more than vLLM serves. Use at most 512" in problem
     assert lora_arguments(make()) == {
         "enable_lora": True,
         "max_loras": 1,
@@ -89,12 +92,4 @@ def test_an_engine_that_cannot_serve_the_adapter_is_refused(lora, adapter, messa
     assert list(adapter_problems(make(), ENGINE)) == []
     engine = ENGINE | {"lora": None if lora is None else ENGINE["lora"] | lora}
     (problem,) = adapter_problems(make(**adapter), engine)
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(problem)
-
-
-def test_a_rank_that_vllm_does_not_have_is_refused_before_a_model_is_loaded():
-    config = peft.LoraConfig(r=1024, task_type="CAUSAL_LM")
-    assert list(problems_of_adapter(config)) == []
-    (problem,) = problems_of_adapter(config, is_served=True)
-    assert "r=1024 is more than vLLM serves. Use at most 512" in problem
+    assert re.search(message, problem)

@@ -2,39 +2,30 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config, product_reference, relative_error
-from testing_utils.trainings import RECORD
-from trl_qarl.adapters.base import base_fingerprint, load_adapter, prepare_base
+from testing_utils import layers, product_reference, relative_error, trainings
+from testing_utils.trainings import QUANTIZED, RECORD
+from trl_qarl.adapters.base import base_fingerprint, prepare_base
 from trl_qarl.adapters.merge_at_export import merge_adapter
-from trl_qarl.adapters.tensors import adapter_config, adapter_tensors, is_adapter_folder
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.record import check_record
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.names import is_peft_model
 from trl_qarl.quantization.plan import get_plan
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
 
 
 peft = pytest.importorskip("peft")
 
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
-TOKENS = torch.arange(12).view(2, 6)
-
 
 def tiny(seed=0, **lora):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2"))
-    config = {"target_modules": "all-linear", "r": 4, "lora_alpha": 6, "init_lora_weights": False}
-    return peft.get_peft_model(model, peft.LoraConfig(**(config | lora)))
+    return peft.get_peft_model(layers.tiny("qwen2", seed), trainings.lora(init_lora_weights=False, **lora))
 
 
 def prepare(model, scheme="w4a16", keep_masters=False, exclude_modules=None, scale_dtype=torch.float32):
     return prepare_base(
-        model, get_scheme(scheme), keep_masters=keep_masters, exclude_modules=exclude_modules, scale_dtype=scale_dtype
+        model, scheme, keep_masters=keep_masters, exclude_modules=exclude_modules, scale_dtype=scale_dtype
     )
 
 
@@ -100,16 +91,14 @@ PLAN = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*":
 
 def low_bit_base(folder, scheme):
     """A model whose layers come from a low-bit checkpoint."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2"))
+    model = layers.tiny("qwen2")
     prepare_model(model, scheme)
     return load_frozen_model(str(export_checkpoint(model, folder, dtype=torch.float32)))
 
 
 def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
-    arguments = {"keep_masters": False, "exclude_modules": None, "scale_dtype": torch.float32}
     base = low_bit_base(tmp_path / "mixed", get_plan(PLAN, high_precision_first=1))
-    report = prepare_base(base, get_plan(PLAN, high_precision_first=1), **arguments)
+    report = prepare(base, get_plan(PLAN, high_precision_first=1))
     assert report.plan == get_plan(PLAN, high_precision_first=1) and len(report.converted) == 7
     assert "3 w4a16 group 32" in str(report) and "4 w8a8 per output channel" in str(report)
     for other in (
@@ -121,46 +110,23 @@ def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
         get_plan(PLAN | {"re:.*self_attn.*": None}, high_precision_first=1),
     ):
         with pytest.raises(ValueError, match="'w8a8'"):
-            prepare_base(base, other, **arguments)
+            prepare(base, other)
 
 
-def test_an_adapter_without_a_record_is_warned_of(tmp_path, caplog):
-    check_record(tmp_path, {"scheme": "w4a16"})
-    assert "its adapter may not fit this base and scheme" in caplog.text
+OTHER = {"base": "f" * 16, "scheme": "w8a16", "group_size": 64, "scale_dtype": "float32", "high_precision_last": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("base", "f" * 16),
-        ("scheme", "w8a16"),
-        ("group_size", 64),
-        ("scale_dtype", "float32"),
-        ("high_precision_last", 1),
-    ],
-)
-def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, name, value):
+@pytest.mark.parametrize(("name", "value"), OTHER.items())
+def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, caplog, name, value):
     record = RECORD | {"base": "0" * 16}
+    check_record(tmp_path, record)
+    assert "its adapter may not fit this base and scheme" in caplog.text
+    caplog.clear()
     (tmp_path / "qarl.json").write_text(json.dumps(record))
     check_record(tmp_path, record)
+    assert not caplog.text
     with pytest.raises(ValueError, match=rf"\({name}={record.get(name)!r} there, {value!r} here\)"):
         check_record(tmp_path, record | {name: value})
-
-
-def test_an_adapter_is_loaded_on_the_base_that_it_names(tmp_path):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(make_tiny_config("qwen2")).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path / "adapter")
-    assert is_adapter_folder(tmp_path / "adapter") and not is_adapter_folder(tmp_path / "base")
-    loaded = load_adapter(tmp_path / "adapter", {}, is_trainable=True)
-    assert is_peft_model(loaded) and not is_peft_model(base)
-    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-    tensors = adapter_tensors(loaded)
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert name in tensors and not any(t.requires_grad for t in tensors.values())
-    assert adapter_config(loaded)["target_modules"] == ["q_proj"]
 
 
 def test_merging_into_codes_is_refused_with_what_to_do():

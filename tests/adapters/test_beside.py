@@ -1,7 +1,6 @@
 """LoRA over a frozen low-bit base in the trainer: what moves, what stays, what is saved, resumed and exported."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, spread
-from testing_utils.trainings import arguments, assert_equal, lora
-from testing_utils.trainings import make as make_trainer
+from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, run_export, spread
+from testing_utils.layers import TOKENS
+from testing_utils.trainings import EXPERTS, arguments, assert_equal, lora, make
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -20,24 +19,13 @@ from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
-from trl_qarl.scripts import export
 
 
 peft = pytest.importorskip("peft")
 
-TOKENS = torch.arange(12).view(2, 6)
-
-
-def make(model, output_dir, peft_config=None, **kwargs):
-    return make_trainer(model, output_dir, peft_config=peft_config, **kwargs)
-
 
 def base_of(model):
     return {name: tensor.clone() for name, tensor in iter_checkpoint_tensors(model, torch.float32)}
-
-
-def copy_of(tensors):
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def logits(model):
@@ -55,14 +43,14 @@ def run(base, tmp_path_factory):
     """A training of four updates with o_proj in high precision, saved after two, and what it started from."""
     options = {"exclude_modules": ["o_proj"], "beta": 0.1, "save_strategy": "steps", "save_steps": 2}
     folder = tmp_path_factory.mktemp("run")
-    trainer = make(base, folder, lora(), **options)
-    before = base_of(trainer.model), copy_of(adapter_tensors(trainer.model))
+    trainer = make(base, folder, peft_config=lora(), **options)
+    before = base_of(trainer.model)
     trainer.train()
     trainer.save_model()
     return trainer, before, options
 
 
-def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, tmp_path):
+def test_a_saved_adapter_is_ordinary_and_the_same_policy_beside_the_export_and_on_the_plain_base(run, base, tmp_path):
     trainer, *_ = run
     folder = trainer.args.output_dir
     assert_equal(load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(trainer.model))
@@ -75,12 +63,8 @@ def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, 
     exported.set_adapter("default")
     with exported.disable_adapter():
         assert not torch.equal(logits(exported), logits(trainer.model))
-
-
-def test_a_saved_adapter_is_loaded_by_peft_on_the_plain_base(run, base):
-    trainer, *_ = run
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    loaded = peft.PeftModel.from_pretrained(plain, trainer.args.output_dir)
+    loaded = peft.PeftModel.from_pretrained(plain, folder)
     assert_equal(adapter_tensors(loaded), adapter_tensors(trainer.model))
     # The policy that was trained, once its base is quantized.
     prepare_model(loaded, "w4a16", exclude_modules=["o_proj"], scale_dtype=torch.bfloat16)
@@ -93,19 +77,20 @@ def test_another_base_or_scheme_is_not_resumed(run, base, tmp_path):
     other = make_tiny_model(tmp_path, "qwen3", seed=1)
     for model, kwargs in ((other, options), (base, options | {"scheme": "w8a16"})):
         with pytest.raises(ValueError, match="'base'"):
-            make(model, tmp_path, lora(), **kwargs).train(resume_from_checkpoint=checkpoint)
+            make(model, tmp_path, peft_config=lora(), **kwargs).train(resume_from_checkpoint=checkpoint)
 
 
 def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_path):
     trainer, _, options = run
     folder = trainer.args.output_dir
     further = make(folder, tmp_path, **(options | {"max_steps": 1}))
-    start = copy_of(adapter_tensors(further.model))
-    assert_equal(start, load_file(f"{folder}/adapter_model.safetensors"))
+    assert_equal(adapter_tensors(further.model), load_file(f"{folder}/adapter_model.safetensors"))
     further.train()
     (row,) = [row for row in further.state.log_history if "loss" in row]
     assert row["kl"] == 0 and row["grad_norm"] > 0
-    assert not torch.equal(*(adapter_tensors(m)[next(iter(start))] for m in (further.model, trainer.model)))
+    ours, theirs = adapter_tensors(further.model), adapter_tensors(trainer.model)
+    first = next(iter(ours))
+    assert not torch.equal(ours[first], theirs[first])
     further.save_model()
     assert not (tmp_path / "ref").exists(), "TRL's copy of the start"
 
@@ -113,9 +98,8 @@ def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_
 def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp_path, capsys):
     trainer, *_ = run
     export_checkpoint(trainer.model, tmp_path / "ours", trainer.processing_class)
-    argv = ["--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path / "theirs")]
-    export.main(export.make_parser().parse_args(argv))
     folder = tmp_path / "theirs"
+    assert run_export(trainer.args.output_dir, folder) == 0
     command = f"vllm serve {folder} --enable-lora --lora-modules adapter={folder}/adapter"
     assert command in capsys.readouterr().out
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
@@ -124,10 +108,9 @@ def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp
 
 
 def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
-    trainer, (base, _), _ = run
+    trainer, base, _ = run
     export_checkpoint(trainer.model, tmp_path)
-    argv = ["--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path), "--merge_adapter"]
-    export.main(export.make_parser().parse_args(argv))
+    assert run_export(trainer.args.output_dir, tmp_path, "--merge_adapter") == 0
     assert "Warning: The merged policy is not the trained one" in capsys.readouterr().out
     merged = load_file(tmp_path / "model.safetensors")
     assert "--enable-lora" not in serve_command(tmp_path)
@@ -138,14 +121,13 @@ def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
 @pytest.mark.parametrize("scheme", ["w4a16", ADAPTED_PLAN], ids=["w4a16", "other formats"])
 def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(base, tmp_path, scheme):
     options = {"bf16": False, "max_steps": 2, "scheme": scheme}
-    masters = make(base, tmp_path / "masters", lora(), **options)
+    masters = make(base, tmp_path / "masters", peft_config=lora(), **options)
     masters.train()
     export_checkpoint(masters.model, tmp_path / "int4", masters.processing_class)
     masters.save_model()
-    argv = ["--model_name_or_path", masters.args.output_dir, "--output_dir", str(tmp_path / "again")]
-    export.main(export.make_parser().parse_args(argv))
+    assert run_export(masters.args.output_dir, tmp_path / "again") == 0
     assert_equal(*(load_file(tmp_path / name / "model.safetensors") for name in ("int4", "again")))
-    low_bit = make(str(tmp_path / "int4"), tmp_path / "low_bit", lora(), **options)
+    low_bit = make(str(tmp_path / "int4"), tmp_path / "low_bit", peft_config=lora(), **options)
     assert low_bit.swap_report.master_bytes == 0
     assert low_bit.swap_report.low_bit_bytes == masters.swap_report.low_bit_bytes
     low_bit.train()
@@ -163,19 +145,14 @@ def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(bas
         ({"quantize_learner": False}, "quantize_learner=False"),
     ],
 )
-def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs, message):
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    prepare_model(model, "w4a16")
-    export_checkpoint(model, tmp_path / "int4", dtype=torch.float32)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(Path(base, name), tmp_path / "int4")
+def test_a_low_bit_checkpoint_of_another_kind_is_refused(export, tmp_path, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        make(str(tmp_path / "int4"), tmp_path / "run", lora(), **({"bf16": False} | kwargs))
+        make(export, tmp_path, peft_config=lora(), **({"bf16": False} | kwargs))
 
 
 def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path):
     options = {"bf16": False, "optim": "adamw_torch", "objective": "grpo", "max_steps": 2}
-    ours = make(base, tmp_path / "ours", lora(), scheme="bf16", **options)
+    ours = make(base, tmp_path / "ours", peft_config=lora(), scheme="bf16", **options)
     ours.train()
     args = arguments(tmp_path / "stock", **options)
     fields = [f for f in GRPOConfig.__dataclass_fields__.values() if f.init and f.name != "generation_batch_size"]
@@ -186,9 +163,9 @@ def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path)
 
 
 def test_muon_leaves_the_factors_of_an_adapter_to_adamw(base, tmp_path):
-    muon = make(base, tmp_path, lora(), max_steps=2, optim="muon")
+    muon = make(base, tmp_path, peft_config=lora(), max_steps=2, optim="muon")
     muon.train()
-    adamw = make(base, tmp_path, lora(), max_steps=2, optim="adamw_torch")
+    adamw = make(base, tmp_path, peft_config=lora(), max_steps=2, optim="adamw_torch")
     adamw.train()
     assert list(muon.optimizer.optimizer.parts) == ["adamw"]
     ours, theirs = adapter_tensors(muon.model), adapter_tensors(adamw.model)
@@ -196,7 +173,7 @@ def test_muon_leaves_the_factors_of_an_adapter_to_adamw(base, tmp_path):
 
 
 def test_a_learner_in_high_precision_keeps_its_masters(base, tmp_path):
-    trainer = make(base, tmp_path, lora(), quantize_learner=False, max_steps=1)
+    trainer = make(base, tmp_path, peft_config=lora(), quantize_learner=False, max_steps=1)
     trainer.train()
     assert not any(layer.is_frozen or layer.weight.requires_grad for layer in quantized_layers(trainer.model).values())
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
@@ -216,11 +193,10 @@ def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):
 
 
 def test_an_adapter_beside_the_linear_layers_of_a_mixture_trains_on_frozen_experts(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    model = make_tiny_model(tmp_path, "qwen3_moe", **experts)
+    model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
     with pytest.raises(ValueError, match="'all-linear'"):
-        make(model, tmp_path / "all", lora())
-    trainer = make(model, tmp_path / "run", lora(target_modules=["q_proj", "v_proj"]), max_steps=1)
+        make(model, tmp_path / "all", peft_config=lora())
+    trainer = make(model, tmp_path / "run", peft_config=lora(target_modules=["q_proj", "v_proj"]), max_steps=1)
     layers = quantized_layers(trainer.model)
     assert all(layer.is_frozen for layer in layers.values()) and "model.layers.1.mlp.experts" in layers
     before = base_of(trainer.model)
@@ -229,6 +205,6 @@ def test_an_adapter_beside_the_linear_layers_of_a_mixture_trains_on_frozen_exper
     assert any(p.any() for name, p in trainer.model.named_parameters() if "lora_B" in name)
     # The export's base is one to start from, and is known to be the same.
     trainer.export_model(tmp_path / "export")
-    again = make(str(tmp_path / "export"), tmp_path / "again", lora(target_modules=["q_proj", "v_proj"]))
+    again = make(str(tmp_path / "export"), tmp_path / "again", peft_config=lora(target_modules=["q_proj", "v_proj"]))
     assert again.policy.record()["base"] == trainer.policy.record()["base"]
     assert base_of(again.model).keys() == before.keys()

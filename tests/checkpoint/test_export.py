@@ -10,19 +10,17 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import MIXTURES, make_mixture, make_tiny_model
-from testing_utils.trainings import RECORD
+from testing_utils import MIXTURES, make_mixture, make_tiny_model, run_export
+from testing_utils.layers import assert_close, logits
+from testing_utils.trainings import QUANTIZED, RECORD, assert_equal
 from trl_qarl.checkpoint import layout
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import problem_of_zero_points
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
-from trl_qarl.cli import main
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
 
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 ARCHS = ["llama", "qwen2", "qwen3", "gemma"]
 
 
@@ -72,11 +70,7 @@ def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path
     model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
     prepare_model(model, name)
     folder = export_checkpoint(model, tmp_path / "export", tokenizer, dtype=torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        # The same weights in float32: only the order of summation differs.
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert_close(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model)
 
 
 def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
@@ -87,10 +81,7 @@ def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
     sizes = {group["weights"]["group_size"]: group["targets"] for group in config["config_groups"].values()}
     assert sizes[128] == ["re:.*\\.down_proj$", "re:.*\\.o_proj$"] and "re:.*\\.q_proj$" in sizes[64]
     assert config["ignore"] == ["model.layers.1.mlp.down_proj", "lm_head"]
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert_close(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model)
 
 
 @pytest.mark.slow
@@ -102,11 +93,7 @@ def test_zero_points_in_groups_of_two_sizes_load_or_are_warned_about(tmp_path, c
     problem = problem_of_zero_points(Inventory.of(model))
     assert (problem is None) == (problem_of_zero_points() is None)
     assert ("vLLM only" in (folder / "README.md").read_text()) == (problem is not None)
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            load_deployed(str(folder))(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5
-        )
+    assert_close(load_deployed(str(folder)), model)
     if problem is None:
         AutoModelForCausalLM.from_pretrained(folder)
         return
@@ -140,23 +127,17 @@ def test_releases_that_do_not_read_zero_points_of_several_groups_are_named(tmp_p
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
-def test_low_bit_checkpoint_with_experts_in_high_precision_is_refused(tmp_path, arch):
+def test_experts_in_high_precision_are_refused_beside_low_bit_layers_and_else_written_as_in_masters(tmp_path, arch):
     model = make_mixture(arch)
     prepare_model(model, "w4a16", exclude_modules="experts")
     with pytest.raises(ValueError, match="`save_model`"):
         export_checkpoint(model, tmp_path / "export")
     assert not (tmp_path / "export").exists()
-
-
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
-def test_unquantized_experts_are_written_as_in_the_models_own_checkpoint(tmp_path, arch):
     model = make_mixture(arch)
     prepare_model(model, "bf16")
     exported = tensors_of(export_checkpoint(model, tmp_path / "export"))
     model.save_pretrained(tmp_path / "original")
-    original = tensors_of(tmp_path / "original")
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(value, original[name]) for name, value in exported.items())
+    assert_equal(exported, tensors_of(tmp_path / "original"))
 
 
 def experts_of(model):
@@ -199,8 +180,7 @@ def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_wei
     is_unread = name in ("w8a8", "w4a16-asym")
     assert ("vLLM only" in card) == is_unread == ("load_frozen_model" in card)
     if is_unread:
-        tokens = torch.randint(4, 200, (2, 12))
-        assert torch.equal(load_deployed(str(folder))(tokens).logits, ours.eval()(tokens).logits)
+        assert torch.equal(logits(load_deployed(str(folder))), logits(ours.eval()))
         with pytest.raises(RuntimeError):
             AutoModelForCausalLM.from_pretrained(folder)
         return
@@ -226,9 +206,7 @@ def test_experts_of_a_plan_have_a_group_of_their_own_that_every_reader_finds(tmp
     for path, experts in experts_of(loaded).items():
         weight = experts_of(model)[path].quantized_weights["down_proj"].low_bit_weight()
         assert torch.equal(experts.down_proj.flatten(0, 1), weight.dequantize(torch.bfloat16))
-    tokens = torch.randint(4, 200, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert_close(ours, model)
 
 
 def test_large_models_are_sharded_with_an_index(tmp_path):
@@ -268,23 +246,19 @@ def test_the_models_own_config_is_not_changed(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def masters(tmp_path_factory):
-    """A folder of masters with the record of their run."""
-    folder = Path(make_tiny_model(tmp_path_factory.mktemp("masters")))
+def complaint(masters, folder, capsys, name, content):
+    """The line on stderr, but for a progress bar's, of `trl-qarl export` of a run's masters with a file changed."""
+    shutil.copytree(masters, folder)
     (folder / "qarl.json").write_text(json.dumps(RECORD))
-    return folder
-
-
-def export_folder(folder, capsys):
-    """Exit code of `trl-qarl export` of `folder` and the lines on stderr that are not a progress bar's."""
-    argv = ["export", "--model_name_or_path", str(folder), "--output_dir", str(folder / "export")]
+    (folder / name).write_bytes(content)
     try:
-        code = main(argv)
+        code = run_export(folder, folder / "export")
     except SystemExit as error:
         code = error.code
     lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    return code, [line for line in lines if line and "it/s" not in line and "Loading weights" not in line]
+    (line,) = [line for line in lines if line and "it/s" not in line and "Loading weights" not in line]
+    assert code == 2
+    return line
 
 
 @pytest.mark.parametrize(
@@ -307,22 +281,17 @@ def export_folder(folder, capsys):
     ],
 )
 def test_a_broken_record_is_one_line_and_exit_code_2(masters, tmp_path, capsys, content, message):
-    folder = shutil.copytree(masters, tmp_path / "masters")
-    (folder / "qarl.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    code, lines = export_folder(folder, capsys)
-    assert code == 2 and len(lines) == 1, lines
-    assert lines[0].startswith("trl-qarl: error: ") and message in lines[0]
-    assert not (folder / "export").exists()
+    content = content if isinstance(content, bytes) else content.encode()
+    line = complaint(masters, tmp_path / "masters", capsys, "qarl.json", content)
+    assert line.startswith("trl-qarl: error: ") and message in line
+    assert not (tmp_path / "masters" / "export").exists()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 50, -1])
 def test_a_cut_off_weight_file_is_one_line_and_exit_code_2(masters, tmp_path, capsys, num_bytes):
-    folder = shutil.copytree(masters, tmp_path / "masters")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:num_bytes])
-    code, lines = export_folder(folder, capsys)
-    assert code == 2 and len(lines) == 1, lines
-    assert lines[0].startswith(f"trl-qarl: error: A weight file of {folder} is damaged or cut off")
+    folder, content = tmp_path / "masters", Path(masters, "model.safetensors").read_bytes()
+    line = complaint(masters, folder, capsys, "model.safetensors", content[:num_bytes])
+    assert line.startswith(f"trl-qarl: error: A weight file of {folder} is damaged or cut off")
 
 
 @pytest.mark.parametrize("what", ["out", object()], ids=["a folder", "a trainer"])

@@ -6,17 +6,18 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
-from testing_utils import make_mixture, make_tiny_config
+from testing_utils import make_mixture
+from testing_utils.layers import logits, tiny
 from testing_utils.pictures import KINDS, make_picture_model
+from testing_utils.trainings import QUANTIZED, assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers, report_frozen
 
 
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 # One leaf with two schemes, two schemes in one container, and a layer in high precision.
 MIXED = {
     "re:.*mlp.down_proj": "w3a16",
@@ -25,15 +26,13 @@ MIXED = {
     "re:.*layers.1.self_attn.*": None,
     "_default": "w8a8",
 }
-TOKENS = torch.arange(12).view(2, 6)
 # What llm-compressor 0.14.0.1 wrote of a random Llama of one layer, calibrated on the text of docs/; embeddings of 16
 # tokens.
 FILES = Path(__file__).parent / "llm_compressor"
 
 
 def exported(folder, scheme="w4a16", **kwargs):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2", tie_word_embeddings=True))
+    model = tiny("qwen2", tie_word_embeddings=True)
     report = prepare_model(model, scheme, **kwargs)
     export_checkpoint(model, folder)
     return model, report
@@ -44,8 +43,7 @@ def test_a_loaded_model_computes_what_the_exported_one_does(tmp_path, scheme):
     model, report = exported(tmp_path, scheme, exclude_modules=["o_proj"])
     loaded = load_frozen_model(str(tmp_path))
     assert is_low_bit_checkpoint(str(tmp_path)) and loaded.name_or_path == str(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert torch.equal(logits(loaded), logits(model))
     expected = {name: layer.scheme.name for name, layer in quantized_layers(model).items()}
     assert {name: layer.scheme.name for name, layer in quantized_layers(loaded).items()} == expected
     described = report_frozen(loaded)
@@ -55,44 +53,38 @@ def test_a_loaded_model_computes_what_the_exported_one_does(tmp_path, scheme):
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     # What was loaded is exported to the same bytes.
     export_checkpoint(loaded, tmp_path / "again", dtype=torch.float32)
-    first, second = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert_equal(*(load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again")))
 
 
 def test_masters_are_dropped_and_nothing_else_changes(tmp_path):
     model, report = exported(tmp_path, scale_dtype=torch.bfloat16)
-    with torch.no_grad():
-        before = model(TOKENS).logits
+    before = logits(model)
     masters = [layer.weight for layer in quantized_layers(model).values()]
     assert freeze_model(model) == report.master_bytes == sum(weight.nbytes for weight in masters)
     held = [layer.low_bit_weight() for layer in quantized_layers(model).values()]
     assert sum(weight.num_bytes for weight in held) == report.low_bit_bytes < report.master_bytes / 7
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, before)
+    assert torch.equal(logits(model), before)
     assert freeze_model(model) == 0 and report_frozen(model).low_bit_bytes == report.low_bit_bytes
+
+
+ORDER = "model.layers.0.mlp.up_proj.weight_g_idx"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_bits": 3}, "with other schemes than"),
-        (None, "lacks 1 tensors"),
-        ("model.layers.0.mlp.up_proj.weight_g_idx", "'model.layers.0.mlp.up_proj.weight_g_idx'"),
+        (lambda tensors, scheme: scheme.update(num_bits=3), "with other schemes than"),
+        (lambda tensors, scheme: tensors.pop("model.norm.weight"), "lacks 1 tensors"),
+        (lambda tensors, scheme: tensors.update({ORDER: torch.arange(128)}), f"'{ORDER}'"),
     ],
+    ids=["bits", "too few", "too many"],
 )
 def test_other_checkpoints_are_refused(tmp_path, change, message):
     exported(tmp_path)
-    if change is None or isinstance(change, str):
-        tensors = load_file(tmp_path / "model.safetensors")
-        if change is None:
-            del tensors["model.norm.weight"]
-        else:
-            tensors[change] = torch.arange(128)
-        save_file(tensors, tmp_path / "model.safetensors")
-    else:
-        config = json.loads((tmp_path / "config.json").read_text())
-        config["quantization_config"]["config_groups"]["group_0-int4-signed"]["weights"] |= change
-        (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    change(tensors, config["quantization_config"]["config_groups"]["group_0-int4-signed"]["weights"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load_frozen_model(str(tmp_path))
 
@@ -114,15 +106,9 @@ def test_what_the_trainer_does_not_find_in_a_checkpoint_of_a_mixture_is_loaded(t
     assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in model.state_dict().items())
     # The low-bit form is that of what was loaded.
     assert not torch.equal(experts.quantized_weights["down_proj"].low_bit_weight().qdata, before)
-
-
-def test_experts_under_names_that_are_not_known_are_not_left_as_they_are(tmp_path):
-    saved, model = make_mixture(), make_mixture(seed=1)
-    saved.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    save_file(
-        {name.replace(".experts.3.", ".experts.x."): t for name, t in stored.items()}, tmp_path / "model.safetensors"
-    )
+    # Experts under names that are not known are not left as they are.
+    unknown = {name.replace(".experts.3.", ".experts.x."): tensor for name, tensor in stored.items()}
+    save_file(unknown, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="'model.layers.0.mlp.experts.gate_up_proj'"):
         load_renamed(model, tmp_path)
 
@@ -169,7 +155,7 @@ def test_masters_of_a_checkpoint_of_llm_compressor_start_on_its_own_grid(name, s
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
 def test_groups_whose_codes_no_masters_give_back_are_counted_and_keep_their_weights(tmp_path, caplog, arch):
-    model = make_mixture(arch) if arch == "qwen3_moe" else AutoModelForCausalLM.from_config(make_tiny_config(arch))
+    model = make_mixture(arch) if arch == "qwen3_moe" else tiny(arch)
     scheme = get_scheme("w4a16-observer", 32)
     report = prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     folder = export_checkpoint(model, tmp_path)
@@ -197,9 +183,8 @@ def test_scales_in_float32_are_named_as_the_reason_why_they_are_not_given_back(t
             tensors[name] = tensor.float() * (1 + 1e-3 * torch.rand(tensor.shape))
     save_file(tensors, tmp_path / "model.safetensors")
     load_masters(str(tmp_path))
-    assert (
-        "these scales are float32. Quantize a model in bfloat16" in caplog.text and "too few codes" not in caplog.text
-    )
+    assert "these scales are float32. Quantize a model in bfloat16" in caplog.text
+    assert "too few codes" not in caplog.text
 
 
 @pytest.mark.slow

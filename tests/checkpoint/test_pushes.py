@@ -1,10 +1,7 @@
 """Pushes of the trainer, by the real client of the Hub to a stand-in for it."""
 
 import logging
-import os
 import shlex
-import subprocess
-import sysconfig
 import threading
 import time
 
@@ -13,8 +10,10 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, TrainerCallback
 
-from testing_utils import make_tiny_model, make_trainer
+from testing_utils import make_tiny_model, make_trainer, push_export
+from testing_utils.hub_stand_in import fails_at, local_files, pushed_files, run_hf
 from testing_utils.pictures import make_picture_trainer, make_tiny_picture_model, needs_torchvision
+from testing_utils.trainings import EXPERTS
 from trl_qarl import QaRLConfig
 from trl_qarl.checkpoint.export import is_export
 from trl_qarl.checkpoint.uploads import PushFailed
@@ -23,29 +22,6 @@ from trl_qarl.rollout.canary import Canary
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 SAVING |= {"push_to_hub": True, "hub_model_id": "someone/policy"}
-
-
-def local_files(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def pushed_files(hub, repo_id="someone/policy", revision="main"):
-    files = hub.files(repo_id, revision)
-    del files[".gitattributes"]
-    return files
-
-
-def masters_of(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-
-
-def test_a_push_makes_the_repository_private_if_it_is_told_to(tiny_model, tmp_path, hub):
-    trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="someone/policy")
-    trainer.push_to_hub(private=True)
-    assert hub.repos["someone/policy"].private and is_export(tmp_path / "run" / "w4a16")
-    trainer.init_hf_repo(private=False)
-    trainer.push_to_hub()
-    assert list(hub.repos) == ["someone/policy"]
 
 
 def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, tmp_path, hub):
@@ -62,9 +38,8 @@ def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, 
     assert f"| reward, last logged | {reward:.4g} |" in card
     inputs = AutoTokenizer.from_pretrained("someone/policy")("23 + 8 =", return_tensors="pt")
     pushed = AutoModelForCausalLM.from_pretrained("someone/policy", dtype=torch.float32)
-    assert "GET /someone/policy/resolve/main/model.safetensors" in "\n".join(hub.requests).replace(
-        hub.repos["someone/policy"].branches["main"], "main"
-    )
+    commit = hub.repos["someone/policy"].branches["main"]
+    assert {f"GET /someone/policy/resolve/{at}/model.safetensors" for at in ("main", commit)} & {*hub.requests}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "w4a16", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(pushed(**inputs).logits, exported(**inputs).logits)
@@ -76,9 +51,7 @@ def test_a_model_of_pictures_is_pushed_with_its_processor_and_loads_as_its_card_
     model = make_tiny_picture_model(tmp_path, "qwen2_5_vl")
     trainer = make_picture_trainer(model, tmp_path / "run", use_vllm=False, max_steps=1, hub_model_id="policy")
     trainer.train()
-    trainer.push_to_hub()
-    files = pushed_files(hub)
-    assert files == local_files(tmp_path / "run" / "w4a16")
+    files = push_export(trainer, hub)
     card = files["README.md"].decode()
     assert "vllm serve someone/policy" in card and "outside the language model" in card
     loaded: dict = {}
@@ -98,9 +71,7 @@ def test_lora_is_pushed_as_a_policy_and_as_an_adapter(tiny_model, tmp_path, hub,
     lora = peft.LoraConfig(r=20, target_modules=["q_proj"])
     trainer = make_trainer(tiny_model, tmp_path / "run", peft_config=lora, **options)
     trainer.train()
-    trainer.push_to_hub()
-    files = pushed_files(hub)
-    assert files == local_files(tmp_path / "run" / "w4a16")
+    files = push_export(trainer, hub)
     card = files["README.md"].decode()
     if lora_mode == "merged":
         assert "vllm serve someone/policy" in card and not any("adapter" in path for path in files)
@@ -168,7 +139,7 @@ def test_both_uploads_masters_to_a_repository_of_their_own(tiny_model, tmp_path,
     serve = "vllm serve someone/policy" + ("" if trainer.args.bf16 else " --dtype float32")
     assert "**These are high-precision master weights" in card and f"{serve}\n" in card
     assert "someone/policy-masters" in pushed_files(hub)["README.md"].decode()
-    pushed = masters_of("someone/policy-masters")
+    pushed = AutoModelForCausalLM.from_pretrained("someone/policy-masters", dtype=torch.float32).state_dict()
     assert all(torch.equal(pushed[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
@@ -200,15 +171,15 @@ def test_push_replaces_the_shards_and_the_adapter_of_what_was_there(tiny_model, 
     assert {*names} & {*pushed_files(hub)} == {"notes.txt"}
 
 
-def test_push_goes_to_the_branch_that_is_named(tiny_model, tmp_path, hub):
+def test_push_goes_to_the_branch_that_is_named_of_a_repository_that_is_private_if_told(tiny_model, tmp_path, hub):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy", hub_revision="trial")
-    assert trainer.push_to_hub(blocking=False).result().oid == hub.repos["someone/policy"].branches["trial"]
+    pushed = trainer.push_to_hub(private=True, blocking=False).result()
+    assert pushed.oid == hub.repos["someone/policy"].branches["trial"] and hub.repos["someone/policy"].private
     assert pushed_files(hub, revision="trial") == local_files(tmp_path / "run" / "w4a16")
     assert pushed_files(hub) == {}
-
-
-def fails_at(part, how):
-    return lambda method, path: how if part in f"{method} {path}" else None
+    trainer.init_hf_repo(private=False)
+    trainer.push_to_hub()
+    assert list(hub.repos) == ["someone/policy"]
 
 
 @pytest.mark.slow
@@ -223,8 +194,6 @@ def fails_at(part, how):
     ],
 )
 def test_push_that_fails_loses_nothing_and_its_command_repeats_it(tiny_model, tmp_path, hub, part, how, says):
-    from testing_utils.hub_stand_in import environment
-
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy")
     hub.fault = fails_at(part, how)
     with pytest.raises(PushFailed, match="Nothing is lost") as failure:
@@ -240,10 +209,7 @@ def test_push_that_fails_loses_nothing_and_its_command_repeats_it(tiny_model, tm
     else:
         program, *arguments = shlex.split(message.splitlines()[-1])
         assert program == "hf"
-        program = os.path.join(sysconfig.get_path("scripts"), program)
-        env = {**os.environ, **environment(hub, tmp_path / "home")}
-        done = subprocess.run([program, *arguments], env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        run_hf(hub, tmp_path / "home", *arguments)
     assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
 
 
@@ -335,14 +301,8 @@ def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tm
     QaRLConfig(str(tmp_path / "run"), hub_export="both")
 
 
-def test_adapter_is_refused_where_none_is_trained(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="hub_export='adapter'"):
-        make_trainer(tiny_model, tmp_path, hub_export="adapter")
-
-
 def test_push_of_experts_that_have_no_export_is_refused_before_training(tmp_path, hub):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    model = make_tiny_model(tmp_path, "qwen3_moe", **experts)
+    model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
     options = {"allow_high_precision_experts": True, "exclude_modules": ["experts"]}
     with pytest.raises(ValueError, match="hub_export='low-bit'"):
         make_trainer(model, tmp_path / "run", push_to_hub=True, **options)

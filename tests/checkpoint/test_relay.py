@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from testing_utils import make_tiny_model, make_trainer
+from testing_utils.trainings import assert_equal
 from trl_qarl.checkpoint import relay as relay_module
 from trl_qarl.checkpoint.cards import PLOT_FILE
 from trl_qarl.checkpoint.export import checkpoint_state_dict, export_checkpoint
@@ -35,8 +36,7 @@ class ExportsEachStep(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.export_model(self.folder / str(state.global_step))
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.trainer.export_model(self.folder / str(state.global_step))
+    on_train_end = on_step_begin
 
 
 @pytest.fixture(scope="module")
@@ -128,19 +128,20 @@ def policy(version):
 
 
 def write(relay, *versions):
+    """Write versions and close the relay."""
+
     def export(folder, version):
         folder.mkdir()
         save_file(policy(version), folder / "model.safetensors")
 
     for version in versions:
         relay.write(version, policy(version), lambda folder, version=version: export(folder, version))
+    relay.close()
 
 
 def rebuilt(folder, output_dir, version=None):
     version = rebuild(folder, output_dir, version)
-    tensors = load_file(output_dir / "model.safetensors")
-    assert tensors.keys() == policy(version).keys()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in policy(version).items())
+    assert_equal(load_file(output_dir / "model.safetensors"), policy(version))
     # It may be written over, as any folder that is given again.
     shutil.rmtree(output_dir)
     return version
@@ -148,9 +149,7 @@ def rebuilt(folder, output_dir, version=None):
 
 @pytest.fixture
 def written(tmp_path):
-    relay = Relay(tmp_path / "relay", tmp_path / "run")
-    write(relay, 0, 1, 1, 2, 3)
-    relay.close()
+    write(Relay(tmp_path / "relay", tmp_path / "run"), 0, 1, 1, 2, 3)
     return tmp_path / "relay"
 
 
@@ -169,9 +168,7 @@ def test_two_trainers_do_not_share_a_folder(written, tmp_path):
     # What a trainer leaves that is killed while it writes.
     (written / ".partial").mkdir()
     (written / ".partial" / "patch-4.safetensors").write_bytes(b"half")
-    relay = Relay(written, tmp_path / "run", 3)
-    write(relay, 3, 4)
-    relay.close()
+    write(Relay(written, tmp_path / "run", 3), 3, 4)
     assert rebuilt(written, tmp_path / "out") == 4
 
 
@@ -236,14 +233,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(written,
     assert "versions [0, 1, 2, 3] were written by this run before its first checkpoint and are dropped" in caplog.text
     assert not any(path.name.startswith(("base-", "patch-")) for path in written.iterdir())
     write(relay, 0, 1)
-    relay.close()
     assert rebuilt(written, tmp_path / "out") == 1
     # Once there is a checkpoint, there is a way to go on.
     checkpoint = tmp_path / "run" / "checkpoint-1"
     begin(checkpoint)
     Relay(written, tmp_path / "run").close()
-    write(relay := Relay(written, tmp_path / "run"), 0)
-    relay.close()
+    write(Relay(written, tmp_path / "run"), 0)
     complete(checkpoint)
     with pytest.raises(ValueError, match="this is a new run"):
         Relay(written, tmp_path / "run")
@@ -255,7 +250,6 @@ def test_a_run_that_goes_on_between_two_versions_writes_a_base(written, tmp_path
     relay = Relay(written, tmp_path / "run", 2)
     assert "versions [3] are after update 2" in caplog.text and not (written / "patch-3.safetensors").exists()
     write(relay, 4, 5)
-    relay.close()
     assert [rebuilt(written, tmp_path / "out", version) for version in (2, 4, 5)] == [2, 4, 5]
     entries = json.loads((written / "manifest.json").read_text())["versions"]
     assert list(entries[3]["files"]) == ["base-4/model.safetensors"] and entries[3]["parent"]
@@ -263,13 +257,15 @@ def test_a_run_that_goes_on_between_two_versions_writes_a_base(written, tmp_path
 
 def sign(folder):
     """Make a chain of whatever is there, as somebody would who knows how."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    parent = ""
-    for entry in manifest["versions"]:
-        entry["files"] = {name: relay_module._sha256(folder / name) for name in entry["files"]}
-        entry["parent"] = parent
-        parent = relay_module._sha256_of_entry(entry)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def chain(versions):
+        parent = ""
+        for entry in versions:
+            entry["files"] = {name: relay_module._sha256(folder / name) for name in entry["files"]}
+            entry["parent"] = parent
+            parent = relay_module._sha256_of_entry(entry)
+
+    edit(folder, chain)
 
 
 def swap(folder, one, other):

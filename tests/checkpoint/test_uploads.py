@@ -1,16 +1,13 @@
 """The commands of the documentation that push, against a stand-in for the Hub, and what they refuse."""
 
-import os
 import re
 import shlex
-import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
-from test_pushes import fails_at, local_files, pushed_files
 
-from testing_utils import make_trainer
+from testing_utils import make_trainer, run_export
+from testing_utils.hub_stand_in import fails_at, local_files, pushed_files, run_hf
 from trl_qarl.checkpoint.export import is_export
 from trl_qarl.checkpoint.uploads import plan
 from trl_qarl.cli import main
@@ -30,11 +27,6 @@ def trained(tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def in_its_parent(trained, monkeypatch):
-    monkeypatch.chdir(trained.parent)
-
-
 def documented(start):
     """The command of the documentation that begins so, with a user of the stand-in."""
     (command,) = re.findall(
@@ -44,9 +36,8 @@ def documented(start):
 
 
 @pytest.mark.slow
-def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_path, capsys):
-    from testing_utils.hub_stand_in import environment
-
+def test_documented_commands_push_an_export(trained, monkeypatch, hub, tmp_path, capsys):
+    monkeypatch.chdir(trained.parent)
     assert main(documented("trl-qarl export")[1:]) == 0
     assert "Pushed to someone/NAME. To serve it: vllm serve someone/NAME\n" in capsys.readouterr().out
     files = pushed_files(hub, "someone/NAME")
@@ -55,15 +46,13 @@ def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_pat
     assert "# NAME\n" in card and "vllm serve someone/NAME\n" in card and "| reward, " in card
     assert ("reward.png" in files) == ("![reward by training step](reward.png)" in card)
 
-    program, *arguments = documented("hf upload")
-    program = os.path.join(sysconfig.get_path("scripts"), program)
     hub.repos.clear()
-    env = {**os.environ, **environment(hub, tmp_path / "home")}
-    subprocess.run([program, *arguments], env=env, check=True, capture_output=True, timeout=120)
+    run_hf(hub, tmp_path / "home", *documented("hf upload")[1:])
     assert pushed_files(hub, "someone/NAME") == files
 
 
-def test_documented_script_pushes(trained, tiny_model, in_its_parent, hub, tmp_path):
+def test_documented_script_pushes(trained, tiny_model, monkeypatch, hub, tmp_path):
+    monkeypatch.chdir(trained.parent)
     code = PAGE.read_text().partition("## Push to the Hub")[2].partition("```python\n")[2].partition("```")[0]
     trainer = make_trainer(tiny_model, tmp_path / "out", max_steps=1)
     exec(code, {"trainer": trainer})
@@ -82,19 +71,18 @@ def test_documented_script_pushes(trained, tiny_model, in_its_parent, hub, tmp_p
 )
 def test_export_refuses_a_push_that_cannot_be_before_it_writes(trained, tmp_path, hub, capsys, options, says):
     with pytest.raises(SystemExit, match="2"):
-        main(["export", "--model_name_or_path", str(trained), "--output_dir", str(tmp_path / "x"), *options])
+        run_export(trained, tmp_path / "x", *options)
     assert says in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 def test_export_whose_push_fails_keeps_it_and_ends_with_code_three(trained, tmp_path, hub, capsys):
-    argv = ["export", "--model_name_or_path", str(trained), "--output_dir", str(tmp_path / "x")]
-    argv += ["--push_to_hub", "--hub_model_id", "x", "--hub_private_repo"]
+    arguments = trained, tmp_path / "x", "--push_to_hub", "--hub_model_id", "x", "--hub_private_repo"
     hub.fault = fails_at("/commit/", 500)
-    assert main(argv) == 3
+    assert run_export(*arguments) == 3
     error = capsys.readouterr().err
     assert f"hf upload someone/x {tmp_path / 'x'} . --private" in error and is_export(tmp_path / "x")
     hub.fault = lambda method, path: None
-    assert main(argv) == 0
+    assert run_export(*arguments) == 0
     assert pushed_files(hub, "someone/x") == local_files(tmp_path / "x") and hub.repos["someone/x"].private
 
 

@@ -22,12 +22,6 @@ def no_engine(monkeypatch):
     monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", lambda **_: pytest.fail("the engine was made"))
 
 
-def test_rollout_func_that_would_run_the_masters_is_refused(tiny_model, tmp_path):
-    args = arguments(tmp_path, quantize_learner=False)
-    with pytest.raises(ValueError, match="quantize_learner=False"):
-        QaRLTrainer(tiny_model, spread, args, make_problems(), rollout_func=lambda prompts, trainer: {})
-
-
 @pytest.mark.parametrize("use_vllm", [False, True])
 def test_masters_below_float32_are_refused_before_and_after_loading(tmp_path, use_vllm, monkeypatch, no_engine):
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
@@ -83,40 +77,24 @@ def test_pictures_are_refused_for_a_class_that_was_not_compared(tiny_model, tmp_
 
 
 @pytest.mark.parametrize(
-    ("cls", "reason"),
+    ("cls", "options", "reason"),
     [
-        ("Gemma3ForConditionalGeneration", "different names for the tensors of its vision tower"),
-        ("LlavaNextForConditionalGeneration", "different names for the tensors of its vision tower"),
-        ("MllamaForConditionalGeneration", "were not compared"),
-        ("Qwen2_5_VLForConditionalGeneration", None),
+        ("Gemma3", {}, "different names for the tensors of its vision tower"),
+        ("LlavaNext", {}, "different names for the tensors of its vision tower"),
+        ("Mllama", {}, "were not compared"),
+        ("Qwen2_5_VL", {}, None),
+        ("Qwen3VL", {"numerics": "engine"}, "numerics='engine' with pictures"),
+        ("Qwen3VL", {"exact": "require"}, "exact='require' with pictures"),
     ],
 )
-def test_a_class_is_refused_with_its_reason(tmp_path, cls, reason):
-    model = type(cls, (torch.nn.Module,), {})()
-    problems = [*problems_of_pictures(model, arguments(tmp_path, use_vllm=True))]
+def test_a_class_and_equal_bits_are_refused_with_their_reasons(tmp_path, cls, options, reason):
+    model = type(f"{cls}ForConditionalGeneration", (torch.nn.Module,), {})()
+    args = arguments(tmp_path, use_vllm=True)
+    vars(args).update(options)
+    problems = [*problems_of_pictures(model, args)]
     assert len(problems) == (reason is not None) and all(reason in problem for problem in problems)
-    assert [*problems_of_pictures(model, arguments(tmp_path))] == []
-
-
-@pytest.mark.parametrize(("option", "value"), [("numerics", "engine"), ("exact", "require")])
-def test_pictures_bit_for_bit_are_refused(tmp_path, option, value):
-    model = type("Qwen3VLForConditionalGeneration", (torch.nn.Module,), {})()
-    args = arguments(tmp_path, use_vllm=True)
-    setattr(args, option, value)
-    (problem,) = problems_of_pictures(model, args)
-    assert f"{option}={value!r} with pictures" in problem
-
-
-@pytest.mark.parametrize("name", ["video", "videos"])
-def test_videos_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=f"column '{name}': videos are not supported"):
-        QaRLTrainer("no/such-model", spread, arguments(tmp_path), with_pictures(name))
-
-
-def test_environments_with_pictures_are_refused_with_vllm(tmp_path):
-    args = arguments(tmp_path, use_vllm=True)
-    with pytest.raises(ValueError, match="`environment_factory`"):
-        QaRLTrainer("no/such-model", spread, args, with_pictures(), environment_factory=object)
+    args.use_vllm = False
+    assert [*problems_of_pictures(model, args)] == []
 
 
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory", "streamed dataset", "image"])
@@ -164,22 +142,31 @@ def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
         QaRLTrainer(model, spread, arguments(tmp_path, use_vllm=True), questions, quantization_config=object())
     lines = str(error.value).splitlines()
     assert lines[0] == "4 problems:"
-    for line, text in zip(lines[1:], ["quantization_config", "`prompt`", "'video'", "bfloat16"], strict=True):
+    for line, text in zip(
+        lines[1:], ["quantization_config=object", "`prompt`", "column 'video'", "bfloat16"], strict=True
+    ):
         assert text in line
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "match"),
+    ("kwargs", "options", "match"),
     [
-        ({"peft_config": object()}, "peft_config=object"),
-        ({"quantization_config": object()}, "high precision"),
-        ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, r"`prompt`.*question"),
-        ({"args": GRPOConfig("x", use_cpu=True)}, "QaRLConfig"),
+        ({"peft_config": object()}, {}, "peft_config=object"),
+        ({"args": GRPOConfig("x", use_cpu=True)}, {}, "QaRLConfig"),
+        ({"rollout_func": lambda prompts, trainer: {}}, {"quantize_learner": False}, "quantize_learner=False"),
+        ({"train_dataset": with_pictures("videos")}, {}, "column 'videos': videos are not supported"),
+        (
+            {"train_dataset": with_pictures(), "environment_factory": object},
+            {"use_vllm": True},
+            "`environment_factory`",
+        ),
+        ({}, {"hub_export": "adapter"}, "hub_export='adapter'"),
     ],
 )
-def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, match):
+def test_unsupported_arguments_raise_before_a_model_is_loaded(tmp_path, kwargs, options, match):
+    given = {"args": arguments(tmp_path, **options), "train_dataset": make_problems()} | kwargs
     with pytest.raises((ValueError, TypeError), match=match):
-        QaRLTrainer(tiny_model, spread, **({"args": arguments(tmp_path), "train_dataset": make_problems()} | kwargs))
+        QaRLTrainer("no/such-model", spread, **given)
 
 
 @pytest.mark.parametrize(

@@ -33,29 +33,29 @@ def config(**options):
     return QaRLConfig("out", **({"use_cpu": True, "report_to": [], "optim": "adamw_torch_fused"} | options))
 
 
+def refused(accelerator, message, model=None, error=ValueError, **options):
+    """Expect an error of a launch with options that the configuration takes, or would refuse itself."""
+    args = config()
+    vars(args).update(options)
+    with pytest.raises(error, match=message):
+        check_launch(accelerator, args, model or nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
 def test_sharding_that_accelerate_leaves_out_is_refused(monkeypatch, name):
     # With `use_cpu: true` it trains with whole masters and says nothing.
-    args = config()
-    check_launch(launched(), args, nn.Linear(2, 2))
+    check_launch(launched(), config(), nn.Linear(2, 2))
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(ValueError, match=f"launched with {name}"):
-        check_launch(launched(), args, nn.Linear(2, 2))
+    refused(launched(), f"launched with {name}")
 
 
 def test_what_cannot_shard_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="Use `fsdp_version: 2`"):
-        check_launch(
-            launched(fsdp(fsdp_version=1, reshard_after_forward="FULL_SHARD", cpu_ram_efficient_loading=False)),
-            config(),
-            nn.Linear(2, 2),
-        )
+    plugin = fsdp(fsdp_version=1, reshard_after_forward="FULL_SHARD", cpu_ram_efficient_loading=False)
+    refused(launched(plugin), "Use `fsdp_version: 2`", error=NotImplementedError)
     plugin = fsdp()
     plugin.reshard_after_forward = 2
-    with pytest.raises(ValueError, match="fsdp_reshard_after_forward=2"):
-        check_launch(launched(plugin), config(), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="SIZE_BASED_WRAP"):
-        check_launch(launched(fsdp(auto_wrap_policy="size_based_wrap")), config(), nn.Linear(2, 2))
+    refused(launched(plugin), "fsdp_reshard_after_forward=2")
+    refused(launched(fsdp(auto_wrap_policy="size_based_wrap")), "SIZE_BASED_WRAP")
     for options, message in (
         ({"optim": "adafactor"}, "optim='adafactor' with FSDP2"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw' with FSDP2"),
@@ -64,18 +64,14 @@ def test_what_cannot_shard_is_refused_by_name():
         ({"quantize_learner": False}, "quantize_learner=False with FSDP2"),
         ({"push_to_hub": True}, "hub_strategy='every_save' with FSDP2"),
     ):
-        args = config()
-        vars(args).update(options)
-        with pytest.raises(ValueError, match=message):
-            check_launch(launched(fsdp()), args, nn.Linear(2, 2))
+        refused(launched(fsdp()), message, **options)
     for name in ("muon", "adamw_torch", "adamw_torch_fused", "sgd"):
         check_launch(launched(fsdp()), config(optim=name), nn.Linear(2, 2))
 
 
 def test_bitsandbytes_is_refused_with_its_replacement():
     pytest.importorskip("bitsandbytes")
-    with pytest.raises(ValueError, match="optim='adamw_8bit'"):
-        check_launch(launched(fsdp()), config(optim="adamw_8bit"), nn.Linear(2, 2))
+    refused(launched(fsdp()), "optim='adamw_8bit'", optim="adamw_8bit")
 
 
 def test_gradients_are_added_up_in_float32():
@@ -166,27 +162,21 @@ def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
         ({"stage": SLICES}, {"numerics": "engine"}, "numerics='engine' with zero_stage=3: .* Use numerics='fast'"),
         ({"stage": SLICES}, {"sync_ref_model": True}, "sync_ref_model=True with zero_stage=3"),
     ):
-        args = config()
-        vars(args).update(options)
-        with pytest.raises(ValueError, match=message):
-            check_launch(launched_zero(**state), args, nn.Linear(2, 2))
+        refused(launched_zero(**state), message, **options)
     file = tmp_path / "zero.json"
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     for given in ("auto", False):
         file.write_text(json.dumps({"bf16": {"enabled": given}}))
         check_launch(launched_zero(), config(), nn.Linear(2, 2))
     file.write_text(json.dumps({"bf16": {"enabled": True}}))
-    with pytest.raises(ValueError, match="enabled=true"):
-        check_launch(launched_zero(), config(), nn.Linear(2, 2))
+    refused(launched_zero(), "enabled=true")
 
 
 def test_adapters_are_refused_but_within_whole_weights():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
-    with pytest.raises(ValueError, match="lora_mode='adapter'"):
-        check_launch(launched_zero(), config(), model)
-    with pytest.raises(ValueError, match="zero_stage=3"):
-        check_launch(launched_zero(SLICES), config(lora_mode="merged"), model)
+    refused(launched_zero(), "lora_mode='adapter'", model)
+    refused(launched_zero(SLICES), "zero_stage=3", model, lora_mode="merged")
     accelerator = launched_zero()
     check_launch(accelerator, config(lora_mode="merged"), model)
     # Else accelerate puts another optimizer into the place of `optim`, where its state is offloaded.

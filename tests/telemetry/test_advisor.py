@@ -114,9 +114,18 @@ def test_a_row_of_ten_updates_counts_as_ten():
     assert levels == ["watch", "bad"]
 
 
-@pytest.mark.parametrize(("share", "level"), [(0.91, "fine"), (0.89, "watch"), (0.76, "watch"), (0.74, "bad")])
-def test_effective_sample_size(share, level):
-    assert judge("effective", {"mismatch/effective_sample_size": share}).level == level
+@pytest.mark.parametrize(
+    ("rule", "metric", "levels"),
+    [
+        ("effective", "mismatch/effective_sample_size", {0.91: "fine", 0.89: "watch", 0.76: "watch", 0.74: "bad"}),
+        ("text", "rollout/repetition_share", {0.04: "fine", 0.06: "watch", 0.21: "bad"}),
+        ("text", "rollout/garbled_share", {0.04: "fine", 0.06: "watch", 0.21: "bad"}),
+        ("zero_spread", "frac_reward_zero_std", {0.49: "fine", 0.51: "watch", 0.91: "bad"}),
+    ],
+)
+def test_a_share_has_its_levels(rule, metric, levels):
+    others = {"rollout/repetition_share": 0.0, "rollout/garbled_share": 0.0}
+    assert {share: judge(rule, others | {metric: share}).level for share in levels} == levels
 
 
 @pytest.mark.parametrize(
@@ -127,18 +136,6 @@ def test_effective_sample_size(share, level):
 def test_entropy_is_held_against_its_start(end, level, word):
     finding = judge("entropy", {"entropy": lambda step: 1.0 if step <= 6 else end})
     assert finding.level == level and word in finding.advice
-
-
-@pytest.mark.parametrize("metric", ["rollout/repetition_share", "rollout/garbled_share"])
-@pytest.mark.parametrize(("share", "level"), [(0.04, "fine"), (0.06, "watch"), (0.21, "bad")])
-def test_repetitive_and_garbled_text(metric, share, level):
-    metrics = {"rollout/repetition_share": 0.0, "rollout/garbled_share": 0.0, metric: share}
-    assert judge("text", metrics).level == level
-
-
-@pytest.mark.parametrize(("share", "level"), [(0.49, "fine"), (0.51, "watch"), (0.91, "bad")])
-def test_groups_without_a_spread_of_rewards(share, level):
-    assert judge("zero_spread", {"frac_reward_zero_std": share}).level == level
 
 
 @pytest.mark.parametrize(("slope", "level"), [(0.01, "fine"), (0.0, "watch"), (-0.01, "bad")])

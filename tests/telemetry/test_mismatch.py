@@ -1,4 +1,5 @@
 import math
+from collections import ChainMap
 
 import pytest
 import torch
@@ -14,48 +15,57 @@ from trl_qarl.telemetry.mismatch import (
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 
-def naive(old, sampling, mask):
-    differences = [
-        o - s
-        for o_row, s_row, m_row in zip(old.tolist(), sampling.tolist(), mask.tolist(), strict=True)
-        for o, s, m in zip(o_row, s_row, m_row, strict=True)
-        if m and not math.isnan(s)
-    ]
-    n = len(differences)
-    return {
-        "mismatch/abs_logp_mean": sum(abs(d) for d in differences) / n,
-        "mismatch/abs_logp_max": max(abs(d) for d in differences),
-        "mismatch/k1": sum(-d for d in differences) / n,
-        "mismatch/k3": sum(math.exp(d) - 1 - d for d in differences) / n,
-    }
-
-
-def case(seed):
-    torch.manual_seed(seed)
-    old, sampling = torch.randn(4, 6).double(), torch.randn(4, 6).double()
-    mask = (torch.rand(4, 6) > 0.3).long()
-    sampling[mask == 0] = float("nan")
-    mask[0, 0], sampling[0, 0] = 1, float("nan")
-    return old, sampling, mask
+def naive(old, sampling, advantages, mask):
+    """By loops over Python floats: mismatch of all tokens, and that of some by name with the share of error tokens."""
+    found = {name: [] for name in ("", "/positive", "/negative", "/q1", "/q2", "/q3", "/q4")}
+    errors = []
+    for o_row, s_row, advantage, m_row in zip(
+        old.tolist(), sampling.tolist(), advantages.tolist(), mask.tolist(), strict=True
+    ):
+        tokens = [(o, s) for o, s, m in zip(o_row, s_row, m_row, strict=True) if m]
+        for rank, (o, s) in enumerate(tokens):
+            if math.isnan(s):
+                continue
+            found[""].append(o - s)
+            if advantage:
+                found["/positive" if advantage > 0 else "/negative"].append(o - s)
+            found[f"/q{4 * rank // len(tokens) + 1}"].append(o - s)
+            errors.append(math.exp(o) < 1e-3 and math.exp(s) < 1e-3)
+    whole, *splits = (
+        {
+            f"mismatch/abs_logp_mean{name}": sum(map(abs, d)) / len(d),
+            f"mismatch/abs_logp_max{name}": max(map(abs, d)),
+            f"mismatch/k1{name}": -sum(d) / len(d),
+            f"mismatch/k3{name}": sum(math.exp(x) - 1 - x for x in d) / len(d),
+        }
+        for name, d in found.items()
+    )
+    return whole, dict(ChainMap(*splits, {"rollout/error_token_share": sum(errors) / len(errors)}))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_mismatch_metrics_equal_a_naive_loop(seed):
-    old, sampling, mask = case(seed)
-    metrics = mismatch_metrics(*mismatch_sums(old, sampling, mask), torch.tensor([1.0, 1.0, 2.0, 0.5]))
-    for name, value in naive(old, sampling, mask).items():
-        assert metrics[name] == pytest.approx(value, rel=1e-12)
-    assert metrics["mismatch/unknown_tokens"] == (mask.bool() & sampling.isnan()).sum()
-    assert metrics["mismatch/effective_sample_size"] == pytest.approx(4.5**2 / 6.25 / 4)
-    assert (metrics["mismatch/weight_min"], metrics["mismatch/weight_max"]) == (0.5, 2.0)
-
-
-def test_sums_over_a_split_batch_add_up():
-    old, sampling, mask = case(0)
-    whole, maximum = mismatch_sums(old, sampling, mask)
-    parts = [mismatch_sums(old[i : i + 2], sampling[i : i + 2], mask[i : i + 2]) for i in (0, 2)]
-    torch.testing.assert_close(sum(sums for sums, _ in parts), whole)
-    assert max(m for _, m in parts) == maximum
+def test_the_mismatch_and_its_splits_equal_a_naive_loop_and_add_up_over_processes(seed):
+    torch.manual_seed(seed)
+    old = -6 + 2 * torch.randn(8, 11).double()
+    sampling = old + torch.randn(8, 11).double()
+    mask = (torch.rand(8, 11) > 0.3).long()
+    mask[1] = 0
+    sampling[mask == 0] = float("nan")
+    mask[2, 3], sampling[2, 3] = 1, float("nan")
+    advantages = torch.randn(8)
+    advantages[3] = 0
+    whole, splits = naive(old, sampling, advantages, mask)
+    assert 0 < splits["rollout/error_token_share"] < 1
+    weights = torch.tensor([1.0, 1.0, 2.0, 0.5])
+    whole |= {"mismatch/unknown_tokens": 1, "mismatch/effective_sample_size": 4.5**2 / 6.25 / 4}
+    whole |= {"mismatch/weight_mean": 1.125, "mismatch/weight_min": 0.5, "mismatch/weight_max": 2.0}
+    for parts in ([slice(None)], [slice(0, 5), slice(5, 8)]):
+        sums, maxima = zip(*(mismatch_sums(old[part], sampling[part], mask[part]) for part in parts), strict=True)
+        assert mismatch_metrics(sum(sums), max(maxima), weights) == pytest.approx(whole, rel=1e-12)
+        sums, maxima = zip(
+            *(split_sums(old[part], sampling[part], advantages[part], mask[part]) for part in parts), strict=True
+        )
+        assert split_metrics(sum(sums), torch.stack(maxima).amax(0)) == pytest.approx(splits, rel=1e-12)
 
 
 def test_no_known_token_gives_no_mismatch_rather_than_nan():
@@ -86,51 +96,6 @@ def test_histograms_equal_a_naive_count(seed):
     assert ratio_histograms(log_ratios, advantages, counted).tolist() == expected
 
 
-def naive_splits(old, sampling, advantages, mask):
-    """By loops over Python floats: means of |d| by name, and the share of error tokens."""
-    found = {name: [] for name in ("positive", "negative", "q1", "q2", "q3", "q4")}
-    errors = []
-    for o_row, s_row, advantage, m_row in zip(
-        old.tolist(), sampling.tolist(), advantages.tolist(), mask.tolist(), strict=True
-    ):
-        tokens = [(o, s) for o, s, m in zip(o_row, s_row, m_row, strict=True) if m]
-        for rank, (o, s) in enumerate(tokens):
-            if math.isnan(s):
-                continue
-            if advantage:
-                found["positive" if advantage > 0 else "negative"].append(o - s)
-            found[f"q{4 * rank // len(tokens) + 1}"].append(o - s)
-            errors.append(math.exp(o) < 1e-3 and math.exp(s) < 1e-3)
-    metrics = {}
-    for name, d in found.items():
-        metrics[f"mismatch/abs_logp_mean/{name}"] = sum(map(abs, d)) / len(d)
-        metrics[f"mismatch/abs_logp_max/{name}"] = max(map(abs, d))
-        metrics[f"mismatch/k1/{name}"] = -sum(d) / len(d)
-        metrics[f"mismatch/k3/{name}"] = sum(math.exp(x) - 1 - x for x in d) / len(d)
-    return {**metrics, "rollout/error_token_share": sum(errors) / len(errors)}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_splits_of_the_mismatch_equal_a_naive_loop_and_add_up_over_processes(seed):
-    torch.manual_seed(seed)
-    old = -6 + 2 * torch.randn(8, 11).double()
-    sampling = old + torch.randn(8, 11).double()
-    mask = (torch.rand(8, 11) > 0.3).long()
-    mask[1] = 0
-    sampling[mask == 0] = float("nan")
-    sampling[2, 3] = float("nan")
-    advantages = torch.randn(8)
-    advantages[3] = 0
-    expected = naive_splits(old, sampling, advantages, mask)
-    assert split_metrics(*split_sums(old, sampling, advantages, mask)) == pytest.approx(expected, rel=1e-12)
-    assert 0 < expected["rollout/error_token_share"] < 1
-    parts = [slice(0, 5), slice(5, 8)]
-    sums, maxima = zip(
-        *(split_sums(old[part], sampling[part], advantages[part], mask[part]) for part in parts), strict=True
-    )
-    assert split_metrics(sum(sums), torch.maximum(*maxima)) == pytest.approx(expected, rel=1e-12)
-
-
 def test_split_without_a_token_is_left_out_and_only_that():
     old = torch.full((1, 8), -1.0)
     metrics = split_metrics(*split_sums(old, old - 0.5, torch.ones(1), torch.ones(1, 8)))
@@ -140,6 +105,10 @@ def test_split_without_a_token_is_left_out_and_only_that():
             pytest.approx(value)
         ] * 5
     assert metrics == {}
+    # A log-prob that is not a number is not hidden.
+    old[0, 0] = math.nan
+    metrics = split_metrics(*split_sums(old, torch.full((1, 8), -1.0), torch.ones(1), torch.ones(1, 8)))
+    assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
 
 
 def test_weights_by_sign_of_the_advantage():
@@ -155,12 +124,6 @@ def test_weights_by_sign_of_the_advantage():
         "mismatch/weight_mean/positive",
         "mismatch/effective_sample_size/positive",
     }
-
-
-def test_a_logprob_that_is_not_a_number_is_not_hidden():
-    old = torch.tensor([[math.nan, -1.0]])
-    metrics = split_metrics(*split_sums(old, torch.full((1, 2), -1.0), torch.ones(1), torch.ones(1, 2)))
-    assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
 
 
 def test_edges_of_histograms_separate_the_bounds_of_the_paper():

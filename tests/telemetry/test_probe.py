@@ -37,7 +37,6 @@ def test_divergence_of_the_likeliest_is_a_bound_that_rises_with_their_number():
     p, q = random_log_probs(1), random_log_probs(2)
     values = [measure(p, q, k)["mismatch/probe_kl"] for k in (1, 5, 20, 50)]
     assert 0 < values[0] < values[1] < values[2] < values[3]
-    assert values[3] == pytest.approx(naive_kl(p, q), rel=1e-5)
 
 
 def test_a_distribution_on_few_tokens_has_no_rest():

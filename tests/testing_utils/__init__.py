@@ -107,6 +107,13 @@ def make_tiny_export(masters: str, directory) -> str:
     )
 
 
+def run_export(model, output_dir, *options: str) -> int:
+    """Run `trl-qarl export` in this process and return its exit code."""
+    from trl_qarl.cli import main
+
+    return main(["export", "--model_name_or_path", str(model), "--output_dir", str(output_dir), *options])
+
+
 def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
     """Greedy completion of the model in a folder, token by token, without `generate`."""
     import torch
@@ -382,12 +389,12 @@ def relative_error(actual, expected) -> float:
 
 def push_export(trainer, hub) -> dict[str, bytes]:
     """Files of the policy that `trainer` pushes to a stand-in for the Hub, which are those of its export."""
+    from testing_utils.hub_stand_in import local_files, pushed_files
+
     trainer.args.hub_model_id = "someone/policy"
     trainer.push_to_hub()
-    files = hub.files("someone/policy")
-    del files[".gitattributes"]
-    folder = trainer.export_dir
-    assert files == {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    files = pushed_files(hub)
+    assert files == local_files(Path(trainer.export_dir))
     return files
 
 

@@ -8,7 +8,10 @@ Blobs lie on disk under their SHA-256. Xet is not spoken; the client has to be t
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sysconfig
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,6 +88,30 @@ class StandInHub:
         repo.commits[commit_id], repo.branches[branch] = files, commit_id
         repo.messages.append(message)
         return commit_id
+
+
+def local_files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def pushed_files(hub: StandInHub, repo_id: str = "someone/policy", revision: str = "main") -> dict[str, bytes]:
+    """Files of a repository but for the one that the Hub itself adds."""
+    files = hub.files(repo_id, revision)
+    del files[".gitattributes"]
+    return files
+
+
+def fails_at(part: str, how: int | str) -> Callable[[str, str], int | str | None]:
+    """A fault of the requests with `part` in method or path."""
+    return lambda method, path: how if part in f"{method} {path}" else None
+
+
+def run_hf(hub: StandInHub, home: Path, *arguments: str) -> None:
+    """Run the command `hf` in a process whose Hub is the stand-in."""
+    program = os.path.join(sysconfig.get_path("scripts"), "hf")
+    env = {**os.environ, **environment(hub, home)}
+    done = subprocess.run([program, *arguments], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def is_lfs(path: str) -> bool:

@@ -14,6 +14,7 @@ from trl_qarl.quantization.tensors import LowBitTensor
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+TOKENS = torch.arange(12).view(2, 6)
 LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION + MLP]
 
 
@@ -24,9 +25,20 @@ def one_layer(scheme, **options):
     return model, quantization_config(Inventory.of(model))
 
 
-def tiny(arch="llama", **overrides):
-    torch.manual_seed(0)
+def tiny(arch="llama", seed=0, **overrides):
+    torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
+
+
+@torch.no_grad()
+def logits(model, tokens=TOKENS):
+    return model(tokens).logits
+
+
+def assert_close(ours, theirs):
+    """Compare logits of two models with the same weights in float32, where only the order of summation differs."""
+    tokens = torch.randint(4, 200, (2, 12))
+    torch.testing.assert_close(logits(ours, tokens), logits(theirs, tokens), rtol=1e-5, atol=1e-5)
 
 
 def route(num_tokens=40, num_experts=8):

@@ -8,6 +8,9 @@ from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.schemes import SCHEMES
 
 
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+
+
 SIGNED = {
     s.grid.num_bits: name
     for name, s in SCHEMES.items()

@@ -24,7 +24,8 @@ class WebServer:
 
     def __init__(self, app, port=0, **options):
         uvicorn = pytest.importorskip("uvicorn")
-        config = uvicorn.Config(app, port=port, lifespan="off", log_level="error", **options)
+        # It does not recognize bound methods by itself.
+        config = uvicorn.Config(app, port=port, interface="asgi3", lifespan="off", log_level="error", **options)
         self.server, listening = uvicorn.Server(config), config.bind_socket()
         self.port = listening.getsockname()[1]
         self.url = f"{'https' if options else 'http'}://127.0.0.1:{self.port}"

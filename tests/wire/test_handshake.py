@@ -3,9 +3,7 @@
 import gc
 import json
 import os
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -54,39 +52,26 @@ def test_a_token_file_is_its_owners_alone_and_kept(tmp_path):
     assert read_token_file(path) == token != make_token()
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o620])
-def test_a_token_that_others_may_know_is_refused(tmp_path, mode):
+def test_what_is_no_token_and_what_others_may_know_is_refused(tmp_path):
     path = tmp_path / "token"
     make_token_file(path)
-    path.chmod(mode)
-    with pytest.raises(ValueError, match=f"mode {mode:04o}.*chmod 600"):
-        read_token_file(path)
-
-
-def test_what_is_no_token_is_refused(tmp_path):
+    for mode in (0o644, 0o640, 0o602, 0o620):
+        path.chmod(mode)
+        with pytest.raises(ValueError, match=f"mode {mode:04o}.*chmod 600"):
+            read_token_file(path)
+    path.chmod(0o600)
     with pytest.raises(ValueError, match="cannot be read.*No such file"):
         read_token_file(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ValueError, match="not a regular file"):
         read_token_file(tmp_path / "pipe")
     for content in (b"", b"hunter2\n", b"0" * 65, b"\xff" * 64):
-        path = tmp_path / "token"
-        path.touch(0o600)
         path.write_bytes(content)
         with pytest.raises(ValueError, match="64 hexadecimal digits|cannot be read"):
             read_token_file(path)
 
 
-def test_the_server_keeps_its_secret_from_its_children(monkeypatch, tmp_path):
-    monkeypatch.setattr(handshake, "_taken", None)
-    token = make_token()
-    monkeypatch.setenv(TOKEN_VARIABLE, token)
-    assert take_token() == token
-    assert TOKEN_VARIABLE not in os.environ
-    assert server_token() == token
-
-
-def test_a_server_without_a_secret_does_not_start(monkeypatch, tmp_path):
+def test_a_server_does_not_start_without_a_secret_and_keeps_it_from_its_children(monkeypatch, tmp_path):
     monkeypatch.setattr(handshake, "_taken", None)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
@@ -95,6 +80,10 @@ def test_a_server_without_a_secret_does_not_start(monkeypatch, tmp_path):
     make_token_file(tmp_path / "token")
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
     assert PublicationGate(None)._token == read_token_file(tmp_path / "token")
+    monkeypatch.setenv(TOKEN_VARIABLE, token := make_token())
+    assert take_token() == token
+    assert TOKEN_VARIABLE not in os.environ
+    assert server_token() == token
 
 
 def test_a_server_that_is_started_here_gets_a_secret_of_its_own(tmp_path):
@@ -145,64 +134,38 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
         engine.receive_weights(FileUpdateInfo("x.safetensors"))
 
 
+async def reply(send, content, status=200, headers=()):
+    headers = [(b"content-type", b"application/json"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode() + b"\n"})
+
+
 async def application(scope, receive, send):
     """The routes of vLLM that a connecting client uses, and the workers' answer."""
-    content = {"data": [{"id": "m"}], "results": [{"backend": "qarl"}]}
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    await reply(send, {"data": [{"id": "m"}], "results": [{"backend": "qarl"}]})
 
 
 def serve(token=None, port=0):
     return WebServer(PublicationGate(application, token), port)
 
 
-class Thief:
+class Thief(WebServer):
     """A process of somebody else that took the port: it answers everything as the server would, but for the secret."""
 
     def __init__(self, port, directory, token_file, redirects_to=None):
-        self.requests = requests = []
+        self.requests, self.redirects_to = [], redirects_to
+        self.said = {"data": [{"id": "m"}], "instance": "i", "nonce": "0" * 32, "holder": None, "results": [{}]}
+        self.said |= {"session": "s", "transfer_dir": str(directory), "token_file": str(token_file)}
+        super().__init__(self.answer, port)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                requests.append((self.path, {"headers": dict(self.headers)}))
-                self.answer()
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                requests.append((self.path, {"body": body, "headers": dict(self.headers)}))
-                self.answer()
-
-            def answer(self):
-                # What it has seen of the trainer is the best guess it has for a proof.
-                seen = [request["body"]["proof"] for path, request in requests if path == SESSION_PATH]
-                content = {"data": [{"id": "m"}], "instance": "i", "nonce": "0" * 32, "holder": None, "results": [{}]}
-                content |= {"session": "s", "transfer_dir": str(directory), "token_file": str(token_file)}
-                content |= {"proof": (seen or ["0" * 64])[-1]}
-                data = json.dumps(content).encode() + b"\n"
-                is_redirected = redirects_to and self.path.startswith("/qarl/")
-                self.send_response(307 if is_redirected else 200)
-                if is_redirected:
-                    self.send_header("Location", f"{redirects_to}{self.path}")
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05})
-        self.thread.start()
-
-    def stop(self):
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+    async def answer(self, scope, receive, send):
+        path, body = scope["path"], json.loads((await receive())["body"] or b"{}")
+        self.requests.append((path, body, scope["headers"]))
+        # What it has seen of the trainer is the best guess it has for a proof.
+        seen = [body["proof"] for path, body, _ in self.requests if path == SESSION_PATH]
+        is_redirected = self.redirects_to and path.startswith("/qarl/")
+        headers = [(b"location", f"{self.redirects_to}{path}".encode())] if is_redirected else []
+        await reply(send, self.said | {"proof": (seen or ["0" * 64])[-1]}, 307 if is_redirected else 200, headers)
 
 
 @pytest.fixture
@@ -303,7 +266,7 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     assert thief.requests == []
     with pytest.raises(ServerLost, match="did not prove that it knows the secret"):
         client.reconnect(0)
-    assert {path for path, _ in thief.requests} == {"/health", STATE_PATH, SESSION_PATH}
+    assert {path for path, *_ in thief.requests} == {"/health", STATE_PATH, SESSION_PATH}
     assert token not in str(thief.requests)
     assert client.transfer_dir == str(mine)
     # At the start of a training.
@@ -324,4 +287,4 @@ def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp
     started.append(server := serve(token))
     started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
     with pytest.raises(RuntimeError, match="opened no session"):
-        make_client(f"http://127.0.0.1:{thief.server.server_port}", token=token)
+        make_client(thief.url, token=token)

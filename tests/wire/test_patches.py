@@ -51,43 +51,47 @@ class Learner(Publisher):
     def __init__(self, engine):
         self.engine, self._patches, self._delta_seconds = engine, PatchBook(), 0.0
 
-    def begin(self, published):
-        self._begin_patches(published)
 
-    def pack(self, layer):
-        return self._pack(layer)
-
-
-def publish(learner, engine, layer, published):
+def publish(learner, layer, published):
     """Tensors sent for `layer` to an engine that, as the learner believes, holds `published`."""
-    learner.begin(published)
-    return learner.pack(list(layer.items()))
+    learner._begin_patches(published)
+    return learner._pack(list(layer.items()))
 
 
-def test_only_changes_of_what_the_engine_has_confirmed_are_sent():
-    engine = Engine()
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def learner(engine):
+    """A learner that has published `LAYER` to the engine."""
     learner = Learner(engine)
-    layers = [LAYER]
-    sent = publish(learner, engine, LAYER, {})
+    sent = publish(learner, LAYER, {})
     assert [name for name, _ in sent] == list(LAYER) and engine.receive(sent, LAYER)
+    return learner
+
+
+def test_only_changes_of_what_the_engine_has_confirmed_are_sent(engine, learner):
+    layers = [LAYER]
     for seed in range(3):
         layers.append(flip(layers[-1], seed))
-        sent = publish(learner, engine, layers[-1], engine.published)
+        sent = publish(learner, layers[-1], engine.published)
         assert [name for name, _ in sent] == ["qarl.delta.layers.0"] and sent[0][1].nbytes < 1500
         assert engine.receive(sent, layers[-1])
     # Nothing changed: the block says so in a few bytes.
-    assert publish(learner, engine, layers[-1], engine.published)[0][1].nbytes < 400
+    assert publish(learner, layers[-1], engine.published)[0][1].nbytes < 400
     # An engine that was started again, one that has lost a publication, and one that took somebody else's get
     # everything.
     for stranger in (Engine(), engine):
         stranger.published = {}
         learner.engine = stranger
-        assert not any(is_delta(name) for name, _ in publish(learner, stranger, LAYER, {"a": "b"}))
-    assert not any(is_delta(name) for name, _ in publish(learner, engine, LAYER, {}))
+        assert not any(is_delta(name) for name, _ in publish(learner, LAYER, {"a": "b"}))
+    assert not any(is_delta(name) for name, _ in publish(learner, LAYER, {}))
 
 
 @pytest.mark.parametrize(("arch", "block"), [("qwen3_moe", "mlp"), ("mixtral", "block_sparse_moe")])
-def test_one_expert_that_changed_is_sent_as_changes_of_its_layers_stacks(arch, block):
+def test_one_expert_that_changed_is_sent_as_changes_of_its_layers_stacks(engine, arch, block):
     model = make_mixture(arch)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
 
@@ -95,15 +99,14 @@ def test_one_expert_that_changed_is_sent_as_changes_of_its_layers_stacks(arch, b
         layers = map(dict, iter_checkpoint_layers(model, torch.bfloat16, stacks_experts=True))
         return next(layer for layer in layers if "model.layers.1.input_layernorm.weight" in layer)
 
-    layer, engine = last_layer(), Engine()
-    learner = Learner(engine)
+    layer, learner = last_layer(), Learner(engine)
     assert sum(f".{block}.experts." in name for name in layer) == 6
-    assert engine.receive(publish(learner, engine, layer, {}), layer)
+    assert engine.receive(publish(learner, layer, {}), layer)
     before = dict(engine.published)
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5, :4] += 0.01
     layer = last_layer()
-    [(name, changes)] = publish(learner, engine, layer, before)
+    [(name, changes)] = publish(learner, layer, before)
     assert is_delta(name) and changes.nbytes < 1500 and engine.receive([(name, changes)], layer)
     differing = [
         entry for name, value in before.items() for entry, *_ in differing_entries(name, value, engine.published[name])
@@ -112,41 +115,33 @@ def test_one_expert_that_changed_is_sent_as_changes_of_its_layers_stacks(arch, b
     assert sorted(differing) == [f"{down}_packed[5]", f"{down}_scale[5]"]
 
 
-def test_a_matrix_of_another_shape_or_dtype_is_sent_whole():
-    engine = Engine()
-    learner = Learner(engine)
-    engine.receive(publish(learner, engine, LAYER, {}), LAYER)
+def test_a_matrix_of_another_shape_or_dtype_is_sent_whole(engine, learner):
     wider = LAYER | {"layers.0.norm.bias": torch.ones(61), "layers.0.q.weight_scale": torch.ones(60, 10)}
-    sent = publish(learner, engine, wider, engine.published)
+    sent = publish(learner, wider, engine.published)
     assert [name for name, _ in sent] == ["layers.0.q.weight_scale", "layers.0.norm.bias", "qarl.delta.layers.0"]
     assert engine.receive(sent, wider)
 
 
-def test_a_layer_of_another_plan_is_sent_whole_and_nothing_is_kept_of_the_old_one():
-    engine = Engine()
-    learner = Learner(engine)
-    assert engine.receive(publish(learner, engine, LAYER, {}), LAYER)
+def test_a_layer_of_another_plan_is_sent_whole_and_nothing_is_kept_of_the_old_one(engine, learner):
     unquantized = {"layers.0.q.weight": torch.ones(60, 800), "layers.0.norm.bias": LAYER["layers.0.norm.bias"]}
     for layer, whole in ((unquantized, ["layers.0.q.weight"]), (LAYER, [*LAYER][:2])):
-        sent = publish(learner, engine, layer, engine.published)
+        sent = publish(learner, layer, engine.published)
         assert [name for name, _ in sent] == [*whole, "qarl.delta.layers.0"] and engine.receive(sent, layer)
-        learner.begin(engine.published)
+        learner._begin_patches(engine.published)
         assert layer.keys() == engine.copy.tensors.keys() == engine.copy._elements.keys()
         assert layer.keys() == learner._patches.tensors.keys()
 
 
-def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with_everything():
+def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with_everything(engine, learner):
     """Two trainers have the engine in turn; one of them comes back, and a block of it comes late."""
-    engine = Engine()
-    ours, theirs = Learner(engine), Learner(engine)
-    engine.receive(publish(ours, engine, LAYER, {}), LAYER)
+    ours, theirs = learner, Learner(engine)
     confirmed, after = dict(engine.published), flip(LAYER, 0)
-    late = publish(ours, engine, after, confirmed)
+    late = publish(ours, after, confirmed)
     their_layer = flip(LAYER, 7)
-    sent = publish(theirs, engine, their_layer, {})
+    sent = publish(theirs, their_layer, {})
     assert not any(is_delta(name) for name, _ in sent) and engine.receive(sent, their_layer)
     # We believe that the engine has what it has confirmed to us.
-    sent = publish(ours, engine, after, confirmed)
+    sent = publish(ours, after, confirmed)
     assert not any(is_delta(name) for name, _ in sent)
     with pytest.raises(RuntimeError, match="the changes are for int32"):
         engine.receive(late, after)

@@ -7,13 +7,6 @@ from trl_qarl.wire import transfer_dir
 from trl_qarl.wire.transfer_dir import check_transfer_dir, default_transfer_dir, make_transfer_dir
 
 
-def test_the_transfer_directory_is_its_owners_alone(tmp_path):
-    directory = tmp_path / "transfer"
-    make_transfer_dir(directory)
-    assert directory.stat().st_mode & 0o777 == 0o700
-    make_transfer_dir(directory)
-
-
 @pytest.mark.parametrize(
     ("shared", "temporary", "needed", "chosen"),
     [
@@ -32,30 +25,25 @@ def test_the_transfer_directory_is_where_a_chunk_fits(tmp_path, monkeypatch, sha
     assert default_transfer_dir(8000, needed * 2**20).parent == tmp_path / chosen
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
-def test_a_directory_that_others_may_write_to_takes_no_weights(tmp_path, mode):
-    directory = tmp_path / "transfer"
-    make_transfer_dir(directory)
-    directory.chmod(mode)
+def refused(directory, message):
     for check in (make_transfer_dir, check_transfer_dir):
-        with pytest.raises(ValueError, match=rf"mode {mode:04o}, .*chmod go-w.*--transfer_dir"):
+        with pytest.raises(ValueError, match=message):
             check(directory)
 
 
-def test_a_link_takes_no_weights(tmp_path):
-    make_transfer_dir(tmp_path / "elsewhere")
-    for name, target in (("link", "elsewhere"), ("dangling", "nowhere")):
+def test_the_directory_is_its_owners_alone_and_one_that_others_may_change_takes_no_weights(tmp_path, monkeypatch):
+    directory = tmp_path / "transfer"
+    make_transfer_dir(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    make_transfer_dir(directory)
+    for mode in (0o777, 0o1777, 0o770, 0o702):
+        directory.chmod(mode)
+        refused(directory, rf"mode {mode:04o}, .*chmod go-w.*--transfer_dir")
+    directory.chmod(0o700)
+    for name, target in (("link", "transfer"), ("dangling", "nowhere")):
         (tmp_path / name).symlink_to(tmp_path / target)
-        for check in (make_transfer_dir, check_transfer_dir):
-            with pytest.raises(ValueError, match="is a link or not a directory"):
-                check(tmp_path / name)
+        refused(tmp_path / name, "is a link or not a directory")
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_somebody_elses_directory_takes_no_weights(tmp_path, monkeypatch):
-    make_transfer_dir(tmp_path / "transfer")
     somebody = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: somebody)
-    for check in (make_transfer_dir, check_transfer_dir):
-        with pytest.raises(ValueError, match="belongs to user"):
-            check(tmp_path / "transfer")
+    refused(directory, "belongs to user")

@@ -17,11 +17,10 @@ from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from trl_qarl.numerics.attach import keep_no_products
-from trl_qarl.quantization.global_scales import share_global_scales
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import whole, writes_to
-from trl_qarl.quantization.swap import prepare_model, quantized_layers
+from trl_qarl.quantization.swap import prepare_model, quantized_layers, share_global_scales
 from trl_qarl.sharding.accelerate import shard_when_prepared
 from trl_qarl.sharding.fsdp2 import shard_low_bit
 

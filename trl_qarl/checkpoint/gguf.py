@@ -51,42 +51,18 @@ _ROPE = "rope_"
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
 
 
-def q4_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return blocks `(N, K / 32 * 18)`, uint8, of INT4 codes in words, int32 `(N, K / 8)`, with scales `(N, groups)`
-    that fp16 can represent."""
-    return _blocks(_fp16_bytes(scale), _interleaved(qdata))
-
-
-def q8_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return blocks `(N, K / 32 * 34)`, uint8, of INT8 codes `(N, K)` with scales `(N, groups)` that fp16 can
-    represent."""
-    return _blocks(_fp16_bytes(scale), qdata.view(torch.uint8).unflatten(1, (-1, _BLOCK)))
-
-
-def mxfp4_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return blocks `(N, K / 32 * 17)`, uint8, of E2M1 codes, uint8 `(N, K / 2)`, with exponents as scales, uint8
-    `(N, K / 32)`."""
-    return _blocks(scale.unsqueeze(-1), _interleaved(qdata))
-
-
-_BLOCKS_OF = {"Q4_0": q4_0_blocks, "Q8_0": q8_0_blocks, "MXFP4": mxfp4_blocks}
-
-
-def _blocks(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Concatenate bytes of scales `(N, groups, 1 or 2)` and of codes `(N, K / 32, bytes)`."""
-    scales = scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
+def blocks(weight: LowBitTensor) -> torch.Tensor:
+    """Return the blocks of a weight `(N, K)` as in the table above, uint8 `(N, K / 32 * bytes)`. Scales must be
+    numbers in fp16."""
+    scale = weight.scale.half() if weight.scale.is_floating_point() else weight.scale
+    codes = weight.qdata.view(torch.uint8)
+    if weight.scheme.container.num_bits == 4:
+        nibbles = torch.stack([codes & 0x0F, codes >> 4], dim=-1).view(len(codes), -1, 2, _BLOCK // 2)
+        codes = nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
+    else:
+        codes = codes.unflatten(1, (-1, _BLOCK))
+    scales = scale.unsqueeze(-1).view(torch.uint8).repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
     return torch.cat([scales, codes], dim=-1).flatten(1)
-
-
-def _interleaved(qdata: torch.Tensor) -> torch.Tensor:
-    """Reorder 4-bit codes to `(N, K / 32, 16)` bytes: the first half of a block goes into the lower half bytes."""
-    pairs = qdata.view(torch.uint8)
-    nibbles = torch.stack([pairs & 0x0F, pairs >> 4], dim=-1).view(len(pairs), -1, 2, _BLOCK // 2)
-    return nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
-
-
-def _fp16_bytes(scale: torch.Tensor) -> torch.Tensor:
-    return scale.to(torch.float16).unsqueeze(-1).view(torch.uint8)
 
 
 def gguf_type(scheme: QuantScheme) -> str | None:
@@ -217,7 +193,7 @@ def _kind(tensor: torch.Tensor, dtype: torch.dtype) -> str:
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of a tensor of the policy in GGUF's format, row by row."""
     if isinstance(tensor, LowBitTensor):
-        return _BLOCKS_OF[_kind(tensor, dtype)](tensor.qdata, tensor.scale)
+        return blocks(tensor)
     # Rounded as in the engine, even if it is then written in float32.
     rounded = tensor.to(dtype)
     return (rounded.float() if tensor.ndim == 1 else rounded).contiguous().view(torch.uint8)

@@ -18,9 +18,9 @@ from ..packages import installed
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.int4_packed import to_words
 from ..quantization.formats.registry import format_of
-from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import CheckpointNames, architecture
+from ..quantization.plan import fused_layers
 from ..quantization.schemes import INT4_PACKED, SCHEMES, QuantScheme
 from ..quantization.selection import ROUTER_NAMES
 from ..quantization.storage import shapes_of, storage_of, whole
@@ -110,11 +110,19 @@ def iter_whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
     """Return the `quantization_config` for a model's `config.json`, as defined by compressed-tensors, with a group for
-    each scheme and group size; empty if nothing is quantized."""
+    each scheme and group size; empty if nothing is quantized. `ValueError` is raised where layers that vLLM holds as
+    one matrix have several global scales."""
     formats, names = inventory.formats, inventory.names
     if not formats:
         return {}
-    check_global_scales(inventory.global_scales)
+    scales = inventory.global_scales
+    for fused in fused_layers(scales):
+        group = {name: scales[name] for name in fused}
+        if len(set(group.values())) > 1:
+            raise ValueError(
+                f"The global scales {group} differ, but vLLM holds these layers in one matrix and would apply one scale to all. Prepare "
+                "the model as a whole (`prepare_model`)."
+            )
     by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
         by_format[scheme, group_size].append(name)

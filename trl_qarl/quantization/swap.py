@@ -19,12 +19,12 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from .experts import QuantizedExperts, has_stacked_matrices
+from .formats.registry import format_of
 from .gemm import low_bit_linear
-from .global_scales import share_global_scales
 from .inventory import Inventory
 from .linear import QuantizedLinear
 from .names import base_model
-from .plan import QuantPlan, check_fused, get_plan
+from .plan import QuantPlan, check_fused, fused_layers, get_plan
 from .report import SwapReport, report_layers
 from .schemes import QuantScheme, get_scheme
 from .selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
@@ -162,6 +162,29 @@ def prepare_model(
     named = {name: layers[module] for name, module in chosen.items()}
     share_global_scales(named)
     return report_layers(plan, named, reasons, has_masters=True)
+
+
+def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
+    """Set the global scale, such as NVFP4's, of each group of fused layers: the one in `known`, by layer name, else
+    the one for the largest weight of the group. `ValueError` is raised if `known` lacks a layer."""
+    for names in fused_layers(name for name, layer in layers.items() if layer.scheme.container.has_global_scale):
+        weights = [weight for name in names for weight in layers[name].quantized_weights.values()]
+        if known is not None:
+            missing = [name for name in names if name not in known]
+            if missing:
+                raise ValueError(
+                    f"global_scales has no entry {missing[0]!r}. It has to name every layer of "
+                    f"{layers[missing[0]].scheme.name!r}."
+                )
+            scale = known[names[0]]
+        else:
+            masters = [weight.master().detach() for weight in weights if not weight.is_frozen]
+            if not masters or any(master.is_meta for master in masters):
+                continue
+            scale = min(format_of(weights[0].scheme.container).choose_global_scale(master) for master in masters)
+        for weight in weights:
+            weight.global_scale = scale
+            weight.forget()
 
 
 def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:

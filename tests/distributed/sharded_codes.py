@@ -66,7 +66,7 @@ def codes_are_those_of_one_process(folder):
         seen = {}
         for index, head in enumerate(model.heads):
             head.register_forward_pre_hook(
-                lambda layer, args, i=index, seen=seen: seen.update({i: [t.clone() for t in layer.weight.held()]})
+                lambda layer, args, i=index, seen=seen: seen.update({i: [t.clone() for t in layer.weight.parts()]})
             )
         batches = torch.randn(world, 6, 256)
         model(batches[rank]).float().square().mean().backward()
@@ -94,7 +94,8 @@ def codes_are_those_of_one_process(folder):
                 for p in g.fsdp_params
                 if p.sharded_param is head.weight
             ]
-            held = parameter._unsharded_param.held()
+            gathered = parameter._unsharded_param
+            held = [*gathered.parts(), *gathered._kept.values()]
             assert sum(t.untyped_storage().nbytes() for t in held) == 0 and len(held) == len(low_bit.parts())
 
 

@@ -55,29 +55,26 @@ def _checkpoint_tensors(
     for name, tensor in layer.tensors.items():
         if name in quantized:
             tensor = quantized[name].whole_low_bit()
-        if isinstance(tensor, LowBitTensor):
-            matrices = names.experts.get(name) or [names.of_tensor(name).removesuffix(".weight")]
-            if stacks_experts and name in names.experts:
-                yield from _stacked(matrices, tensor.checkpoint_tensors())
+        is_low_bit, matrices = isinstance(tensor, LowBitTensor), names.experts.get(name)
+        if not is_low_bit:
+            # All sharded tensors have the same address.
+            identity = (tensor.data_ptr(), tensor.shape) if storage_of(tensor).is_whole else id(tensor)
+            if identity in seen:
                 continue
-            for matrix, low_bit in zip(matrices, tensor.row_blocks(len(matrices)), strict=True):
-                for key, value in low_bit.checkpoint_tensors().items():
-                    yield f"{matrix}.{key}", value.detach()
-            continue
-        # All sharded tensors have the same address.
-        identity = (tensor.data_ptr(), tensor.shape) if storage_of(tensor).is_whole else id(tensor)
-        if identity in seen:
-            continue
-        seen.add(identity)
-        value = whole(tensor, dtype if tensor.is_floating_point() else None).detach()
-        if name in names.experts:
-            matrices = names.experts[name]
-            if stacks_experts:
-                yield from _stacked(matrices, {"weight": value.flatten(0, 1)})
+            seen.add(identity)
+            tensor = whole(tensor, dtype if tensor.is_floating_point() else None).detach()
+            if matrices is None:
+                yield names.of_tensor(name), tensor
                 continue
-            yield from zip((f"{n}.weight" for n in matrices), value.flatten(0, 1).chunk(len(matrices)), strict=True)
-        else:
-            yield names.of_tensor(name), value
+            tensor = tensor.flatten(0, 1)
+        if stacks_experts and matrices is not None:
+            yield from _stacked(matrices, tensor.checkpoint_tensors() if is_low_bit else {"weight": tensor})
+            continue
+        matrices = matrices or [names.of_tensor(name).removesuffix(".weight")]
+        parts = tensor.row_blocks(len(matrices)) if is_low_bit else tensor.chunk(len(matrices))
+        for matrix, part in zip(matrices, parts, strict=True):
+            for key, value in (part.checkpoint_tensors() if is_low_bit else {"weight": part}).items():
+                yield f"{matrix}.{key}", value.detach()
 
 
 _STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
@@ -194,14 +191,13 @@ def loads_in_transformers(inventory: Inventory) -> bool:
 def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) -> list[str]:
     # A last component that occurs only in this group matches all of its layers with this name.
     chosen = set(members)
-    leaves = {leaf for name in members for leaf in _leaves(name, names)}
     shared = {leaf for name in layers if name not in chosen for leaf in _leaves(name, names)}
     # transformers uses the group with "experts" in an expression for all experts.
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
     own = {name.rpartition(".")[2] for name in linears}
-    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own & leaves - shared)]
+    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own - shared)]
     return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] in shared]
 
 

@@ -1,19 +1,8 @@
-r"""
-Objectives of other projects against the mismatch between learner and sampler.
+"""
+Objectives of other projects against the mismatch between learner and sampler. docs/objectives.md has the terms.
 
-With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler, `W_g = exp(mean_t log w)`, and `p` and
-`p_s` the probabilities of a token under learner and sampler:
-
-    icepop          1[low <= w <= high] w min(r A, clip(r) A)         https://huggingface.co/papers/2510.18855
-    kpop            1[KL <= d] w min(r A, clip(r) A)                  https://ringtech.notion.site/kpop; the KL of
-                                                                      (p_old, 1 - p_old) and (p_s, 1 - p_s), the
-                                                                      larger of both directions
-    geo-mask        1[low <= W_g <= high] min(r A, clip(r) A)         the first step of SkyRL's ladder
-    bypass          min(b A, clip(b) A)                               no forward that scores the rollout
-    dppo-tv         1[sign(A) (p - p_s) <= d] min(b, 20) A log p      https://huggingface.co/papers/2602.04879;
-                                                                      min(b, 20) is a constant
-    acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
-                                                                      https://huggingface.co/papers/2602.13953
+The KL of `kpop` is that of `(p_old, 1 - p_old)` and `(p_s, 1 - p_s)`, the larger of both directions. In `dppo-tv` the
+weight `min(b, 20)` is a constant for the gradient.
 
 The first four are TRL's loss of a batch with other weights or log-probs. TRL has no option for the last two; as in
 `loss_type="grpo"`, their terms are averaged over the tokens of a completion, then over completions. A token with an

@@ -1,19 +1,8 @@
-r"""
+"""
 The objectives that the [QaRL paper](https://huggingface.co/papers/2604.07853) compares with TBPO, as presets of TRL's
-loss.
+loss. docs/objectives.md has the terms.
 
-With the token ratio `r = pi_learner(theta) / pi_learner(theta_old)`, the token mismatch
-`w = pi_learner(theta_old) / pi_sampler(theta_old)` and their products or means over a completion of `L` tokens:
-
-    grpo-tis        min(w, C) min(r A, clip(r) A)                     TIS: the mismatch truncated token by token
-    positive-only   the same with max(A, 0) instead of A
-    on-policy       the same with one update per generation batch
-    dual-clip       min(w, C) max(min(r A, clip(r) A), c A)           for A < 0, as grpo-tis otherwise
-    gspo            min(R A, clip(R) A)                               R = exp(mean_t log r)
-    mis-gspo        1[W <= C] W min(R A, clip(R) A)                   MIS: rejection by W = exp(sum_t log w)
-
-Token terms are averaged over each completion, then over completions (`loss_type="grpo"`). TRL computes all of this
-except the mismatch weight of rollouts without vLLM and the positive part of the advantages.
+TRL computes all of this except the mismatch weight of rollouts without vLLM and the positive part of the advantages.
 """
 
 from collections.abc import Iterator

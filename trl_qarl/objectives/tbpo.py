@@ -1,21 +1,10 @@
-r"""
+"""
 Trust-Band Policy Optimization (TBPO), the objective of [QaRL](https://huggingface.co/papers/2604.07853), section 3.
+docs/objectives.md has the equations.
 
-A completion of `L` tokens (mask `m_t = 1`) is one action; its probabilities are geometric means over tokens:
-
-    log r = 1/L sum_t m_t [log pi_learner(o_t; theta)     - log pi_learner(o_t; theta_old)]     proximal ratio
-    log w = 1/L sum_t m_t [log pi_learner(o_t; theta_old) - log pi_sampler(o_t; theta_old)]     mismatch weight
-
-    w~   = exp(clip(log w, -log cap, log cap))                                  (Eq. 5), a constant for the gradient
-    r~   = clip(r, 0, 1 + positive_epsilon_high)                                         if A > 0
-    r~   = clip(r, 1 - negative_epsilon_low, 1 + negative_epsilon_high)         if A < 0
-    loss = -mean_i w~_i r~_i A_i
-
-The paper prints Eq. 5 as a clip of `w`, but its bounds `[-log c, log c]` are those of `log w`, which is clipped here.
-A ratio outside its band is constant, hence the whole completion gives no gradient: it is *dropped*. The mean runs over
-all sequences, and an empty completion contributes 0, as in TRL's `loss_type="grpo"`.
-
-`trust_bands.py` estimates bands from recent updates.
+The paper prints Eq. 5 as a clip of the mismatch weight `w`, but its bounds `[-log c, log c]` are those of `log w`,
+which is clipped here. A ratio outside its band is constant, hence the whole completion gives no gradient: it is
+*dropped*. The mean runs over all sequences, and an empty completion contributes 0, as in TRL's `loss_type="grpo"`.
 """
 
 import math
@@ -104,8 +93,7 @@ def tbpo_loss(
     mismatch_cap: float,
 ) -> tuple[torch.Tensor, TBPOOutput]:
     """
-    Return the TBPO loss of a batch, to be minimised, and its effect on each sequence. The module docstring has the
-    equations.
+    Return the TBPO loss of a batch, to be minimised, and its effect on each sequence.
 
     Tensors are those of a [`~trl_qarl.forward.Batch`]; only `per_token_logps` receives gradient. Without
     `sampling_per_token_logps` every mismatch weight is 1. The epsilons are arguments of [`trust_band_clip`],

@@ -1,14 +1,7 @@
-r"""
+"""
 Automatic trust bands (`trust_band="auto"`): TBPO's offsets, estimated from the ratios of recent updates.
-
-With `x = r - 1` of the completions of recent updates, and `Q` the quantile that `trust_band_share` of them exceed:
-
-    positive_epsilon_high = max(0, Q(x))             over completions with A > 0
-    negative_epsilon_low  = 3 s                      s = max(0, Q(max(-x / 3, x / 7))) over those with A < 0
-    negative_epsilon_high = 7 s
-
-The bands of negative advantages thus keep the proportion of the paper's, 3e-4 to 7e-4. Every band includes the ratio
-1.
+docs/objectives.md has the equations. Every band includes the ratio 1, and the bands of negative advantages keep the
+proportion of the paper's, 3e-4 to 7e-4.
 """
 
 import math
@@ -49,7 +42,7 @@ OPEN = Bands(math.inf, math.inf, math.inf)
 def estimate_bands(log_ratios: torch.Tensor, advantages: torch.Tensor, share: float) -> Bands:
     """
     Return the bands outside of which a `share`, in (0, 1), of the completions of each sign lies; `inf` for a sign with
-    too few completions to estimate the quantile. The module docstring has the equations.
+    too few completions to estimate the quantile.
 
     `log_ratios`, `(N,)`, are means over tokens of the change of their log-probs, in nats; the computation is in
     float64. The signs of `advantages`, `(N,)`, choose the band; 0 counts for neither.

@@ -57,7 +57,7 @@ class QuantPlan:
     @property
     def is_uniform(self) -> bool:
         """True if every layer has the same scheme."""
-        return self._is_named and not self._edges
+        return self._is_named and not self.options
 
     @property
     def name(self) -> str:
@@ -89,10 +89,6 @@ class QuantPlan:
     def options(self) -> dict[str, int]:
         """Arguments of [`get_plan`] for its edges."""
         return {name: count for name in EDGES if (count := getattr(self, name))}
-
-    @property
-    def _edges(self) -> int:
-        return self.high_precision_first + self.high_precision_last
 
     @property
     def _is_named(self) -> bool:
@@ -157,11 +153,22 @@ class QuantPlan:
         return found
 
     def _kept_edges(self, names: list[str]) -> dict[str, str]:
-        if not self._edges:
+        if not self.options:
             return {}
-        places = _decoder_layers(names)
+        stacks: dict[str, dict[str, int]] = defaultdict(dict)
+        for name in names:
+            if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):
+                stacks[found[1]][name] = int(found[2])
+        # The encoder of pictures has its own stack, with another name.
+        chosen = {stack: places for stack, places in stacks.items() if stack.rpartition(".")[2] == "layers"} or stacks
+        if len(chosen) != 1:
+            raise ValueError(
+                "high_precision_first and high_precision_last count decoder layers, but the stacks found in the names of the linear "
+                f"layers are {[stack[1:] for stack in chosen]}, not one. Name the layers in `exclude_modules`."
+            )
+        [places] = chosen.values()
         count = max(places.values()) + 1
-        if self._edges >= count:
+        if sum(self.options.values()) >= count:
             raise ValueError(
                 f"high_precision_first={self.high_precision_first} and high_precision_last={self.high_precision_last} leave no decoder "
                 f"layer to quantize, as the model has {count}. Give smaller numbers, or scheme='bf16'."
@@ -274,22 +281,6 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
 
 def _described(scheme: QuantScheme) -> str:
     return scheme.name if scheme.group_size is None else f"{scheme.name} in groups of {scheme.group_size}"
-
-
-def _decoder_layers(names: list[str]) -> dict[str, int]:
-    """Return the index of the decoder layer of each linear layer that is part of one."""
-    stacks: dict[str, dict[str, int]] = {}
-    for name in names:
-        if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):
-            stacks.setdefault(found[1], {})[name] = int(found[2])
-    # The encoder of pictures has its own stack, with another name.
-    chosen = {stack: places for stack, places in stacks.items() if stack.rpartition(".")[2] == "layers"} or stacks
-    if len(chosen) != 1:
-        raise ValueError(
-            "high_precision_first and high_precision_last count decoder layers, but the stacks found in the names of the linear "
-            f"layers are {[stack[1:] for stack in chosen]}, not one. Name the layers in `exclude_modules`."
-        )
-    return next(iter(chosen.values()))
 
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:

@@ -126,7 +126,7 @@ def prepare_model(
     plan = get_plan(scheme)
     _check_not_quantized(model)
     if not plan.is_quantized:
-        return SwapReport(plan, {}, {}, 0, 0, 0)
+        return SwapReport(plan)
     inventory = Inventory.of(model)
     candidates = inventory.quantizable
     if not candidates:

@@ -189,10 +189,6 @@ class QuantizedWeight:
         """Have the next use quantize the master again, and count the codes that changed."""
         self._kept = {active: (low_bit, None) for active, (low_bit, _) in self._kept.items()}
 
-    def kept(self) -> list[LowBitTensor]:
-        """Return the cached low-bit weights."""
-        return [low_bit for low_bit, _ in self._kept.values()]
-
     def forget(self) -> None:
         """Drop the cached low-bit weights."""
         self._kept = {}

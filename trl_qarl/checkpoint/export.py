@@ -155,8 +155,15 @@ def export_checkpoint(
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
+        # safetensors writes metadata in any order: equal weights become equal bytes.
         for path in folder.glob("*.safetensors"):
-            _sort_metadata(path)
+            with path.open("r+b") as file:
+                size, header = read_header(file)
+                header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+                data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+                if len(data) <= size:
+                    file.seek(8)
+                    file.write(data.ljust(size))
         if adapted is not None:
             # TRL may have added a copy of the initial adapter.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
@@ -179,21 +186,9 @@ def read_header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
     return size, json.loads(file.read(size))
 
 
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata of a file, which safetensors writes in any order: equal weights become equal bytes."""
-    with path.open("r+b") as file:
-        size, header = read_header(file)
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(data) <= size:
-            file.seek(8)
-            file.write(data.ljust(size))
-
-
 @contextmanager
 def written_as_a_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder inside `folder` whose files are moved to `folder` at the end. A failure leaves an earlier export
-    unchanged."""
+    """Yield a folder whose files are moved to `folder` at the end. A failure leaves an earlier export unchanged."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -239,8 +234,7 @@ def check_export_dir(folder: str | Path) -> None:
 
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return every tensor of the low-bit policy under its checkpoint name, on the CPU; see
-    [`~trl_qarl.checkpoint.layout.iter_checkpoint_layers`]."""
+    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():

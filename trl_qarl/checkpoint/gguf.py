@@ -105,29 +105,23 @@ def export_gguf(
     """
     Write the low-bit policy as a GGUF file, which gets its name once it is complete; return `path`.
 
-    Metadata, tokenizer and factors of rotary embeddings come from `base`, a file of the same base model from
-    [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`. The tokenizer of
-    the file is compared with `processing_class`. `ValueError` is raised, and nothing written, if `base` is of another
-    model, a scheme has no GGUF type, or fp16 cannot represent a scale.
+    Metadata, tokenizer, factors of rotary embeddings and the order of tensors come from `base`, a file of the same
+    base model from [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`.
+    The tokenizer of the file is compared with `processing_class`. `ValueError` is raised, and nothing written, if
+    `base` is of another model, a scheme has no GGUF type, or fp16 cannot represent a scale.
     """
+    import gguf
+
     inventory = Inventory.of(model)
     if is_adapted(model) and not inventory.holds_adapter:
         raise ValueError(
             "A GGUF file has no place for an adapter next to the low-bit base. Train with lora_mode='merged', or export with "
             "`--merge_adapter`, which reports the loss."
         )
-    model = inventory.model
     policy = _policy_tensors(inventory)
-    _check_base(base, model, policy, processing_class)
+    _check_base(base, inventory.model, policy, processing_class)
     _check_policy(policy)
-    _write(base, policy, Path(path), dtype)
-    return Path(path)
-
-
-def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
-    """Write the tensors of `base` in their order, with those of `policy` in place of tensors of the same name."""
-    import gguf
-
+    path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     writer = gguf.GGUFWriter(partial, _metadata(base, "general.architecture"))
     _copy_metadata(base, writer, policy, dtype)
@@ -148,6 +142,7 @@ def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtyp
     finally:
         writer.close()
         partial.unlink(missing_ok=True)
+    return path
 
 
 def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
@@ -178,8 +173,7 @@ def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
 
 
 def _rotated_by_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return a tensor of q or k with llama.cpp's order of rows for Llama: llama.cpp rotates neighbouring rows,
-    transformers rotates rows of the two halves of a head."""
+    # llama.cpp rotates neighbouring rows of q and k for Llama, transformers rows of the two halves of a head.
     rows = torch.arange(len(tensor), device=tensor.device).view(num_heads, 2, -1).transpose(1, 2).flatten()
     return tensor.take(rows) if isinstance(tensor, LowBitTensor) else tensor.detach()[rows]
 

@@ -81,8 +81,7 @@ _STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
 
 
 def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one parameter of experts, `(E, ...)`, with the names of vLLM's
-    `RoutedExperts.load_weights`."""
+    """Yield the tensors `(E, ...)` of a parameter of experts, named for vLLM's `RoutedExperts.load_weights`."""
     prefix, _, leaf = matrices[0].rsplit(".", 2)
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
     stem = f"{prefix}.{_STACKED.get(leaf, leaf)}"

@@ -237,7 +237,11 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
         if base_digest(fingerprints) != entries[-1]["weights"]:
             raise ValueError(f"{folder}: rebuilding version {entries[-1]['version']} gave other weights.")
         for path in partial.glob("*.safetensors"):
-            _write_into(path, held.tensors)
+            with path.open("r+b") as file:
+                size, header = read_header(file)
+                for name in header.keys() - {"__metadata__"}:
+                    file.seek(8 + size + header[name]["data_offsets"][0])
+                    file.write(elements(held.tensors[name].contiguous()).tobytes())
     return entries[-1]["version"]
 
 
@@ -252,15 +256,6 @@ def _entries_until(folder: Path, version: int | None) -> list[dict[str, Any]]:
     if not entries or (version is not None and version not in numbers):
         raise ValueError(f"{folder} has no version {version}; it has {numbers}.")
     return entries if version is None else entries[: numbers.index(version) + 1]
-
-
-def _write_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite the data of a safetensors file with `tensors` of the same sizes; the header stays."""
-    with path.open("r+b") as file:
-        size, header = read_header(file)
-        for name in header.keys() - {"__metadata__"}:
-            file.seek(8 + size + header[name]["data_offsets"][0])
-            file.write(elements(tensors[name].contiguous()).tobytes())
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

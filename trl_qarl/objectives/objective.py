@@ -133,8 +133,7 @@ class Objective:
         return self.is_corrected(config) and config.vllm_importance_sampling_mode.startswith("sequence")
 
     def ratio_bounds(self, config: Any) -> tuple[Bounds, Bounds]:
-        """Return the bounds of the ratio, of tokens or sequences as in the loss, for positive and for negative
-        advantages."""
+        """Return the bounds of the loss' ratio, for positive and for negative advantages."""
         low, high = clip_offsets(config)
         if self.clip == "both":
             return (None, 1 + high), (1 - low, config.delta)

@@ -11,16 +11,9 @@ For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 Each expert multiplies the tokens routed to it in one product. If the rows of that product are independent, no token's
 result depends on other tokens.
 
-[`grouped_experts`] multiplies all experts of a layer in one product, for fast numerics on GPUs. Rows are sorted by
-expert, and `torch.nn.functional.grouped_mm` multiplies each group of rows `G_e` by its expert's matrix:
-
-    y[G_e]      = x[G_e] @ w'[e].T
-    grad x[G_e] = grad y[G_e] @ w'[e]
-    grad w[e]   = grad y[G_e].T @ x[G_e]     straight through to the master; 0 for an expert without rows
-
-`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. The numbers are those of one
-product per expert up to the order of summation, so engine numerics do not use it. Schemes with activations in 8 bits
-do not use it either: `scaled_grouped_mm` exists only on GPUs and takes scales in another layout.
+[`grouped_experts`] multiplies all experts of a layer in one product, for fast numerics on GPUs. Its numbers are those
+of one product per expert up to the order of summation, so engine numerics do not use it. Schemes with activations in
+8 bits do not use it either: `scaled_grouped_mm` exists only on GPUs and takes scales in another layout.
 """
 
 from collections.abc import Callable, Sequence

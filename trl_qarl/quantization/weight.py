@@ -176,8 +176,7 @@ class QuantizedWeight:
 
     @contextmanager
     def holding(self, low_bit: LowBitTensor) -> Iterator[None]:
-        """While open, use `low_bit` as the low-bit weight, unless the master is written to. No code counts as
-        changed."""
+        """While open, use `low_bit` unless the master is written to. No code counts as changed."""
         held = self._kept
         self._kept = {**held, self.source.active(): (low_bit, self.source.version(self.parameter))}
         try:

@@ -4,23 +4,16 @@
 A weight is a tuple of tensors: `qdata`, `scale` and the format's `operands`, in this order. Each tensor has one row
 for each row of the weight, so stacking, sharding and moving a weight need no further knowledge of them.
 
-The arithmetic here is for symmetric grids, with one scale per output channel or per group of input features:
-
-    scale = amax(|w|) / d,  q = round(clamp(w / scale, qmin, qmax)),  w' = scale * q
-
-with `d` half the range of the grid: 1.5 for 2 bits (codes -2..1), 3.5 for 3 (codes -4..3), 7.5 for INT4 (codes -8..7),
-127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as zero (an all-zero group) is replaced
-by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for bit
+The arithmetic here is for symmetric grids, with one scale per output channel or per group of input features;
+docs/schemes.md has the equations. A scale that comes out as zero (an all-zero group) is replaced by the machine
+epsilon of its dtype. Except for *signed scales* this is compressed-tensors' arithmetic, bit for bit
 (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`).
 
-A grid with *signed scales* puts the largest weight on the smallest code, -2, -4 or -8 (docs/schemes.md):
-
-    scale = w_max / qmin,  w_max the element of largest magnitude *with its sign*
-
-If a group holds `+a` and `-a`, the negative one counts and `+a` becomes the largest code (7 for INT4). The arithmetic
-is float32 (float64 for float64 masters), so a 16-bit master has the codes of its float32 copy. Division by a power of
-two is exact: a bf16 master with bf16 scales keeps `w_max`, and the scales of 3 and 2 bits are 2 and 4 times those of 4
-bits, down to denormal numbers. Codes are clamped where rounding makes a scale smaller.
+If a group with a signed scale holds `+a` and `-a`, the negative one counts and `+a` becomes the largest code (7 for
+INT4). The arithmetic is float32 (float64 for float64 masters), so a 16-bit master has the codes of its float32 copy.
+Division by a power of two is exact: a bf16 master with bf16 scales keeps its largest weight, and the scales of 3 and 2
+bits are 2 and 4 times those of 4 bits, down to denormal numbers. Codes are clamped where rounding makes a scale
+smaller.
 """
 
 from collections.abc import Mapping

@@ -1,26 +1,18 @@
 """
 FP4 codes: `qdata` is uint8 `(N, K / 2)`, two E2M1 codes per byte, the first in the lower half. A code is a sign and
-the index of a magnitude among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+the index of a magnitude; quotients are rounded to the nearest, ties to the even code, those beyond 6 to 6.
+docs/schemes.md has the equations.
 
-*MXFP4* has powers of two as scales, one for 32 weights:
-
-    scale = 2^(floor(log2(amax(|w|))) - 2), twice as large where amax is 1.75 times a power of two or more
-    q = round(clamp(w / scale, -6, 6)) to the nearest magnitude, ties to the even code
-
-in float32, as in compressed-tensors and in OCP's specification with rounded scales; division and product are exact.
-The scale of zeros is 2^-127, the smallest. From 1.75 * 2^127 on, where compressed-tensors makes infinities, scales are
-2^125, the largest. They are stored as E8M0, uint8 `(N, K / 32)`: the power `e` of 2^(e - 127). A checkpoint
-(`mxfp4-pack-quantized`) has the same bytes.
+*MXFP4* has powers of two as scales, one for 32 weights, as in compressed-tensors and in OCP's specification with
+rounded scales; division and product are exact in float32. The scale of zeros is 2^-127, the smallest. From
+1.75 * 2^127 on, where compressed-tensors makes infinities, scales are 2^125, the largest. They are stored as E8M0,
+uint8 `(N, K / 32)`: the power `e` of 2^(e - 127). A checkpoint (`mxfp4-pack-quantized`) has the same bytes.
 
 *NVFP4* has scales in two parts: float8_e4m3fn `(N, K / 16)`, divided by one power of two `G` for each matrix of the
-engine, which may hold several layers:
-
-    s = round_e4m3(G * amax(|w|) / 6),  q = round(clamp(w / (s / G), -6, 6)),  w' = (s / G) * q
-
-This is compressed-tensors' arithmetic with `G` in place of 2688 / amax of the matrix; a scale that comes out as zero
-is 0.125. `G` is chosen once, so that weights can grow to four times the largest; larger weights are refused.
-`global_scale` holds `G` for each row, float32 `(N, 1)`. A checkpoint (`nvfp4-pack-quantized`) has it once, as
-`weight_global_scale`, float32 `(1,)`, and the same codes and scales.
+engine, which may hold several layers. This is compressed-tensors' arithmetic with `G` in place of 2688 / amax of the
+matrix; a scale that comes out as zero is 0.125. `G` is chosen once, so that weights can grow to four times the
+largest; larger ones are refused. `global_scale` holds `G` for each row, float32 `(N, 1)`. A checkpoint
+(`nvfp4-pack-quantized`) has it once, as `weight_global_scale`, float32 `(1,)`, and the same codes and scales.
 """
 
 import math

@@ -1,13 +1,11 @@
 """
-Zero points, int8 `(N, K / group_size)`: the codes of a group span its weights and zero.
+Zero points, int8 `(N, K / group_size)`: the codes of a group span its weights and zero. docs/schemes.md has the
+equations.
 
-    scale = (max(w, 0) - min(w, 0)) / 15,  zero = round(clamp(-8 - min(w, 0) / scale, -8, 7))
-    q = round(clamp(w / scale + zero, -8, 7)),  w' = scale * (q - zero)
-
-for INT4, with 255, -128 and 127 for INT8. This is compressed-tensors' arithmetic bit for bit, in float32 (float64 for
-float64 masters; a 16-bit master has the codes of its float32 copy). `zero` is computed from the unrounded scale, codes
-from the scale rounded to its dtype. A group of zeros has zero point 0. If the span of a group overflows float32, where
-compressed-tensors makes infinities, both ends are divided first.
+This is compressed-tensors' arithmetic bit for bit, in float32 (float64 for float64 masters; a 16-bit master has the
+codes of its float32 copy). The zero point is computed from the unrounded scale, codes from the scale rounded to its
+dtype. A group of zeros has zero point 0. If the span of a group overflows float32, where compressed-tensors makes
+infinities, both ends are divided first.
 
 A checkpoint (`pack-quantized`, `symmetric: false`) packs the zero points of several rows into a word of
 `weight_zero_point`, int32 `(ceil(N / 8), K / group_size)` for INT4 and `(ceil(N / 4), ...)` for INT8; the last word is

@@ -191,14 +191,12 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     for name, tensor in inventory.tensors().items():
         if name in files:
             continue
-        parts = (
-            [f"{matrix}.weight" for matrix in names.experts[name]]
-            if name in names.experts
-            else [names.of_tensor(name)]
-        )
+        parts, places = [names.of_tensor(name)], [tensor]
+        if name in names.experts:
+            parts = [f"{matrix}.weight" for matrix in names.experts[name]]
+            places = tensor.flatten(0, 1).chunk(len(parts))
         if all(part in files for part in parts):
-            rows = tensor.flatten(0, 1) if name in names.experts else tensor
-            for part, place in zip(parts, rows.chunk(len(parts)) if len(parts) > 1 else [rows], strict=True):
+            for part, place in zip(parts, places, strict=True):
                 with safe_open(files[part], "pt") as file:
                     place.copy_(file.get_tensor(part))
         elif name in stacked:

@@ -114,7 +114,17 @@ class QuantPlan:
         some parts of one, or with a quantized scheme only skipped layers, and if the edges leave no decoder layer.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
-        hits = self._check_patterns(names, skipped, parts)
+        hits = {}
+        for pattern, scheme in self.rules:
+            if pattern == DEFAULT:
+                continue
+            found = hits[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
+            if scheme.is_quantized and all(name in skipped for name in found):
+                left = sorted({skipped[name] for name in found})
+                raise ValueError(
+                    f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
+                    f"{found[0]!r} ({'; '.join(left)}). Remove it."
+                )
         kept = self._kept_edges([name for name in names if name not in outside])
         rules = dict(self.rules)
         # `re:.*mlp.*` is meant for the decoder's layers, although vision towers have MLPs too.
@@ -135,22 +145,6 @@ class QuantPlan:
             else:
                 reasons[name] = f"bf16 by {pattern!r}"
         return schemes, reasons
-
-    def _check_patterns(
-        self, names: list[str], skipped: Mapping[str, str], parts: Mapping[str, Sequence[Sequence[str]]]
-    ) -> dict[str, list[str]]:
-        found = {}
-        for pattern, scheme in self.rules:
-            if pattern == DEFAULT:
-                continue
-            hits = found[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
-            if scheme.is_quantized and all(name in skipped for name in hits):
-                left = sorted({skipped[name] for name in hits})
-                raise ValueError(
-                    f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
-                    f"{hits[0]!r} ({'; '.join(left)}). Remove it."
-                )
-        return found
 
     def _kept_edges(self, names: list[str]) -> dict[str, str]:
         if not self.options:
@@ -234,7 +228,8 @@ def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> Non
     for group in fused_layers(names):
         found = {name: schemes.get(name, _HIGH_PRECISION) for name in group}
         if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name} is {_described(scheme)}" for name, scheme in found.items())
+            sizes = {name: f" in groups of {s.group_size}" if s.group_size else "" for name, s in found.items()}
+            listed = ", ".join(f"{name} is {scheme.name}{sizes[name]}" for name, scheme in found.items())
             leaves = " and ".join(name.rpartition(".")[2] for name in group)
             raise ValueError(
                 f"{listed}: vLLM holds {leaves} of a layer in one matrix, which has one scheme. Give them the same."
@@ -277,10 +272,6 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
     if isinstance(value, Mapping) and "scheme" in value and set(value) <= {"scheme", "group_size"}:
         return value["scheme"], value.get("group_size")
     raise ValueError(f"{value!r} is neither a scheme's name, None, nor {{'scheme': NAME, 'group_size': NUMBER}}.")
-
-
-def _described(scheme: QuantScheme) -> str:
-    return scheme.name if scheme.group_size is None else f"{scheme.name} in groups of {scheme.group_size}"
 
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:

@@ -124,7 +124,19 @@ def export_gguf(
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     writer = gguf.GGUFWriter(partial, _metadata(base, "general.architecture"))
-    _copy_metadata(base, writer, policy, dtype)
+    writer.data_alignment = base.alignment
+    for field in base.fields.values():
+        # Skip fields of the reader and the writer, and fields about the original weights. The writer refuses empty
+        # arrays.
+        is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
+        if not is_about_weights and (value := field.contents()) != []:
+            kinds = field.types
+            writer.add_key_value(field.name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    matrices = Counter(
+        _kind(tensor, dtype) for name, tensor in policy.items() if ".blk." in f".{name}" and tensor.ndim == 2
+    )
+    writer.add_file_type(_FILE_TYPES[matrices.most_common(1)[0][0]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for old in base.tensors:
         is_replaced = old.name in policy
         kind = gguf.GGMLQuantizationType[_kind(policy[old.name], dtype)] if is_replaced else old.tensor_type
@@ -191,24 +203,6 @@ def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Rounded as in the engine, even if it is then written in float32.
     rounded = tensor.to(dtype)
     return (rounded.float() if tensor.ndim == 1 else rounded).contiguous().view(torch.uint8)
-
-
-def _copy_metadata(base: "GGUFReader", writer: Any, policy: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    import gguf
-
-    writer.data_alignment = base.alignment
-    for field in base.fields.values():
-        # Skip fields of the reader and the writer, and fields about the original weights. The writer refuses empty
-        # arrays.
-        is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
-        if not is_about_weights and (value := field.contents()) != []:
-            kinds = field.types
-            writer.add_key_value(field.name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
-    matrices = Counter(
-        _kind(tensor, dtype) for name, tensor in policy.items() if ".blk." in f".{name}" and tensor.ndim == 2
-    )
-    writer.add_file_type(_FILE_TYPES[matrices.most_common(1)[0][0]])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
 def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor], processing_class: Any) -> None:

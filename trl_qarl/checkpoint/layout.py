@@ -1,8 +1,4 @@
-"""
-Names and layout of the low-bit policy in compressed-tensors' format, for engines, disk and Hub.
-
-Format: https://github.com/vllm-project/compressed-tensors.
-"""
+"""Names and layout of the low-bit policy in compressed-tensors' format, for engines, disk and Hub."""
 
 import re
 from collections import defaultdict

@@ -101,7 +101,7 @@ def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(
         path.write_bytes(whole)
     Path(last, "optimizer.pt").write_bytes(b"")
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 3 and marker.problem_of(last) is None
+    assert resumed.state.global_step == 3 and marker.is_complete(last)
 
 
 def test_a_training_is_refused_its_folders_before_a_server_starts(tmp_path):

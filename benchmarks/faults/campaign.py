@@ -35,7 +35,7 @@ from pathlib import Path
 import requests
 
 from faults.scenarios import num_steps
-from trl_qarl.checkpoint.marker import problem_of
+from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.checkpoint.relay import rebuild
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
@@ -656,7 +656,7 @@ def free_bytes(directory: Path) -> int:
 
 def last_checkpoint(output: Path) -> int | None:
     """Step of the last complete checkpoint."""
-    steps = [int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*") if problem_of(path) is None]
+    steps = [int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*") if is_complete(path)]
     return max(steps, default=None)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trl_qarl.checkpoint import marker
-from trl_qarl.checkpoint.marker import BEGUN_FILE, COMPLETE_FILE, begin, complete, problem_of, sync
+from trl_qarl.checkpoint.marker import BEGUN_FILE, COMPLETE_FILE, begin, complete, is_complete, problem_of, sync
 
 
 STATE = json.dumps({"global_step": 3})
@@ -24,15 +24,15 @@ def test_a_save_counts_once_it_is_complete_and_at_no_moment_before(folder, monke
     (folder / "trainer_state.json").write_text(STATE)
     # Begun once more, after it was torn.
     begin(folder)
-    assert problem_of(folder) and (folder / BEGUN_FILE).exists()
+    assert not is_complete(folder) and (folder / BEGUN_FILE).exists()
     complete(folder)
-    assert problem_of(folder) is None and not (folder / BEGUN_FILE).exists()
+    assert is_complete(folder) and not (folder / BEGUN_FILE).exists()
     seen, replace = [], os.replace
 
     def look_before_and_after(source, target):
-        seen.append(problem_of(folder) is None)
+        seen.append(is_complete(folder))
         replace(source, target)
-        seen.append(problem_of(folder) is None)
+        seen.append(is_complete(folder))
 
     monkeypatch.setattr(marker.os, "replace", look_before_and_after)
     begin(folder)
@@ -42,12 +42,12 @@ def test_a_save_counts_once_it_is_complete_and_at_no_moment_before(folder, monke
 
 @pytest.mark.parametrize("state", [None, "", '{"global_st', "[]", "{}", '{"global_step": "3"}', STATE + " x", "\xff"])
 def test_checkpoint_without_a_marker_needs_a_whole_state(tmp_path, state):
-    assert problem_of(tmp_path)
+    assert not is_complete(tmp_path)
     if state is not None:
         (tmp_path / "trainer_state.json").write_bytes(state.encode("latin-1"))
-    assert problem_of(tmp_path)
+    assert not is_complete(tmp_path)
     (tmp_path / "trainer_state.json").write_text(STATE)
-    assert problem_of(tmp_path) is None
+    assert is_complete(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", COMPLETE_FILE])
@@ -65,13 +65,13 @@ def test_a_file_that_is_cut_emptied_or_removed_afterwards_is_named(folder, name)
     for size in (len(whole) // 2, 0):
         (folder / name).write_bytes(whole[:size])
         expected = f"{name} has {size} of 10 bytes" if name != COMPLETE_FILE else f"{name} cannot be read ("
-        assert problem_of(folder).startswith(f"damaged: {expected}")
+        assert problem_of(folder).startswith(f"damaged: {expected}") and not is_complete(folder)
     (folder / name).unlink()
     if name != COMPLETE_FILE:
         assert problem_of(folder) == f"damaged: {name} cannot be read (No such file or directory)"
-    assert problem_of(folder)
+    assert not is_complete(folder)
     (folder / name).write_bytes(whole)
-    assert problem_of(folder) is None
+    assert is_complete(folder)
 
 
 def test_everything_is_on_disk_before_the_marker_moves(folder, monkeypatch):

@@ -68,7 +68,7 @@ def the_last_checkpoint_survives_a_killed_process(folder, train, trained, option
         codes, seconds = wait(pids)
         assert codes == ([0, 0] if ends is None else [1, -signal.SIGKILL]), (ends, codes, seconds)
         checkpoints = sorted(Path(folder, name).glob("checkpoint-*"))
-        complete.append([path.name[-1] for path in checkpoints if marker.problem_of(path) is None])
+        complete.append([path.name[-1] for path in checkpoints if marker.is_complete(path)])
     assert complete == [["1"], ["1", "2"], ["1", "2", "3", "4"]]
 
 

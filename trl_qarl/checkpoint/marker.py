@@ -53,9 +53,13 @@ def sync(folder: Path) -> None:
             _fsync(path)
 
 
+def is_complete(folder: str | Path) -> bool:
+    """Return whether `folder` holds a checkpoint that was written completely and still has all of its files."""
+    return problem_of(folder) is None
+
+
 def problem_of(folder: str | Path) -> str | None:
-    """Return the reason why no run can resume from the checkpoint in `folder`, worded to follow "it is", or `None` if
-    it was written completely and still has all of its files."""
+    """Return the reason why no run can resume from the checkpoint in `folder`, worded to follow "it is", or `None`."""
     folder = Path(folder)
     try:
         sizes = json.loads((folder / COMPLETE_FILE).read_text(encoding="utf-8"))

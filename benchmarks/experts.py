@@ -96,7 +96,7 @@ def main() -> None:
             start = time.perf_counter()
             forms = [weight.quantize(weight.master().detach()) for weight in module.quantized_weights.values()]
             made = f"{(time.perf_counter() - start) / billions:.1f} s per billion"
-            size = f"{sum(form.num_bytes for form in forms) / 1e9 / billions:.3f}"
+            size = f"{sum(part.nbytes for form in forms for part in form.parts()) / 1e9 / billions:.3f}"
             module.forget()
         print(f"| {name} | {taken:.2f} s | {taken / base:.2f} | {made} | {size} |", flush=True)
 

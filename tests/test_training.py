@@ -159,7 +159,7 @@ def check_what_was_logged(case, trainer, batches):
     assert [row["quant/bits"] for row in history if "quant/bits" in row] == ([4.0, 3.5] if args.precisions else [])
     assert sum("reward/4_bits" in row for row in history) == bool(args.precisions)
     if isinstance(objective, Preset):
-        is_weighed = objective.corrects_mismatch or args.objective in ("icepop", "kpop", "geo-mask")
+        is_weighed = objective.is_corrected(args) or args.objective in ("icepop", "kpop", "geo-mask")
         assert all(("importance_sampling_ratio" in batch) == is_weighed for batch in batches)
     if args.beta:
         # The reference is where training started, in the same precision.

@@ -151,7 +151,8 @@ def held_bytes(model, optimizer=None) -> int:
 
 def _sum_bytes(tensors: Iterable[Any]) -> int:
     # Tied weights are one parameter, and `parameters()` gives it once.
-    return sum(getattr(tensor, "num_bytes", None) or tensor.nbytes for tensor in tensors)
+    parts = (tensor.parts() if hasattr(tensor, "parts") else [tensor] for tensor in tensors)
+    return sum(part.nbytes for of_one in parts for part in of_one)
 
 
 def _make_memory():

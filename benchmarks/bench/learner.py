@@ -246,12 +246,12 @@ def _cached_bytes(layer: "QuantizedLayer") -> int:
 
     from trl_qarl.quantization.tensors import LowBitTensor
 
-    held = [low_bit for weight in layer.quantized_weights.values() for low_bit in weight.kept()]
+    held = [low_bit for weight in layer.quantized_weights.values() for low_bit, _ in weight._kept.values()]
     for leaf in held:
         if isinstance(leaf, LowBitTensor):
             # Its own size is that of the weight it stands for. What it holds may be low-bit too, and is visited in
             # turn.
-            held += tree_leaves(leaf.held())
+            held += tree_leaves([*leaf.parts(), *leaf._kept.values()])
     return sum(leaf.nbytes for leaf in held if isinstance(leaf, torch.Tensor) and not isinstance(leaf, LowBitTensor))
 
 

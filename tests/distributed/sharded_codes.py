@@ -17,11 +17,10 @@ from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from trl_qarl.numerics.attach import keep_no_products
-from trl_qarl.quantization.global_scales import share_global_scales
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import whole, writes_to
-from trl_qarl.quantization.swap import prepare_model, quantized_layers
+from trl_qarl.quantization.swap import prepare_model, quantized_layers, share_global_scales
 from trl_qarl.sharding.accelerate import shard_when_prepared
 from trl_qarl.sharding.fsdp2 import shard_low_bit
 
@@ -67,7 +66,7 @@ def codes_are_those_of_one_process(folder):
         seen = {}
         for index, head in enumerate(model.heads):
             head.register_forward_pre_hook(
-                lambda layer, args, i=index, seen=seen: seen.update({i: [t.clone() for t in layer.weight.held()]})
+                lambda layer, args, i=index, seen=seen: seen.update({i: [t.clone() for t in layer.weight.parts()]})
             )
         batches = torch.randn(world, 6, 256)
         model(batches[rank]).float().square().mean().backward()
@@ -95,7 +94,8 @@ def codes_are_those_of_one_process(folder):
                 for p in g.fsdp_params
                 if p.sharded_param is head.weight
             ]
-            held = parameter._unsharded_param.held()
+            gathered = parameter._unsharded_param
+            held = [*gathered.parts(), *gathered._kept.values()]
             assert sum(t.untyped_storage().nbytes() for t in held) == 0 and len(held) == len(low_bit.parts())
 
 

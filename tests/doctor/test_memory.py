@@ -50,13 +50,14 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
     run = Run(1, optim, lora_rank=rank, rollout_ahead=2)
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), run)["ddp"]
     kept = kept_version(trainer.model)
-    low_bit = sum(layer.low_bit_weight().num_bytes for layer in quantized_layers(trainer.model).values())
+    weights = [layer.low_bit_weight() for layer in quantized_layers(trainer.model).values()]
+    low_bit = sum(part.nbytes for weight in weights for part in weight.parts())
     measured = {
         "masters": sum(p.nbytes for p in trainer.model.parameters() if not isinstance(p, LowBitTensor)),
         "gradients": gradients.num_bytes,
         "optimizer": state_of(trainer),
         "low-bit weights": low_bit,
-        "kept weights": 2 * sum(w.num_bytes for w in kept.low_bit.values())
+        "kept weights": 2 * sum(part.nbytes for w in kept.low_bit.values() for part in w.parts())
         + 2 * sum(w.nbytes for w in kept.others.values()),
     }
     for name, value in measured.items():

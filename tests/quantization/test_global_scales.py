@@ -9,9 +9,8 @@ from testing_utils import make_tiny_config, make_tiny_model
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
-from trl_qarl.quantization.global_scales import share_global_scales
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.swap import freeze_model, quantized_layers, restore_model
+from trl_qarl.quantization.swap import freeze_model, quantized_layers, restore_model, share_global_scales
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def prepare_base(
         return report_frozen(model, None if plan.is_uniform else plan)
     if not plan.is_quantized:
         # The base may be quantized by bitsandbytes.
-        return SwapReport(plan, {}, {}, 0, 0, 0)
+        return SwapReport(plan)
     report = prepare_model(model, plan, **arguments)
     if is_merged:
         # PEFT is optional.

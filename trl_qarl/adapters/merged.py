@@ -76,8 +76,7 @@ class LoraSource(MasterSource):
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return `W + s B A` in float32 with gradients to `A` and `B`; if sharded, this process' rows, without
-        gradients."""
+        """Return the sum in float32, with gradients unless sharded; then it has the rows of this process."""
         storage = storage_of(weight)
         delta = self._delta() if storage.is_whole else self._delta_of_rows()
         weight = storage.value(weight)

@@ -37,8 +37,7 @@ class TrainingFacts:
 
 
 def described_settings(plan: QuantPlan) -> dict[str, Any]:
-    """Return the settings of [`TrainingFacts`] about the schemes of a policy, with their layers if there are
-    several."""
+    """Return the settings of [`TrainingFacts`] about schemes, with their layers if there are several."""
     described = {**plan.described, "grids": ", ".join(plan.grids) or None}
     return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in described.items()}
 

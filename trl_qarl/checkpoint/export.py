@@ -62,40 +62,27 @@ def export_checkpoint(
     Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
     configuration, tokenizer or processor, and a README.md that says how to serve it.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model prepared by [`prepare_model`] or converted by [`convert_model`]; a model without quantized layers is
-            written as an ordinary checkpoint. For a `PeftModel` the base is written, and the adapter to a subfolder
-            `adapter` in PEFT's format, unless the low-bit weights include it (`lora_mode="merged"`).
-        output_dir (`str` or `Path`):
-            Folder to write; created if missing.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            Saved next to the weights.
-        dtype (`torch.dtype`, *optional*):
-            Dtype of tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers are
-            rounded, else to the model's.
-        max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
-            Largest size of one shard.
-        card (`dict`, *optional*):
-            Further content of README.md: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
-        gguf (`gguf.GGUFReader`, *optional*):
-            File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
-            copy of this file, `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
-        is_compact (`bool`, *optional*, defaults to `False`):
-            Whether to pack codes of 3 and 2 bits into 3 and 2 bits instead of 4, see
-            [`~trl_qarl.checkpoint.layout.compact`].
+    - `model`: prepared by [`prepare_model`] or converted by [`convert_model`]; a model without quantized layers is
+      written as an ordinary checkpoint. For a `PeftModel` the base is written, and the adapter to a subfolder
+      `adapter` in PEFT's format, unless the low-bit weights include it (`lora_mode="merged"`).
+    - `output_dir`: folder to write; created if missing.
+    - `processing_class`: saved next to the weights.
+    - `dtype`: dtype of tensors that are not quantized; by default the dtype for which the scales of prepared layers
+      are rounded, else the model's.
+    - `max_shard_size`: largest size of one shard.
+    - `card`: further content of README.md: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
+    - `gguf`: file of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
+      copy of this file, `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
+    - `is_compact`: pack codes of 3 and 2 bits into 3 and 2 bits instead of 4
+      ([`~trl_qarl.checkpoint.layout.compact`]).
 
-    If FSDP2 has sharded the masters, every process has to call. Masters are gathered layer by layer, and the first
-    process writes.
+    Return the folder. An earlier export in it is replaced once the new one is complete; the scores in its card stay if
+    the policy is the same. If FSDP2 has sharded the masters, every process has to call. Masters are gathered layer by
+    layer, and the first process writes.
 
-    Returns:
-        The folder. An earlier export in it is replaced once the new one is complete; the scores in its card stay if
-        the policy is the same.
-
-    Raises:
-        TypeError: if `model` is not a model.
-        ValueError: if `output_dir` holds another model's weights, if the model has both quantized layers and experts
-            in high precision, or if `is_compact` is set and no codes can be packed closer.
+    `TypeError` is raised if `model` is not a model; `ValueError` if `output_dir` holds another model's weights, if the
+    model has both quantized layers and experts in high precision, or if `is_compact` is set and no codes can be packed
+    closer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -155,8 +142,15 @@ def export_checkpoint(
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
+        # safetensors writes metadata in any order: equal weights become equal bytes.
         for path in folder.glob("*.safetensors"):
-            _sort_metadata(path)
+            with path.open("r+b") as file:
+                size, header = read_header(file)
+                header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+                data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+                if len(data) <= size:
+                    file.seek(8)
+                    file.write(data.ljust(size))
         if adapted is not None:
             # TRL may have added a copy of the initial adapter.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
@@ -179,21 +173,9 @@ def read_header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
     return size, json.loads(file.read(size))
 
 
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata of a file, which safetensors writes in any order: equal weights become equal bytes."""
-    with path.open("r+b") as file:
-        size, header = read_header(file)
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(data) <= size:
-            file.seek(8)
-            file.write(data.ljust(size))
-
-
 @contextmanager
 def written_as_a_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder inside `folder` whose files are moved to `folder` at the end. A failure leaves an earlier export
-    unchanged."""
+    """Yield a folder whose files are moved to `folder` at the end. A failure leaves an earlier export unchanged."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -239,8 +221,7 @@ def check_export_dir(folder: str | Path) -> None:
 
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return every tensor of the low-bit policy under its checkpoint name, on the CPU; see
-    [`~trl_qarl.checkpoint.layout.iter_checkpoint_layers`]."""
+    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():

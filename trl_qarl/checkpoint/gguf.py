@@ -51,42 +51,18 @@ _ROPE = "rope_"
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
 
 
-def q4_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return blocks `(N, K / 32 * 18)`, uint8, of INT4 codes in words, int32 `(N, K / 8)`, with scales `(N, groups)`
-    that fp16 can represent."""
-    return _blocks(_fp16_bytes(scale), _interleaved(qdata))
-
-
-def q8_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return blocks `(N, K / 32 * 34)`, uint8, of INT8 codes `(N, K)` with scales `(N, groups)` that fp16 can
-    represent."""
-    return _blocks(_fp16_bytes(scale), qdata.view(torch.uint8).unflatten(1, (-1, _BLOCK)))
-
-
-def mxfp4_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return blocks `(N, K / 32 * 17)`, uint8, of E2M1 codes, uint8 `(N, K / 2)`, with exponents as scales, uint8
-    `(N, K / 32)`."""
-    return _blocks(scale.unsqueeze(-1), _interleaved(qdata))
-
-
-_BLOCKS_OF = {"Q4_0": q4_0_blocks, "Q8_0": q8_0_blocks, "MXFP4": mxfp4_blocks}
-
-
-def _blocks(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Concatenate bytes of scales `(N, groups, 1 or 2)` and of codes `(N, K / 32, bytes)`."""
-    scales = scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
+def blocks(weight: LowBitTensor) -> torch.Tensor:
+    """Return the blocks of a weight `(N, K)` as in the table above, uint8 `(N, K / 32 * bytes)`. Scales must be
+    numbers in fp16."""
+    scale = weight.scale.half() if weight.scale.is_floating_point() else weight.scale
+    codes = weight.qdata.view(torch.uint8)
+    if weight.scheme.container.num_bits == 4:
+        nibbles = torch.stack([codes & 0x0F, codes >> 4], dim=-1).view(len(codes), -1, 2, _BLOCK // 2)
+        codes = nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
+    else:
+        codes = codes.unflatten(1, (-1, _BLOCK))
+    scales = scale.unsqueeze(-1).view(torch.uint8).repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
     return torch.cat([scales, codes], dim=-1).flatten(1)
-
-
-def _interleaved(qdata: torch.Tensor) -> torch.Tensor:
-    """Reorder 4-bit codes to `(N, K / 32, 16)` bytes: the first half of a block goes into the lower half bytes."""
-    pairs = qdata.view(torch.uint8)
-    nibbles = torch.stack([pairs & 0x0F, pairs >> 4], dim=-1).view(len(pairs), -1, 2, _BLOCK // 2)
-    return nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
-
-
-def _fp16_bytes(scale: torch.Tensor) -> torch.Tensor:
-    return scale.to(torch.float16).unsqueeze(-1).view(torch.uint8)
 
 
 def gguf_type(scheme: QuantScheme) -> str | None:
@@ -129,32 +105,38 @@ def export_gguf(
     """
     Write the low-bit policy as a GGUF file, which gets its name once it is complete; return `path`.
 
-    Metadata, tokenizer and factors of rotary embeddings come from `base`, a file of the same base model from
-    [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`. The tokenizer of
-    the file is compared with `processing_class`. `ValueError` is raised, and nothing written, if `base` is of another
-    model, a scheme has no GGUF type, or fp16 cannot represent a scale.
+    Metadata, tokenizer, factors of rotary embeddings and the order of tensors come from `base`, a file of the same
+    base model from [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`.
+    The tokenizer of the file is compared with `processing_class`. `ValueError` is raised, and nothing written, if
+    `base` is of another model, a scheme has no GGUF type, or fp16 cannot represent a scale.
     """
+    import gguf
+
     inventory = Inventory.of(model)
     if is_adapted(model) and not inventory.holds_adapter:
         raise ValueError(
             "A GGUF file has no place for an adapter next to the low-bit base. Train with lora_mode='merged', or export with "
             "`--merge_adapter`, which reports the loss."
         )
-    model = inventory.model
     policy = _policy_tensors(inventory)
-    _check_base(base, model, policy, processing_class)
+    _check_base(base, inventory.model, policy, processing_class)
     _check_policy(policy)
-    _write(base, policy, Path(path), dtype)
-    return Path(path)
-
-
-def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
-    """Write the tensors of `base` in their order, with those of `policy` in place of tensors of the same name."""
-    import gguf
-
+    path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     writer = gguf.GGUFWriter(partial, _metadata(base, "general.architecture"))
-    _copy_metadata(base, writer, policy, dtype)
+    writer.data_alignment = base.alignment
+    for field in base.fields.values():
+        # Skip fields of the reader and the writer, and fields about the original weights. The writer refuses empty
+        # arrays.
+        is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
+        if not is_about_weights and (value := field.contents()) != []:
+            kinds = field.types
+            writer.add_key_value(field.name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    matrices = Counter(
+        _kind(tensor, dtype) for name, tensor in policy.items() if ".blk." in f".{name}" and tensor.ndim == 2
+    )
+    writer.add_file_type(_FILE_TYPES[matrices.most_common(1)[0][0]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for old in base.tensors:
         is_replaced = old.name in policy
         kind = gguf.GGMLQuantizationType[_kind(policy[old.name], dtype)] if is_replaced else old.tensor_type
@@ -172,6 +154,7 @@ def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtyp
     finally:
         writer.close()
         partial.unlink(missing_ok=True)
+    return path
 
 
 def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
@@ -202,8 +185,7 @@ def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
 
 
 def _rotated_by_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return a tensor of q or k with llama.cpp's order of rows for Llama: llama.cpp rotates neighbouring rows,
-    transformers rotates rows of the two halves of a head."""
+    # llama.cpp rotates neighbouring rows of q and k for Llama, transformers rows of the two halves of a head.
     rows = torch.arange(len(tensor), device=tensor.device).view(num_heads, 2, -1).transpose(1, 2).flatten()
     return tensor.take(rows) if isinstance(tensor, LowBitTensor) else tensor.detach()[rows]
 
@@ -217,28 +199,10 @@ def _kind(tensor: torch.Tensor, dtype: torch.dtype) -> str:
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of a tensor of the policy in GGUF's format, row by row."""
     if isinstance(tensor, LowBitTensor):
-        return _BLOCKS_OF[_kind(tensor, dtype)](tensor.qdata, tensor.scale)
+        return blocks(tensor)
     # Rounded as in the engine, even if it is then written in float32.
     rounded = tensor.to(dtype)
     return (rounded.float() if tensor.ndim == 1 else rounded).contiguous().view(torch.uint8)
-
-
-def _copy_metadata(base: "GGUFReader", writer: Any, policy: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    import gguf
-
-    writer.data_alignment = base.alignment
-    for field in base.fields.values():
-        # Skip fields of the reader and the writer, and fields about the original weights. The writer refuses empty
-        # arrays.
-        is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
-        if not is_about_weights and (value := field.contents()) != []:
-            kinds = field.types
-            writer.add_key_value(field.name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
-    matrices = Counter(
-        _kind(tensor, dtype) for name, tensor in policy.items() if ".blk." in f".{name}" and tensor.ndim == 2
-    )
-    writer.add_file_type(_FILE_TYPES[matrices.most_common(1)[0][0]])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
 def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor], processing_class: Any) -> None:

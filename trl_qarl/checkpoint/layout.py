@@ -1,8 +1,4 @@
-"""
-Names and layout of the low-bit policy in compressed-tensors' format, for engines, disk and Hub.
-
-Format: https://github.com/vllm-project/compressed-tensors.
-"""
+"""Names and layout of the low-bit policy in compressed-tensors' format, for engines, disk and Hub."""
 
 import re
 from collections import defaultdict
@@ -18,9 +14,9 @@ from ..packages import installed
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.int4_packed import to_words
 from ..quantization.formats.registry import format_of
-from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import CheckpointNames, architecture
+from ..quantization.plan import fused_layers
 from ..quantization.schemes import INT4_PACKED, SCHEMES, QuantScheme
 from ..quantization.selection import ROUTER_NAMES
 from ..quantization.storage import shapes_of, storage_of, whole
@@ -84,8 +80,7 @@ _STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
 
 
 def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one parameter of experts, `(E, ...)`, with the names of vLLM's
-    `RoutedExperts.load_weights`."""
+    """Yield the tensors `(E, ...)` of a parameter of experts, named for vLLM's `RoutedExperts.load_weights`."""
     prefix, _, leaf = matrices[0].rsplit(".", 2)
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
     stem = f"{prefix}.{_STACKED.get(leaf, leaf)}"
@@ -110,11 +105,19 @@ def iter_whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
     """Return the `quantization_config` for a model's `config.json`, as defined by compressed-tensors, with a group for
-    each scheme and group size; empty if nothing is quantized."""
+    each scheme and group size; empty if nothing is quantized. `ValueError` is raised where layers that vLLM holds as
+    one matrix have several global scales."""
     formats, names = inventory.formats, inventory.names
     if not formats:
         return {}
-    check_global_scales(inventory.global_scales)
+    scales = inventory.global_scales
+    for fused in fused_layers(scales):
+        group = {name: scales[name] for name in fused}
+        if len(set(group.values())) > 1:
+            raise ValueError(
+                f"The global scales {group} differ, but vLLM holds these layers in one matrix and would apply one scale to all. Prepare "
+                "the model as a whole (`prepare_model`)."
+            )
     by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
         by_format[scheme, group_size].append(name)
@@ -186,14 +189,13 @@ def loads_in_transformers(inventory: Inventory) -> bool:
 def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) -> list[str]:
     # A last component that occurs only in this group matches all of its layers with this name.
     chosen = set(members)
-    leaves = {leaf for name in members for leaf in _leaves(name, names)}
     shared = {leaf for name in layers if name not in chosen for leaf in _leaves(name, names)}
     # transformers uses the group with "experts" in an expression for all experts.
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
     own = {name.rpartition(".")[2] for name in linears}
-    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own & leaves - shared)]
+    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own - shared)]
     return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] in shared]
 
 

@@ -1,8 +1,6 @@
 """
-Loads a low-bit checkpoint as a model whose quantized layers hold only codes and scales, without a high-precision copy.
-
-Format: https://github.com/vllm-project/compressed-tensors, written by
-[`~trl_qarl.checkpoint.export.export_checkpoint`].
+Loads a low-bit checkpoint, such as one of [`~trl_qarl.checkpoint.export.export_checkpoint`], as a model whose
+quantized layers hold only codes and scales, without a high-precision copy.
 """
 
 import json
@@ -88,8 +86,15 @@ def load_frozen_model(
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    schemes = _schemes(config.quantization_config, name_or_path)
+    groups = config.quantization_config["config_groups"]
     del config.quantization_config
+    # A layer's scales tell its group size.
+    schemes = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
+    if not schemes or any(scheme is None for _, scheme in schemes):
+        raise ValueError(
+            f"{name_or_path} is a compressed-tensors checkpoint with other schemes than {[*SCHEMES][:-1]}: its groups are "
+            f"{groups}. Start from the high-precision checkpoint."
+        )
     dtype = config.dtype if dtype in ("auto", None) else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     cls = getattr(transformers, (config.architectures or [""])[0], None)
@@ -191,14 +196,12 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     for name, tensor in inventory.tensors().items():
         if name in files:
             continue
-        parts = (
-            [f"{matrix}.weight" for matrix in names.experts[name]]
-            if name in names.experts
-            else [names.of_tensor(name)]
-        )
+        parts, places = [names.of_tensor(name)], [tensor]
+        if name in names.experts:
+            parts = [f"{matrix}.weight" for matrix in names.experts[name]]
+            places = tensor.flatten(0, 1).chunk(len(parts))
         if all(part in files for part in parts):
-            rows = tensor.flatten(0, 1) if name in names.experts else tensor
-            for part, place in zip(parts, rows.chunk(len(parts)) if len(parts) > 1 else [rows], strict=True):
+            for part, place in zip(parts, places, strict=True):
                 with safe_open(files[part], "pt") as file:
                     place.copy_(file.get_tensor(part))
         elif name in stacked:
@@ -211,18 +214,6 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
 def _names_in(path: Path) -> list[str]:
     with safe_open(path, "pt") as file:
         return list(file.keys())
-
-
-def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], QuantScheme]]:
-    """Return targets and scheme of each group of a `quantization_config`; a layer's scales tell its group size."""
-    groups = described["config_groups"]
-    found = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
-    if not found or any(scheme is None for _, scheme in found):
-        raise ValueError(
-            f"{source} is a compressed-tensors checkpoint with other schemes than {[*SCHEMES][:-1]}: its groups are "
-            f"{groups}. Start from the high-precision checkpoint."
-        )
-    return found
 
 
 def _scheme_of(name: str, schemes: list[tuple[list[str], QuantScheme]], folder: Path) -> QuantScheme:

@@ -36,8 +36,7 @@ class PushesPolicy(_BaseTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Writes a card that describes masters or an adapter, and how to get the policy. Later cards reuse the
-        arguments."""
+        """Writes the card of masters or an adapter. Later cards reuse the arguments."""
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
             self._card = self._weights_card()

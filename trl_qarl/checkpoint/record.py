@@ -1,9 +1,9 @@
-"""`qarl.json`, the quantization settings saved next to weights, and the search for the checkpoint to resume from.
-Needs no torch."""
+"""`qarl.json`, the quantization settings next to weights, and the checkpoint to resume from. Needs no torch."""
 
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +66,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
     theirs = json.loads((folder / SCHEME_FILE).read_text())
-    names = (theirs.keys() | record.keys()) - {"grids"}
-    # Compared as text, because the order of patterns of layers matters.
-    if any(json.dumps(theirs.get(name)) != json.dumps(record.get(name)) for name in names):
+    if _differing((theirs.keys() | record.keys()) - {"grids"}, theirs, record):
         raise ValueError(
             f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
             "or start a new run from its masters by passing it as the model."
@@ -98,16 +96,17 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
         return
     theirs = json.loads(path.read_text())
     names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
-    differing = [
-        f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
-        for name in names
-        if json.dumps(theirs.get(name)) != json.dumps(record.get(name))
-    ]
-    if differing:
+    if differing := _differing(names, theirs, record):
         raise ValueError(
             f"The adapter in {folder} was trained over another low-bit base ({'; '.join(differing)}); `base` is a "
             "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."
         )
+
+
+def _differing(names: Iterable[str], theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    pairs = {name: (theirs.get(name), ours.get(name)) for name in names}
+    # Compared as text, because the order of patterns of layers matters.
+    return [f"{name}={a!r} there, {b!r} here" for name, (a, b) in pairs.items() if json.dumps(a) != json.dumps(b)]
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -207,7 +207,16 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
     version.
     """
     folder = Path(folder)
-    entries = _entries_until(folder, version)
+    entries = _read_manifest(folder)["versions"]
+    for before, entry in pairwise([None, *entries]):
+        if entry["parent"] != ("" if before is None else _sha256_of_entry(before)):
+            raise ValueError(
+                f"{folder / MANIFEST_FILE}: version {entry['version']} does not follow the one before it. Copy it again."
+            )
+    numbers = [entry["version"] for entry in entries]
+    if not entries or (version is not None and version not in numbers):
+        raise ValueError(f"{folder} has no version {version}; it has {numbers}.")
+    entries = entries if version is None else entries[: numbers.index(version) + 1]
     start = max(index for index, entry in enumerate(entries) if _base_folder(entry))
     base, *patches = entries[start:]
     check_export_dir(output_dir)
@@ -237,30 +246,12 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
         if base_digest(fingerprints) != entries[-1]["weights"]:
             raise ValueError(f"{folder}: rebuilding version {entries[-1]['version']} gave other weights.")
         for path in partial.glob("*.safetensors"):
-            _write_into(path, held.tensors)
+            with path.open("r+b") as file:
+                size, header = read_header(file)
+                for name in header.keys() - {"__metadata__"}:
+                    file.seek(8 + size + header[name]["data_offsets"][0])
+                    file.write(elements(held.tensors[name].contiguous()).tobytes())
     return entries[-1]["version"]
-
-
-def _entries_until(folder: Path, version: int | None) -> list[dict[str, Any]]:
-    entries = _read_manifest(folder)["versions"]
-    for before, entry in pairwise([None, *entries]):
-        if entry["parent"] != ("" if before is None else _sha256_of_entry(before)):
-            raise ValueError(
-                f"{folder / MANIFEST_FILE}: version {entry['version']} does not follow the one before it. Copy it again."
-            )
-    numbers = [entry["version"] for entry in entries]
-    if not entries or (version is not None and version not in numbers):
-        raise ValueError(f"{folder} has no version {version}; it has {numbers}.")
-    return entries if version is None else entries[: numbers.index(version) + 1]
-
-
-def _write_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite the data of a safetensors file with `tensors` of the same sizes; the header stays."""
-    with path.open("r+b") as file:
-        size, header = read_header(file)
-        for name in header.keys() - {"__metadata__"}:
-            file.seek(8 + size + header[name]["data_offsets"][0])
-            file.write(elements(tensors[name].contiguous()).tobytes())
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

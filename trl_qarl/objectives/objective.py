@@ -40,29 +40,19 @@ class Objective:
     A training objective. The base class is one of TRL's losses, with TRL's correction of the mismatch of vLLM
     rollouts.
 
-    Args:
-        name (`str`):
-            Value of the option `objective`.
-        options (`Mapping[str, Any]`, *optional*):
-            Options of TRL that define the objective; any other value contradicts its name.
-        defaults (`Mapping[str, Any]`, *optional*):
-            Options with a default of this objective, which may be changed.
-        clip (`str`, *optional*, defaults to `"both"`):
-            Sides at which TRL's loss clips a ratio: `"both"`, `"above"` (at `epsilon_high` itself) or `"nowhere"`.
-        is_on_policy (`bool`, *optional*, defaults to `False`):
-            Whether each generation batch makes exactly one update.
+    - `name`: value of the option `objective`.
+    - `options`: options of TRL that define the objective; any other value contradicts its name.
+    - `defaults`: options with a default of this objective, which may be changed.
+    - `clip`: sides at which TRL's loss clips a ratio: `"both"`, `"above"` (at `epsilon_high` itself) or `"nowhere"`.
+    - `is_on_policy`: true if each generation batch makes exactly one update.
 
     Class attributes:
-        own_options (`tuple[str, ...]`):
-            Options of [`QaRLConfig`] that only this objective, and others that list them, use.
-        has_own_loss (`bool`):
-            Whether [`~Objective.loss`] replaces TRL's loss.
-        takes_options_of_trl (`bool`):
-            Whether options of TRL's loss that were not given get TRL's default.
-        needs_one_policy (`bool`):
-            Whether rollout, scoring and loss must see the same policy, so that dropout must be off.
-        needs_scores (`bool`):
-            Whether the objective uses the learner's log-probs of a rollout, before the first update.
+
+    - `own_options`: options of [`QaRLConfig`] that only this objective, and others that list them, use.
+    - `has_own_loss`: true if [`~Objective.loss`] replaces TRL's loss.
+    - `takes_options_of_trl`: true if options of TRL's loss that were not given get TRL's default.
+    - `needs_one_policy`: true if rollout, scoring and loss must see the same policy, so that dropout must be off.
+    - `needs_scores`: true if it uses the learner's log-probs of a rollout, before the first update.
     """
 
     name: str
@@ -133,8 +123,7 @@ class Objective:
         return self.is_corrected(config) and config.vllm_importance_sampling_mode.startswith("sequence")
 
     def ratio_bounds(self, config: Any) -> tuple[Bounds, Bounds]:
-        """Return the bounds of the ratio, of tokens or sequences as in the loss, for positive and for negative
-        advantages."""
+        """Return the bounds of the loss' ratio, for positive and for negative advantages."""
         low, high = clip_offsets(config)
         if self.clip == "both":
             return (None, 1 + high), (1 - low, config.delta)

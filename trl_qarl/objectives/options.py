@@ -28,9 +28,6 @@ BOUNDS_OF_MISMATCH = (
     "vllm_importance_sampling_cap",
 )
 
-# In addition to TRL's own defaults.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
-
 
 def trl_default(name: str) -> Any:
     """Return the default of TRL's own configuration."""
@@ -44,14 +41,14 @@ def clip_offsets(config: Any) -> tuple[float, float]:
     return config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
 
 
-def is_unused(config: Any, name: str, *neutral: Any) -> bool:
-    """Return whether the option `name` has a value without effect: one of `neutral`, or one equivalent to a
-    default."""
-    return getattr(config, name) in (*neutral, *_NEUTRAL.get(name, ()))
+def neutral_values(name: str) -> list[Any]:
+    """Return the values of an option of TRL's that have no effect."""
+    default = None if name in UNSET else trl_default(name)
+    return [default, 0.0] if name == "min_p" else [default]
 
 
 def refuse_changed(config: Any, names: Sequence[str], why: str) -> Iterator[str]:
     """Yield a problem for each of TRL's options `names` that was changed, for an objective that does not use it."""
     for name in names:
-        if not is_unused(config, name, None if name in UNSET else trl_default(name)):
+        if getattr(config, name) not in neutral_values(name):
             yield f"{name}={getattr(config, name)!r} is not honoured: objective={config.objective!r} {why}."

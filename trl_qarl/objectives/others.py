@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from ..forward import Batch
 from .objective import NO_BOUNDS, Bounds, Loss
-from .options import BOUNDS_OF_MISMATCH, OF_TRLS_LOSS, clip_offsets, refuse_changed
+from .options import OF_TRLS_LOSS, clip_offsets, refuse_changed
 from .presets import Preset
 from .ratios import geometric_mask, kpop_weight, mismatch_ratio
 
@@ -79,8 +79,7 @@ def acr_loss(
     is_above = (advantages > 0) & (log_ratio > high + widening)
     is_below = ~(advantages > 0) & (log_ratio < low)
     # A clipped ratio is constant at its bound, without gradient and without overflow.
-    bounded = torch.where(is_above, high + widening, log_ratio)
-    bounded = torch.where(is_below, low, bounded)
+    bounded = torch.where(is_below, low, torch.where(is_above, high + widening, log_ratio))
     terms = torch.exp(log_weight.clamp(max=log_cap)) * torch.exp(bounded) * advantages
     return -_mean(torch.where(mask, terms, 0.0), mask), mask & (is_above | is_below) & (advantages != 0)
 
@@ -92,11 +91,6 @@ def _mean(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class _SamplerRule(Preset):
     weighs_by_sampler = True
-
-    @property
-    @override
-    def _why_unused(self) -> str:
-        return "has a rule of its own for the mismatch" + "".join(f", `{name}`" for name in self.own_options)
 
     @override
     def rejects(self, config: Any) -> bool:
@@ -170,13 +164,7 @@ class _Bypass(_SamplerRule):
 class _TokenLoss(_SamplerRule):
     has_own_loss = True
 
-    def _loss(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss and a mask of dropped tokens."""
-        raise NotImplementedError
-
-    @override
-    def loss(self, config: Any, batch: Batch) -> Loss:
-        value, dropped = self._loss(config, batch)
+    def _as_loss(self, batch: Batch, value: torch.Tensor, dropped: torch.Tensor) -> Loss:
         mask = batch.mask.bool()
         length = mask.sum(-1)
         share = dropped.sum(-1) / torch.where(length > 0, length, math.nan)
@@ -193,8 +181,8 @@ class _DPPO(_TokenLoss):
     own_options = ("divergence_threshold",)
 
     @override
-    def _loss(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return dppo_tv_loss(batch, config.divergence_threshold)
+    def loss(self, config: Any, batch: Batch) -> Loss:
+        return self._as_loss(batch, *dppo_tv_loss(batch, config.divergence_threshold))
 
     @override
     def ratio_bounds(self, config: Any) -> tuple[Bounds, Bounds]:
@@ -221,14 +209,11 @@ class _DPPO(_TokenLoss):
 
 
 class _ACR(_TokenLoss):
-    @override
-    def _loss(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return acr_loss(batch, *clip_offsets(config), config.vllm_importance_sampling_clip_max)
+    bounds_of_mismatch = ("vllm_importance_sampling_clip_max",)
 
-    @property
     @override
-    def _unused_bounds(self) -> tuple[str, ...]:
-        return tuple(name for name in BOUNDS_OF_MISMATCH if name != "vllm_importance_sampling_clip_max")
+    def loss(self, config: Any, batch: Batch) -> Loss:
+        return self._as_loss(batch, *acr_loss(batch, *clip_offsets(config), config.vllm_importance_sampling_clip_max))
 
     @override
     def token_weight_bounds(self, config: Any) -> Bounds:

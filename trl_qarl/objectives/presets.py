@@ -39,15 +39,13 @@ class Preset(Objective):
     weighs_by_sampler: ClassVar[bool] = False
     """True if the loss uses the sampling log-probs in a way for which TRL has no option, with and without vLLM."""
 
+    bounds_of_mismatch: ClassVar[tuple[str, ...]] = ()
+    """Options of TRL's correction that the loss uses without that correction."""
+
     @property
     @override
     def loss_type(self) -> str:
         return "grpo"
-
-    @property
-    def corrects_mismatch(self) -> bool:
-        """True if TRL weighs the loss of vLLM rollouts by the mismatch between learner and sampler."""
-        return self.options["vllm_importance_sampling_correction"]
 
     @override
     def is_corrected(self, config: Any) -> bool:
@@ -57,7 +55,7 @@ class Preset(Objective):
     @override
     def weight(self, config: Any, batch: Batch) -> torch.Tensor | None:
         """Applies TRL's correction to rollouts without vLLM."""
-        if config.use_vllm or not self.corrects_mismatch:
+        if config.use_vllm or not self.is_corrected(config):
             return None
         bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
         return mismatch_ratio(*batch.rollout, config.vllm_importance_sampling_mode, *bounds)
@@ -76,18 +74,16 @@ class Preset(Objective):
         ratio = None if is_weighed_by_trl else inputs.get("importance_sampling_ratio")
         return inputs | {"advantages": advantages if ratio is None else advantages.unsqueeze(1) * ratio}
 
-    @property
-    def _unused_bounds(self) -> tuple[str, ...]:
-        return () if self.corrects_mismatch else BOUNDS_OF_MISMATCH
-
-    @property
-    def _why_unused(self) -> str:
-        return "does not correct the mismatch; `mis-gspo` and `grpo-tis` do"
-
     @override
     def problems(self, config: Any) -> Iterator[str]:
-        yield from refuse_changed(config, self._unused_bounds, self._why_unused)
-        if (self.corrects_mismatch or self.weighs_by_sampler) and not config.use_vllm:
+        is_corrected = self.is_corrected(config)
+        why = "does not correct the mismatch; `mis-gspo` and `grpo-tis` do"
+        if self.weighs_by_sampler:
+            why = "has a rule of its own for the mismatch" + "".join(f", `{name}`" for name in self.own_options)
+        if not is_corrected:
+            unused = [name for name in BOUNDS_OF_MISMATCH if name not in self.bounds_of_mismatch]
+            yield from refuse_changed(config, unused, why)
+        if (is_corrected or self.weighs_by_sampler) and not config.use_vllm:
             why = (
                 "weighs by the sampling log-probs, which would not match the distribution that was sampled from; "
                 "leave it at its default"

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from ..forward import Batch
 from .objective import Bounds, Loss, Objective
-from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, is_unused, trl_default
+from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, neutral_values, trl_default
 from .ratios import mismatch_weight, sequence_log_ratio
 from .trust_bands import MAX_LOG_RATIO, MIN_TAIL, Bands, EstimatedBands
 
@@ -242,14 +242,13 @@ class _TBPO(Objective):
                 "takes the same names."
             )
         for name, why in REFUSED_BY_TBPO.items():
-            allowed = [trl_default(name)]
-            if name in UNSET:
+            value, allowed = getattr(config, name), neutral_values(name)
+            if name in UNSET and name.startswith("vllm"):
                 # A correction with TRL's default may not have been asked for; a clip offset always was.
-                allowed = [None, *allowed] if name.startswith("vllm") else [None]
+                allowed.append(trl_default(name))
             # With vLLM these are refused for every objective.
             is_refused_already = config.use_vllm and name in RESHAPES_SAMPLING
-            if not is_unused(config, name, *allowed) and not is_refused_already:
-                value = getattr(config, name)
+            if value not in allowed and not is_refused_already:
                 yield f"{name}={value!r} is not honoured by objective='tbpo', only by objectives such as 'grpo': {why}."
 
     @override

@@ -89,8 +89,7 @@ class EstimatedBands:
         self._update.append(torch.stack([log_ratio.detach(), advantages.masked_fill(is_empty, 0.0)], dim=1))
 
     def end_update(self, gather: Callable[[torch.Tensor], torch.Tensor], is_on_policy: bool) -> None:
-        """Estimate the bands of the next update; called as
-        [`~trl_qarl.objectives.objective.Objective.end_update`]."""
+        """Estimate the bands of the next update, with the arguments of `Objective.end_update`."""
         rows = gather(torch.cat(self._update)).cpu()
         self._update = []
         rows = rows[(rows[:, 1] != 0) & rows[:, 0].isfinite()]

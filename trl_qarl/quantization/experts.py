@@ -80,7 +80,10 @@ class QuantizedExperts(QuantizedLayer):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         is_quantized = self.use_quantized_forward or self.is_frozen
-        if is_quantized and self._is_grouped(tokens, top_k_index):
+        sizes = tokens.shape[-1], self.down_proj.shape[-1]
+        # Engine numerics need the bits of their own product.
+        may_group = is_quantized and self.product is low_bit_linear
+        if may_group and is_grouping_faster(tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme):
             operands = map(self._stacked_operand, self.quantized_weights.values())
             y = grouped_experts(tokens, top_k_index, top_k_weights, self.num_experts, *operands, self.act_fn)
             self.kernel_name = expanded_name(GROUPED, self.scheme, tokens.dtype)
@@ -115,13 +118,6 @@ class QuantizedExperts(QuantizedLayer):
     def _stacked_operand(self, weight: QuantizedWeight) -> tuple[LowBitTensor, torch.Tensor | None]:
         takes_gradient = torch.is_grad_enabled() and not weight.is_frozen
         return weight.low_bit_weight(), weight.source.gradient(weight.parameter) if takes_gradient else None
-
-    def _is_grouped(self, tokens: torch.Tensor, top_k_index: torch.Tensor) -> bool:
-        sizes = tokens.shape[-1], self.down_proj.shape[-1]
-        # Engine numerics need the bits of their own product.
-        return self.product is low_bit_linear and is_grouping_faster(
-            tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme
-        )
 
     @override
     def extra_repr(self) -> str:

@@ -21,8 +21,7 @@ _ATTRIBUTE = "_trl_qarl_inventory"
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer, with names in the base model: the `name` by [`layer_of`], the `tensors` of its part of
-    the `state_dict`, and the `modules` that own them."""
+    """One layer by [`layer_of`], with names in the base model: its part of the `state_dict` and the owning modules."""
 
     name: str
     tensors: dict[str, torch.Tensor]

@@ -47,8 +47,7 @@ def architecture(model: nn.Module) -> str:
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `named_modules` of the model without its adapters: an adapted layer keeps its name, its wrapper has
-    none."""
+    """Yield `named_modules` without adapters: an adapted layer keeps its name, its wrapper has none."""
     yield from _walk(base_model(model), "", set())
 
 

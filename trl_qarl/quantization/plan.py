@@ -57,7 +57,7 @@ class QuantPlan:
     @property
     def is_uniform(self) -> bool:
         """True if every layer has the same scheme."""
-        return self._is_named and not self._edges
+        return self._is_named and not self.options
 
     @property
     def name(self) -> str:
@@ -91,10 +91,6 @@ class QuantPlan:
         return {name: count for name in EDGES if (count := getattr(self, name))}
 
     @property
-    def _edges(self) -> int:
-        return self.high_precision_first + self.high_precision_last
-
-    @property
     def _is_named(self) -> bool:
         return len(self.rules) == 1 and self.rules[0][0] == DEFAULT
 
@@ -118,7 +114,17 @@ class QuantPlan:
         some parts of one, or with a quantized scheme only skipped layers, and if the edges leave no decoder layer.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
-        hits = self._check_patterns(names, skipped, parts)
+        hits = {}
+        for pattern, scheme in self.rules:
+            if pattern == DEFAULT:
+                continue
+            found = hits[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
+            if scheme.is_quantized and all(name in skipped for name in found):
+                left = sorted({skipped[name] for name in found})
+                raise ValueError(
+                    f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
+                    f"{found[0]!r} ({'; '.join(left)}). Remove it."
+                )
         kept = self._kept_edges([name for name in names if name not in outside])
         rules = dict(self.rules)
         # `re:.*mlp.*` is meant for the decoder's layers, although vision towers have MLPs too.
@@ -140,28 +146,23 @@ class QuantPlan:
                 reasons[name] = f"bf16 by {pattern!r}"
         return schemes, reasons
 
-    def _check_patterns(
-        self, names: list[str], skipped: Mapping[str, str], parts: Mapping[str, Sequence[Sequence[str]]]
-    ) -> dict[str, list[str]]:
-        found = {}
-        for pattern, scheme in self.rules:
-            if pattern == DEFAULT:
-                continue
-            hits = found[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
-            if scheme.is_quantized and all(name in skipped for name in hits):
-                left = sorted({skipped[name] for name in hits})
-                raise ValueError(
-                    f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
-                    f"{hits[0]!r} ({'; '.join(left)}). Remove it."
-                )
-        return found
-
     def _kept_edges(self, names: list[str]) -> dict[str, str]:
-        if not self._edges:
+        if not self.options:
             return {}
-        places = _decoder_layers(names)
+        stacks: dict[str, dict[str, int]] = defaultdict(dict)
+        for name in names:
+            if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):
+                stacks[found[1]][name] = int(found[2])
+        # The encoder of pictures has its own stack, with another name.
+        chosen = {stack: places for stack, places in stacks.items() if stack.rpartition(".")[2] == "layers"} or stacks
+        if len(chosen) != 1:
+            raise ValueError(
+                "high_precision_first and high_precision_last count decoder layers, but the stacks found in the names of the linear "
+                f"layers are {[stack[1:] for stack in chosen]}, not one. Name the layers in `exclude_modules`."
+            )
+        [places] = chosen.values()
         count = max(places.values()) + 1
-        if self._edges >= count:
+        if sum(self.options.values()) >= count:
             raise ValueError(
                 f"high_precision_first={self.high_precision_first} and high_precision_last={self.high_precision_last} leave no decoder "
                 f"layer to quantize, as the model has {count}. Give smaller numbers, or scheme='bf16'."
@@ -227,7 +228,8 @@ def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> Non
     for group in fused_layers(names):
         found = {name: schemes.get(name, _HIGH_PRECISION) for name in group}
         if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name} is {_described(scheme)}" for name, scheme in found.items())
+            sizes = {name: f" in groups of {s.group_size}" if s.group_size else "" for name, s in found.items()}
+            listed = ", ".join(f"{name} is {scheme.name}{sizes[name]}" for name, scheme in found.items())
             leaves = " and ".join(name.rpartition(".")[2] for name in group)
             raise ValueError(
                 f"{listed}: vLLM holds {leaves} of a layer in one matrix, which has one scheme. Give them the same."
@@ -270,26 +272,6 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
     if isinstance(value, Mapping) and "scheme" in value and set(value) <= {"scheme", "group_size"}:
         return value["scheme"], value.get("group_size")
     raise ValueError(f"{value!r} is neither a scheme's name, None, nor {{'scheme': NAME, 'group_size': NUMBER}}.")
-
-
-def _described(scheme: QuantScheme) -> str:
-    return scheme.name if scheme.group_size is None else f"{scheme.name} in groups of {scheme.group_size}"
-
-
-def _decoder_layers(names: list[str]) -> dict[str, int]:
-    """Return the index of the decoder layer of each linear layer that is part of one."""
-    stacks: dict[str, dict[str, int]] = {}
-    for name in names:
-        if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):
-            stacks.setdefault(found[1], {})[name] = int(found[2])
-    # The encoder of pictures has its own stack, with another name.
-    chosen = {stack: places for stack, places in stacks.items() if stack.rpartition(".")[2] == "layers"} or stacks
-    if len(chosen) != 1:
-        raise ValueError(
-            "high_precision_first and high_precision_last count decoder layers, but the stacks found in the names of the linear "
-            f"layers are {[stack[1:] for stack in chosen]}, not one. Name the layers in `exclude_modules`."
-        )
-    return next(iter(chosen.values()))
 
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:

@@ -29,11 +29,11 @@ class SwapReport:
     """
 
     plan: QuantPlan
-    converted: dict[str, int | None]
-    skipped: dict[str, str]
-    master_bytes: int
-    bf16_bytes: int
-    low_bit_bytes: int
+    converted: dict[str, int | None] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    master_bytes: int = 0
+    bf16_bytes: int = 0
+    low_bit_bytes: int = 0
     dropped_bytes: int = 0
     schemes: dict[str, QuantScheme] = field(default_factory=dict)
     num_experts: dict[str, int] = field(default_factory=dict)

@@ -8,7 +8,7 @@ layer that its `filter_fn` lets through, by default the output head too; [`prepa
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -19,15 +19,16 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from .experts import QuantizedExperts, has_stacked_matrices
+from .formats.registry import format_of
 from .gemm import low_bit_linear
-from .global_scales import share_global_scales
 from .inventory import Inventory
 from .linear import QuantizedLinear
 from .names import base_model
-from .plan import QuantPlan, check_fused, get_plan
+from .plan import QuantPlan, check_fused, fused_layers, get_plan
 from .report import SwapReport, report_layers
 from .schemes import QuantScheme, get_scheme
 from .selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
+from .storage import storage_of
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer
 
@@ -37,16 +38,11 @@ class QaRLWeightConfig(AOBaseConfig):
     """
     Configuration of torchao's `quantize_`, also inside a `FqnToConfig` with a scheme per layer.
 
-    Args:
-        scheme (`str` or [`QuantScheme`], *optional*, defaults to `"w4a16"`):
-            Scheme to apply.
-        group_size (`int`, *optional*):
-            Group size instead of the scheme's own.
-        step (`str`, *optional*, defaults to `"prepare"`):
-            `"prepare"` applies [`prepare_model`] to a plain `nn.Linear`, `"convert"` applies [`convert_model`] to a
-            prepared layer and leaves other layers alone.
-        scale_dtype (`torch.dtype`, *optional*):
-            Dtype in which the rollout engine runs the model, for `"prepare"`. Defaults to each weight's dtype.
+    - `scheme`: scheme to apply, by default `"w4a16"`.
+    - `group_size`: group size instead of the scheme's own.
+    - `step`: `"prepare"` applies [`prepare_model`] to a plain `nn.Linear`; `"convert"` applies [`convert_model`] to a
+      prepared layer and leaves other layers alone.
+    - `scale_dtype`: dtype in which the rollout engine runs the model, for `"prepare"`; by default each weight's dtype.
 
     Example:
 
@@ -106,27 +102,21 @@ def prepare_model(
     Output head, embeddings (with layers that share their weight) and MoE routers are never quantized. Layers around a
     language model, such as those of a vision tower, are quantized only by a pattern that matches only such layers.
 
-    Args:
-        model (`nn.Module`):
-            Model in high precision.
-        scheme (`str`, [`QuantScheme`], [`~trl_qarl.quantization.plan.QuantPlan`] or `Mapping`):
-            Scheme of every layer, or schemes by patterns of names ([`trl_qarl.quantization.plan`]). `"bf16"` converts
-            nothing.
-        exclude_modules (`str` or `Sequence[str]`, *optional*):
-            Layers to leave alone: names, their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`), or regular
-            expressions over whole names. A name of a layer is not read as an expression.
-        scale_dtype (`torch.dtype`, *optional*):
-            Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
+    - `scheme`: scheme of every layer, or schemes by patterns of names ([`trl_qarl.quantization.plan`]). `"bf16"`
+      converts nothing.
+    - `exclude_modules`: layers to leave alone: names, their last components (`"o_proj"`,
+      `"layers.0.mlp.down_proj"`), or regular expressions over whole names. A name of a layer is not read as an
+      expression.
+    - `scale_dtype`: dtype in which the rollout engine runs the model; by default each weight's dtype.
 
-    Raises:
-        ValueError: for a model that is quantized or prepared already, or was made in inference mode; if nothing is
-            left to quantize; if a pattern matches no layer, or only some of a layer's experts; if a scheme cannot
-            quantize a layer; and if layers that vLLM fuses do not share a scheme.
+    `ValueError` is raised for a model that is quantized or prepared already, or was made in inference mode; if nothing
+    is left to quantize; if a pattern matches no layer, or only some of a layer's experts; if a scheme cannot quantize
+    a layer; and if layers that vLLM fuses do not share a scheme.
     """
     plan = get_plan(scheme)
     _check_not_quantized(model)
     if not plan.is_quantized:
-        return SwapReport(plan, {}, {}, 0, 0, 0)
+        return SwapReport(plan)
     inventory = Inventory.of(model)
     candidates = inventory.quantizable
     if not candidates:
@@ -162,6 +152,29 @@ def prepare_model(
     named = {name: layers[module] for name, module in chosen.items()}
     share_global_scales(named)
     return report_layers(plan, named, reasons, has_masters=True)
+
+
+def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
+    """Set the global scale, such as NVFP4's, of each group of fused layers: the one in `known`, by layer name, else
+    the one for the largest weight of the group. `ValueError` is raised if `known` lacks a layer."""
+    for names in fused_layers(name for name, layer in layers.items() if layer.scheme.container.has_global_scale):
+        weights = [weight for name in names for weight in layers[name].quantized_weights.values()]
+        if known is not None:
+            missing = [name for name in names if name not in known]
+            if missing:
+                raise ValueError(
+                    f"global_scales has no entry {missing[0]!r}. It has to name every layer of "
+                    f"{layers[missing[0]].scheme.name!r}."
+                )
+            scale = known[names[0]]
+        else:
+            masters = [weight.master().detach() for weight in weights if not weight.is_frozen]
+            if not masters or any(master.is_meta for master in masters):
+                continue
+            scale = min(format_of(weights[0].scheme.container).choose_global_scale(master) for master in masters)
+        for weight in weights:
+            weight.global_scale = scale
+            weight.forget()
 
 
 def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:
@@ -275,23 +288,14 @@ def quantized_forward(model: nn.Module) -> Iterator[None]:
 def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """While open, all tensors that are not quantized, such as embeddings, norms and biases, are rounded to `dtype` as
     in an export, so that the model computes like an engine. They are restored on leaving, bit for bit."""
-    # Tied tensors share storage; rounding twice is harmless, and the order of restoring does not matter.
-    tensors = [
-        tensor
-        for layer in Inventory.of(model).walk()
-        for tensor in layer.in_high_precision.values()
-        if tensor.is_floating_point()
-    ]
-    saved = [tensor.detach().clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.copy_(tensor.to(dtype))
-    try:
+    with ExitStack() as stack:
+        for layer in Inventory.of(model).walk():
+            for tensor in layer.in_high_precision.values():
+                if tensor.is_floating_point():
+                    storage = storage_of(tensor)
+                    rounded = storage.local(tensor).detach().to(dtype).to(tensor.dtype)
+                    stack.enter_context(storage.holding(tensor, rounded))
         yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, saved, strict=True):
-                tensor.copy_(value)
 
 
 def _check_not_quantized(model: nn.Module) -> None:

@@ -134,15 +134,9 @@ class LowBitTensor(TorchAOBaseTensor):
         """True if FSDP2 has gathered codes and scales."""
         return self.gathered_shape is not None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of codes, scales and the format's operands."""
-        return sum(part.nbytes for part in self.parts())
-
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dense weight in `output_dtype` or `orig_dtype`: the exact product of scale and code, rounded
-        once."""
+        """Return the dense weight in `output_dtype` or `orig_dtype`: scale times code, rounded once."""
         return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":
@@ -192,12 +186,6 @@ class LowBitTensor(TorchAOBaseTensor):
         """Return equal blocks of the rows as views, such as the matrices of experts. Each call returns the same
         objects, because kernels cache operands in them."""
         return (self,) if num_blocks == 1 and self.dim() == 2 else self.cached(_RowBlocks(num_blocks))
-
-    def held(self) -> list[Any]:
-        """Return everything that this tensor keeps in memory: codes, scales and the contents of its cache."""
-        blocks = [block for make, made in self._kept.items() if isinstance(make, _RowBlocks) for block in made]
-        operands = [made for make, made in self._kept.items() if not isinstance(make, _RowBlocks)]
-        return [*self.parts(), *operands, *(kept for block in blocks for kept in block._kept.values())]
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors under compressed-tensors' checkpoint names, without the layer's prefix."""

@@ -176,8 +176,7 @@ class QuantizedWeight:
 
     @contextmanager
     def holding(self, low_bit: LowBitTensor) -> Iterator[None]:
-        """While open, use `low_bit` as the low-bit weight, unless the master is written to. No code counts as
-        changed."""
+        """While open, use `low_bit` unless the master is written to. No code counts as changed."""
         held = self._kept
         self._kept = {**held, self.source.active(): (low_bit, self.source.version(self.parameter))}
         try:
@@ -188,10 +187,6 @@ class QuantizedWeight:
     def invalidate(self) -> None:
         """Have the next use quantize the master again, and count the codes that changed."""
         self._kept = {active: (low_bit, None) for active, (low_bit, _) in self._kept.items()}
-
-    def kept(self) -> list[LowBitTensor]:
-        """Return the cached low-bit weights."""
-        return [low_bit for low_bit, _ in self._kept.values()]
 
     def forget(self) -> None:
         """Drop the cached low-bit weights."""

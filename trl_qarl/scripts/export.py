@@ -135,9 +135,8 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     from ..adapters.merge_at_export import merge_adapter
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint.record import SCHEME_FILE, check_record
-    from ..quantization.global_scales import share_global_scales
     from ..quantization.inventory import Inventory
-    from ..quantization.swap import prepare_model
+    from ..quantization.swap import prepare_model, share_global_scales
 
     source = args.model_name_or_path
     options: dict[str, Any] = {"revision": args.model_revision, "_raise_exceptions_for_missing_entries": False}

@@ -267,9 +267,7 @@ def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Pad `tensor` to `count` rows with zero bytes; some dtypes of codes do not support zeros."""
     if len(tensor) == count:
         return tensor
-    padded = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-    raw = padded.view(torch.uint8).zero_()
-    # A tensor without rows has strides that cannot be viewed as bytes.
-    if len(tensor):
-        raw[: len(tensor)] = tensor.view(torch.uint8)
+    padded = tensor.new_empty((count, *tensor.shape[1:]))
+    padded.view(torch.uint8).zero_()
+    padded[: len(tensor)] = tensor
     return padded

@@ -55,8 +55,7 @@ class Slices(Storage):
 
     @override
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole parameter: itself while it is gathered, as in a forward, else a gathered copy without
-        gradient."""
+        """Return the whole parameter: itself while it is gathered, else a gathered copy without gradient."""
         if tensor.ds_status.name == "AVAILABLE":
             return tensor
         import deepspeed

@@ -178,7 +178,10 @@ class Format:
         self, qdata: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Return the tensors under compressed-tensors' names, without the layer's prefix."""
-        return {"weight": qdata, "weight_scale": scale}
+        tensors = dict(zip(self.checkpoint_names, (qdata, scale), strict=False))
+        if "weight_shape" in self.checkpoint_names:
+            tensors["weight_shape"] = torch.tensor([len(qdata), self.in_features(qdata)], device=qdata.device)
+        return tensors
 
     def from_checkpoint(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the inverse of [`~Format.to_checkpoint`], without a copy if the layouts agree."""

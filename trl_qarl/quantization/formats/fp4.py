@@ -73,9 +73,6 @@ class Mxfp4(HalfBytes):
     def in_features(self, qdata):
         return 2 * qdata.shape[1]
 
-    def to_checkpoint(self, qdata, scale, *operands):
-        return {"weight_packed": qdata, "weight_scale": scale}
-
     def kernels(self, scheme, gpu):
         # vLLM ignores the checkpoint's entry for activations, and its first choice on Blackwell rounds them to 4 bits.
         # On Hopper its first choice is Humming from 0.32 on.

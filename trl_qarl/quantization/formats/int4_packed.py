@@ -44,10 +44,6 @@ class HalfBytes(Format):
         changed = (before ^ after).view(torch.uint8)
         return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
 
-    def to_checkpoint(self, qdata, scale, *operands):
-        shape = torch.tensor([qdata.shape[0], self.in_features(qdata)], device=qdata.device)
-        return {"weight_packed": qdata, "weight_scale": scale, "weight_shape": shape}
-
     def from_checkpoint(self, tensors):
         """Return codes and scales of a layer's tensors. `weight_shape` shows if codes have fewer bits."""
         words, scale = tensors["weight_packed"], tensors["weight_scale"]

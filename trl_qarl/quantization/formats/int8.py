@@ -40,8 +40,7 @@ class Words(Format):
     def to_checkpoint(self, qdata, scale, *operands):
         # Adding 128 to a two's complement byte flips its top bit.
         packed = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32)
-        shape = torch.tensor(list(qdata.shape), device=qdata.device)
-        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+        return super().to_checkpoint(qdata, scale) | {"weight_packed": packed}
 
     def from_checkpoint(self, tensors):
         return (tensors["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8), tensors["weight_scale"]

@@ -15,7 +15,6 @@ filled up with 0.
 """
 
 import torch
-import torch.nn.functional as F
 
 from .base import Format, KernelChoice, Operand
 from .int4_packed import HalfBytes, integer_kernels
@@ -23,10 +22,9 @@ from .int8 import Words
 
 
 class ZeroPoints(Format):
-    """Mixin for zero points, to be listed before the class that stores the codes. `codes_per_word` is the number of
-    codes, and of zero points, in a word of a checkpoint."""
+    """Mixin for zero points of `num_bits`, to be listed before the class that stores the codes."""
 
-    codes_per_word: int
+    num_bits: int
 
     operands = (Operand("zero_point", torch.int8, per_group=True),)
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
@@ -50,23 +48,25 @@ class ZeroPoints(Format):
         super().multiply_by_scales(groups.sub_(zero_point.unsqueeze(-1)), scale)
 
     def to_checkpoint(self, qdata, scale, *operands):
-        (zero_point,) = operands
-        lowest = -(2 ** (32 // self.codes_per_word - 1))
-        rows = F.pad(zero_point, (0, 0, 0, -len(zero_point) % self.codes_per_word), value=lowest)
-        words = super().to_checkpoint(self.pack(_turned(rows)), scale)["weight_packed"]
-        return super().to_checkpoint(qdata, scale) | {"weight_zero_point": _turned(words)}
+        # Imported here, because it takes seconds.
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+        words = pack_to_int32(*operands, self.num_bits, packed_dim=0)
+        # `contiguous` would keep odd strides of a single row or column.
+        words = words.clone(memory_format=torch.contiguous_format)
+        return super().to_checkpoint(qdata, scale) | {"weight_zero_point": words}
 
     def from_checkpoint(self, tensors):
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
         qdata, scale = super().from_checkpoint(tensors)
-        words = {"weight_packed": _turned(tensors["weight_zero_point"]), "weight_scale": scale}
-        zero_point = self.unpack(super().from_checkpoint(words)[0], torch.float32)[:, : len(qdata)]
-        return qdata, scale, _turned(zero_point.to(torch.int8))
+        return qdata, scale, unpack_from_int32(tensors["weight_zero_point"], self.num_bits, scale.shape, packed_dim=0)
 
 
 class Int4ZeroPoints(ZeroPoints, HalfBytes):
     """INT4 weights with zero points, from -8 to 7."""
 
-    codes_per_word = 8
+    num_bits = 4
 
     def kernels(self, scheme, gpu):
         return integer_kernels(gpu)
@@ -75,7 +75,7 @@ class Int4ZeroPoints(ZeroPoints, HalfBytes):
 class Int8ZeroPoints(ZeroPoints, Words):
     """INT8 weights with zero points, from -128 to 127."""
 
-    codes_per_word = 4
+    num_bits = 8
 
     def kernels(self, scheme, gpu):
         if gpu.capability == (9, 0):
@@ -84,8 +84,3 @@ class Int8ZeroPoints(ZeroPoints, Words):
             refusal="vLLM runs it with Humming (HummingLinearKernel) there, whose reload is untested",
             instead="'w4a16-asym' or 'w8a16'",
         )
-
-
-def _turned(matrix: torch.Tensor) -> torch.Tensor:
-    # `contiguous` would keep odd strides of a single row or column.
-    return matrix.t().clone(memory_format=torch.contiguous_format)

@@ -38,18 +38,14 @@ def load_grid(path: str | Path) -> dict[str, Any]:
     train = config.get("train", {})
     _require(isinstance(train, dict), f"`train` must map options of `trl-qarl train` to values, not {train!r}.")
     for name in ("output_dir", "resume_from_checkpoint"):
-        _require(
-            name not in train, f"`train` sets `{name}`, which compare sets for every cell; remove it from the file."
-        )
+        _require(name not in train, f"`train` sets `{name}`, which compare sets for every cell; remove it.")
     for key in [key for key in ("command", "evaluate") if key in config]:
         words = config[key]
         shape = f"`{key}` must be a list of words such as ['{{python}}', 'train.py'], not {words!r}."
         _require(isinstance(words, list) and words, shape)
         # A placeholder names nothing that can be looked up.
         is_there = "{" in str(words[0]) or shutil.which(str(words[0]))
-        _require(
-            is_there, f"`{key}` starts with {words[0]!r}, which is not an executable; install it or fix the path."
-        )
+        _require(is_there, f"`{key}` starts with {words[0]!r}, which is not an executable; install it or fix it.")
     return config
 
 
@@ -59,24 +55,23 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     under `cells`. In a product the scheme `bf16` has one cell for all values of `quantize_learner`. `ValueError` is
     raised for unknown axes and values, equal cells, and cells that the command cannot be built for.
     """
-    key = "cells" if "cells" in config else "grid"
-    cells = config[key]
-    if key == "grid":
+    cells = config["cells" if "cells" in config else "grid"]
+    if "grid" in config:
         is_mapping = isinstance(cells, dict) and cells and all(isinstance(of, list) and of for of in cells.values())
         _require(is_mapping, f"`grid` must map {', '.join(AXES)} to lists with at least one value, not {cells!r}.")
         _check_names("axis", cells, AXES)
         cells = list(_product(cells))
     is_list = isinstance(cells, list) and cells and all(isinstance(cell, dict) and cell for cell in cells)
     _require(is_list, f"`cells` must be a list of mappings such as {{scheme: w4a16, seed: 0}}, not {cells!r}.")
-    names: set[str] = set()
+    names: list[str] = []
     for cell in cells:
         _check_names("axis", cell, AXES)
         for axis, value in cell.items():
             _check_value(axis, value, is_ours="train" in config)
             both = f"`{axis}` is both an axis and an option under `train`; remove it from `train`."
             _require(axis not in config.get("train", {}), both)
-        _require((name := cell_name(cell)) not in names, f"The cell {name} occurs twice; remove one of them.")
-        names.add(name)
+        names.append(cell_name(cell))
+        _require(names.count(names[-1]) == 1, f"The cell {names[-1]} occurs twice; remove one of them.")
         build_command(config, cell, Path("DIR"))
     # Cells that differ along an axis without a placeholder would all be the same run.
     varying = [axis for axis in AXES if len({cell.get(axis) for cell in cells}) > 1]
@@ -113,28 +108,20 @@ def build_command(
     """Return the arguments that train, or with `key="evaluate"` evaluate, one cell of [`expand_grid`] in its own
     directory; with `resume` from the last checkpoint there."""
     if key not in config:
-        options = {
-            **config["train"],
-            **cell,
-            "output_dir": output_dir,
-            **({"resume_from_checkpoint": True} if resume else {}),
-        }
-        return [sys.executable, "-m", "trl_qarl.cli", "train", *itertools.chain(*map(_option, options.items()))]
-    values = {
-        # The default of `QaRLConfig`, for the cells of bf16 in a grid that sets it for others.
-        "quantize_learner": True,
-        **cell,
-        "output_dir": output_dir,
-        "resume_from_checkpoint": resume,
-        "python": sys.executable,
-    }
+        words = [sys.executable, "-m", "trl_qarl.cli", "train"]
+        given = {"output_dir": output_dir, "resume_from_checkpoint": resume or None}
+        for name, value in {**config["train"], **cell, **given}.items():
+            if value is not None:
+                value = json.dumps(value, default=str) if isinstance(value, dict) else value
+                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        return words
+    given = {"output_dir": output_dir, "resume_from_checkpoint": resume, "python": sys.executable}
+    # The default of `QaRLConfig`, for the cells of bf16 in a grid that sets it for others.
+    values = {"quantize_learner": True, **cell, **given}
 
     def fill(match: re.Match[str]) -> str:
-        if match[1] not in values:
-            raise ValueError(
-                f"`{key}` has the placeholder {match[0]}, which cell {cell_name(cell)} does not set; "
-                f"it can be {', '.join(f'{{{name}}}' for name in values)}."
-            )
+        can_be = f"cell {cell_name(cell)} does not set; it can be {', '.join(f'{{{name}}}' for name in values)}."
+        _require(match[1] in values, f"`{key}` has the placeholder {match[0]}, which {can_be}")
         value = values[match[1]]
         return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -173,23 +160,13 @@ def _check_names(kind: str, names: dict[str, Any], allowed: tuple[str, ...]) -> 
 
 def _check_value(axis: str, value: Any, is_ours: bool) -> None:
     if axis == "seed":
-        _require(type(value) is int and value >= 0, f"`seed` must be integers from 0, not {value!r}.")
+        is_valid, valid = type(value) is int and value >= 0, "integers from 0"
     elif axis == "quantize_learner":
-        _require(isinstance(value, bool), f"`quantize_learner` must be true or false, not {value!r}.")
+        is_valid, valid = isinstance(value, bool), "true or false"
+    elif is_ours:
+        is_valid, valid = str(value) in _CHOICES[axis], f"one of {', '.join(_CHOICES[axis])}"
     else:
         # The value becomes part of a directory's name.
-        is_name = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)
-        allowed = "letters, digits, '_', '-' and '.'"
-        _require(is_name, f"`{axis}` must be names of {allowed}, not {value!r}; quote it in YAML.")
-        is_known = not is_ours or value in _CHOICES[axis]
-        _require(is_known, f"`{axis}` has the value {value!r}; it can be {', '.join(_CHOICES[axis])}.")
-
-
-def _option(option: tuple[str, Any]) -> list[str]:
-    name, value = option
-    if value is None:
-        return []
-    values = (
-        value if isinstance(value, list) else [json.dumps(value, default=str) if isinstance(value, dict) else value]
-    )
-    return [f"--{name}", *map(str, values)]
+        is_valid = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)
+        valid = "names of letters, digits, '_', '-' and '.', in YAML with quotes"
+    _require(is_valid, f"`{axis}` must be {valid}, not {value!r}.")

@@ -28,10 +28,6 @@ from ..processes import end_with_parent
 from .grid import build_command, cell_name, check_evaluation
 
 
-CELL_FILE = "cell.json"
-EVALUATION_FILE = "evaluation.json"
-FINISHED_FILE = "finished"
-TRAINED_FILE = "trained"
 LOG_FILE = "log.txt"
 
 
@@ -57,21 +53,15 @@ def run_cells(
             return
         tell("started")
         device, start = free.get(), time.monotonic()
+        run = partial(_run, lock=lock, device=device, stop=stop)
         try:
-            reason = _run_cell(
-                config, cell, output_dir / name, state, partial(_run, lock=lock, device=device, stop=stop)
-            )
-        except OSError as error:
-            reason = str(error)
+            _run_cell(config, cell, output_dir / name, state, run)
+        except (OSError, ValueError) as error:
+            failures[name] = str(error)
         free.put(device)
-        if stop.is_set():
-            return
-        if reason is None:
-            (output_dir / name / FINISHED_FILE).write_text(json.dumps(config.get("evaluate")))
-        else:
-            failures[name] = reason
-        took = timedelta(seconds=round(time.monotonic() - start))
-        tell(f"{'finished in' if reason is None else 'failed after'} {took}")
+        if not stop.is_set():
+            took = timedelta(seconds=round(time.monotonic() - start))
+            tell(f"{'failed after' if name in failures else 'finished in'} {took}")
 
     with ThreadPoolExecutor(len(devices)) as pool:
         try:
@@ -81,33 +71,30 @@ def run_cells(
     return failures
 
 
-def _run_cell(config: dict[str, Any], cell: dict, cell_dir: Path, state: str, run: Callable[..., int]) -> str | None:
-    """Train and evaluate one cell. Return why it failed, `None` if it did not."""
+def _run_cell(config: dict[str, Any], cell: dict, cell_dir: Path, state: str, run: Callable[..., None]) -> None:
+    """Train and evaluate one cell. `OSError` or `ValueError` say why it failed."""
     cell_dir.mkdir(exist_ok=True)
     if state == "new":
-        (cell_dir / CELL_FILE).write_text(_cell_record(config, cell))
+        (cell_dir / "cell.json").write_text(_cell_record(config, cell))
     with open(cell_dir / LOG_FILE, "a", encoding="utf-8") as log:
         if state != "evaluates":
-            if code := run(build_command(config, cell, cell_dir, resume=state == "resumes"), log, log):
-                return _describe_exit(code)
-            (cell_dir / TRAINED_FILE).touch()
+            run(build_command(config, cell, cell_dir, resume=state == "resumes"), log, log)
+            (cell_dir / "trained").touch()
         if "evaluate" in config:
-            answer = cell_dir / "evaluation.txt"
-            with open(answer, "w", encoding="utf-8") as out:
-                code = run(build_command(config, cell, cell_dir, key="evaluate"), out, log)
-            if code:
-                return f"evaluation: {_describe_exit(code)}"
-            try:
-                scores = check_evaluation(([""] + answer.read_text(encoding="utf-8").strip().splitlines())[-1])
-            except ValueError as error:
-                return f"evaluation: {error} in the last line"
-            (cell_dir / EVALUATION_FILE).write_text(json.dumps(scores) + "\n")
-    return None
+            with open(cell_dir / "evaluation.txt", "w+", encoding="utf-8") as out:
+                try:
+                    run(build_command(config, cell, cell_dir, key="evaluate"), out, log)
+                    out.seek(0)
+                    scores = check_evaluation(out.read().strip().split("\n")[-1])
+                except (OSError, ValueError) as error:
+                    raise ValueError(f"evaluation: {error}") from error
+            (cell_dir / "evaluation.json").write_text(json.dumps(scores) + "\n")
+    (cell_dir / "finished").write_text(json.dumps(config.get("evaluate")))
 
 
-def _run(command: list[str], out: TextIO, log: TextIO, *, lock: int, device: str | None, stop: threading.Event) -> int:
-    """Return the exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None`
-    all."""
+def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | None, stop: threading.Event) -> None:
+    """Run `command`, which ends when `stop` is set, on the GPUs of `device`, or with `None` on all. `OSError` is
+    raised if it fails."""
     log.write(f"$ {shlex.join(command)}\n")
     log.flush()
     # The process inherits the lock: as long as it runs a second command is refused, even if this one was killed.
@@ -132,20 +119,21 @@ def _run(command: list[str], out: TextIO, log: TextIO, *, lock: int, device: str
         # Processes that a cell leaves behind, such as a server, would take memory from the next one.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        code = process.wait()
     # A program that is asked to end may do so with code 0.
-    return process.returncode or (-signal.SIGTERM if stop.is_set() else 0)
+    if code or stop.is_set():
+        raise OSError(f"exit code {code}" if code >= 0 else f"killed by signal {-code}")
 
 
 def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     """Return `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or
     `"new"`. A directory with results of other options than the file has now raises `ValueError`."""
-    finished = cell_dir / FINISHED_FILE
-    trained = finished.is_file() or (cell_dir / TRAINED_FILE).is_file()
+    finished = cell_dir / "finished"
+    trained = finished.is_file() or (cell_dir / "trained").is_file()
     if not trained and not any(map(is_complete, cell_dir.glob("checkpoint-*"))):
         return "new"
     try:
-        record = json.loads((cell_dir / CELL_FILE).read_text(encoding="utf-8"))
+        record = json.loads((cell_dir / "cell.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         record = None
     if record != json.loads(_cell_record(config, cell)):
@@ -171,10 +159,8 @@ def lock_directory(output_dir: Path) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
-        raise ValueError(
-            f"Another `trl-qarl compare`, or a cell that it started, is running in {output_dir}; wait for it, or "
-            "choose another `--output_dir`."
-        ) from error
+        other = f"Another `trl-qarl compare`, or a cell that it started, is running in {output_dir}"
+        raise ValueError(f"{other}; wait for it, or choose another `--output_dir`.") from error
     return lock
 
 
@@ -184,7 +170,3 @@ def check_side_by_side(train: dict[str, Any]) -> None:
             "`vllm_mode: server` with several --devices: the cells would share one server, or its port with "
             "`vllm_server_autostart`. Use `vllm_mode: colocate`, or a `command` that chooses a free port."
         )
-
-
-def _describe_exit(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"killed by signal {-code}"

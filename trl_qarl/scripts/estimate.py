@@ -4,8 +4,7 @@ import math
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import plan_of
-from .errors import check_folder, configuration_errors
-from .plan_options import add_plan_options
+from .command_line import add_plan_options, check_folder, configuration_errors
 
 
 _GB = 10**9

@@ -10,7 +10,7 @@ from typing import Any
 from ..evaluation.scores import add_to_card, evaluate_problems, format_score, mean_and_error
 from ..packages import installed
 from . import export
-from .errors import check_folder, configuration_errors
+from .command_line import check_folder, configuration_errors
 
 
 # Packages whose versions are written next to the scores.

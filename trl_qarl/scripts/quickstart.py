@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
 from . import report
-from .errors import configuration_errors
+from .command_line import configuration_errors
 
 
 MAX_NEW_TOKENS = 6

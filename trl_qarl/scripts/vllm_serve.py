@@ -11,8 +11,7 @@ from ..rollout.server_command import LOCAL_HOSTS, build_server_command
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
-from .errors import configuration_errors
-from .plan_options import add_plan_options
+from .command_line import add_plan_options, configuration_errors
 
 
 DESCRIPTION = """\

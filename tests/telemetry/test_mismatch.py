@@ -3,14 +3,7 @@ import math
 import pytest
 import torch
 
-from trl_qarl.telemetry.mismatch import (
-    mismatch_metrics,
-    mismatch_sums,
-    ratio_histograms,
-    split_metrics,
-    split_sums,
-    weight_metrics,
-)
+from trl_qarl.telemetry.mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, weight_metrics
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 
@@ -42,25 +35,25 @@ def case(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_mismatch_metrics_equal_a_naive_loop(seed):
     old, sampling, mask = case(seed)
-    metrics = mismatch_metrics(*mismatch_sums(old, sampling, mask), torch.tensor([1.0, 1.0, 2.0, 0.5]))
+    metrics = mismatch_metrics(*mismatch_sums(old, sampling, mask))
     for name, value in naive(old, sampling, mask).items():
         assert metrics[name] == pytest.approx(value, rel=1e-12)
     assert metrics["mismatch/unknown_tokens"] == (mask.bool() & sampling.isnan()).sum()
-    assert metrics["mismatch/effective_sample_size"] == pytest.approx(4.5**2 / 6.25 / 4)
-    assert (metrics["mismatch/weight_min"], metrics["mismatch/weight_max"]) == (0.5, 2.0)
 
 
 def test_sums_over_a_split_batch_add_up():
     old, sampling, mask = case(0)
-    whole, maximum = mismatch_sums(old, sampling, mask)
+    whole, counts, maximum = mismatch_sums(old, sampling, mask)
     parts = [mismatch_sums(old[i : i + 2], sampling[i : i + 2], mask[i : i + 2]) for i in (0, 2)]
-    torch.testing.assert_close(sum(sums for sums, _ in parts), whole)
-    assert max(m for _, m in parts) == maximum
+    torch.testing.assert_close(sum(sums for sums, _, _ in parts), whole)
+    assert sum(c for _, c, _ in parts).equal(counts) and max(m for *_, m in parts) == maximum
 
 
 def test_no_known_token_gives_no_mismatch_rather_than_nan():
     nothing = torch.zeros(2, 3)
-    assert mismatch_metrics(*mismatch_sums(nothing, nothing, nothing), torch.ones(2)) == {"mismatch/unknown_tokens": 0}
+    for advantages in (None, torch.ones(2)):
+        sums = mismatch_sums(nothing, nothing, nothing, advantages)
+        assert mismatch_metrics(*sums) == {"mismatch/unknown_tokens": 0}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -87,7 +80,7 @@ def test_histograms_equal_a_naive_count(seed):
 
 
 def naive_splits(old, sampling, advantages, mask):
-    """By loops over Python floats: means of |d| by name, and the share of error tokens."""
+    """By loops over Python floats: the metrics of parts, and the share of error tokens."""
     found = {name: [] for name in ("positive", "negative", "q1", "q2", "q3", "q4")}
     errors = []
     for o_row, s_row, advantage, m_row in zip(
@@ -122,36 +115,44 @@ def test_splits_of_the_mismatch_equal_a_naive_loop_and_add_up_over_processes(see
     advantages = torch.randn(8)
     advantages[3] = 0
     expected = naive_splits(old, sampling, advantages, mask)
-    assert split_metrics(*split_sums(old, sampling, advantages, mask)) == pytest.approx(expected, rel=1e-12)
+    expected |= naive(old, sampling, mask) | {"mismatch/unknown_tokens": 1}
+    assert mismatch_metrics(*mismatch_sums(old, sampling, mask, advantages)) == pytest.approx(expected, rel=1e-12)
     assert 0 < expected["rollout/error_token_share"] < 1
     parts = [slice(0, 5), slice(5, 8)]
-    sums, maxima = zip(
-        *(split_sums(old[part], sampling[part], advantages[part], mask[part]) for part in parts), strict=True
+    sums, counts, maxima = zip(
+        *(mismatch_sums(old[part], sampling[part], mask[part], advantages[part]) for part in parts), strict=True
     )
-    assert split_metrics(sum(sums), torch.maximum(*maxima)) == pytest.approx(expected, rel=1e-12)
+    metrics = mismatch_metrics(sum(sums), sum(counts), torch.maximum(*maxima))
+    assert metrics == pytest.approx(expected, rel=1e-12)
 
 
 def test_split_without_a_token_is_left_out_and_only_that():
     old = torch.full((1, 8), -1.0)
-    metrics = split_metrics(*split_sums(old, old - 0.5, torch.ones(1), torch.ones(1, 8)))
-    assert metrics.pop("rollout/error_token_share") == 0
+    metrics = mismatch_metrics(*mismatch_sums(old, old - 0.5, torch.ones(1, 8), torch.ones(1)))
+    assert metrics.pop("rollout/error_token_share") == metrics.pop("mismatch/unknown_tokens") == 0
     for kind, value in (("abs_logp_mean", 0.5), ("abs_logp_max", 0.5), ("k1", -0.5), ("k3", math.exp(0.5) - 1.5)):
-        assert [metrics.pop(f"mismatch/{kind}/{name}") for name in ("positive", "q1", "q2", "q3", "q4")] == [
-            pytest.approx(value)
-        ] * 5
+        found = [metrics.pop(f"mismatch/{kind}{part}") for part in ("", "/positive", "/q1", "/q2", "/q3", "/q4")]
+        assert found == [pytest.approx(value)] * 6
     assert metrics == {}
 
 
 def test_weights_by_sign_of_the_advantage():
     weights, advantages = torch.tensor([1.0, 2.0, 0.5, 0.5, 1.5]), torch.tensor([1.0, 0.2, -1.0, -0.1, 0.0])
     metrics = weight_metrics(weights, advantages)
-    assert metrics == {
+    whole = {
+        "mismatch/weight_min": 0.5,
+        "mismatch/weight_max": 2.0,
+        "mismatch/weight_mean": 1.1,
+        "mismatch/effective_sample_size": pytest.approx(5.5**2 / 7.75 / 5),
+    }
+    assert weight_metrics(weights) == whole
+    assert metrics == whole | {
         "mismatch/weight_mean/positive": 1.5,
         "mismatch/effective_sample_size/positive": pytest.approx(9 / 5 / 2),
         "mismatch/weight_mean/negative": 0.5,
         "mismatch/effective_sample_size/negative": 1.0,
     }
-    assert weight_metrics(weights, advantages.abs()).keys() == {
+    assert weight_metrics(weights, advantages.abs()).keys() - whole.keys() == {
         "mismatch/weight_mean/positive",
         "mismatch/effective_sample_size/positive",
     }
@@ -159,7 +160,7 @@ def test_weights_by_sign_of_the_advantage():
 
 def test_a_logprob_that_is_not_a_number_is_not_hidden():
     old = torch.tensor([[math.nan, -1.0]])
-    metrics = split_metrics(*split_sums(old, torch.full((1, 2), -1.0), torch.ones(1), torch.ones(1, 2)))
+    metrics = mismatch_metrics(*mismatch_sums(old, torch.full((1, 2), -1.0), torch.ones(1, 2), torch.ones(1)))
     assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
 
 

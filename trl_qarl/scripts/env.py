@@ -26,9 +26,7 @@ def main(args: Namespace) -> None:
         found["vllm"] = "not installed"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     print(f"- platform: {platform.platform()}")
-    print(f"- Python version: {platform.python_version()}")
-    print(f"- trl-qarl version: {__version__}")
-    for package, release in found.items():
+    for package, release in {"Python": platform.python_version(), "trl-qarl": __version__, **found}.items():
         print(f"- {package} version: {release}")
     print(f"- GPUs: {', '.join(devices) or 'none'}")
     print(f"- CPU capability: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")

@@ -3,8 +3,9 @@
 import logging
 from collections.abc import Sized
 from contextlib import nullcontext
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -21,7 +22,7 @@ from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
 from .policy import Policy
 from .processes import exit_on_signals
-from .qarl_config import QaRLConfig, config_for
+from .qarl_config import config_for
 from .quantization.swap import quantized_forward
 from .rollout.ahead import Ahead
 from .rollout.answers import checked_rollout_func, vocabulary_size
@@ -76,42 +77,15 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         "id": "2604.07853",
     }
 
-    def __init__(
-        self,
-        model,
-        reward_funcs=None,
-        args: QaRLConfig | None = None,
-        train_dataset=None,
-        eval_dataset=None,
-        processing_class=None,
-        reward_processing_classes=None,
-        callbacks=None,
-        optimizers=(None, None),
-        quantization_config=None,
-        peft_config=None,
-        tools=None,
-        rollout_func=None,
-        environment_factory=None,
-    ):
-        args = config_for(model, args)
-        given: dict[str, Any] = {
-            "model": model,
-            "reward_funcs": reward_funcs,
-            "args": args,
-            "train_dataset": train_dataset,
-            "eval_dataset": eval_dataset,
-            "processing_class": processing_class,
-            "reward_processing_classes": reward_processing_classes,
-            "callbacks": callbacks,
-            "optimizers": optimizers,
-            "quantization_config": quantization_config,
-            "peft_config": peft_config,
-            "tools": tools,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }
+    @wraps(GRPOTrainer.__init__)
+    def __init__(self, *args, **kwargs):
+        bound = signature(GRPOTrainer.__init__).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        given["args"] = args = config_for(given["model"], given["args"])
         check_arguments(**given)
-        self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
+        pictures = has_pictures(given["train_dataset"], given["eval_dataset"])
+        self.policy = Policy(args, given["peft_config"], pictures)
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args).for_run(args)
         self._calls_tools = False
@@ -128,14 +102,14 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         if (
             sharded_by(self.accelerator) in ("FSDP2", "ZeRO-3")
             and not self.use_vllm
-            and (tools or environment_factory)
+            and (given["tools"] or given["environment_factory"])
         ):
             raise NotImplementedError(
                 "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: each process calls tools as often as it needs, but without vLLM "
                 "all processes have to generate together."
             )
-        if rollout_func is not None:
-            checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
+        if given["rollout_func"] is not None:
+            checked = checked_rollout_func(given["rollout_func"], vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
@@ -202,8 +176,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tokenize_prompts(self, prompts):
-        """Adds the tokens to send to vLLM, which expands placeholders itself, and gives rows without pictures an empty
-        list, as processors expect."""
+        """Adds the tokens for vLLM, which expands placeholders itself, and an empty list to rows without pictures."""
         counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)
@@ -211,7 +184,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
-            raise_problems([*problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args)])
+            raise_problems(problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args))
             options = {"tools": self.tools or None, "chat_template": self.chat_template, **self.chat_template_kwargs}
             messages = [prepare_multimodal_messages(prompt) for prompt in prompts]
             texts = self.processing_class.apply_chat_template(messages, add_generation_prompt=True, **options)
@@ -220,10 +193,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        """
-        Returns the sampling log-probs with the completions. Without vLLM generates under autocast, as in scoring. A
-        failure of one process is raised by all.
-        """
+        """Returns the sampling log-probs too; without vLLM generates under autocast, as in scoring."""
         if self.use_vllm and has_tool_images:
             raise ValueError(
                 "A tool has returned a picture, which is unsupported with use_vllm=True: TRL puts the picture's placeholders into "
@@ -267,8 +237,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _generate(self, prompts):
-        """First waits for batches that are drawn ahead and publishes changed weights. Afterwards counts completions
-        that loop or are garbled."""
+        """First waits for batches drawn ahead and publishes changed weights; then counts loops and garbled text."""
         if self._ahead is not None:
             # Timed separately from the other work on a generation batch.
             with self.recorder.time("wait"):
@@ -340,10 +309,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _compute_loss(self, model, inputs):
-        """
-        Computes the loss of the objective: either TRL's loss of a batch prepared by the objective, or the objective's
-        own loss, to which the KL to the reference and the MoE auxiliary loss are added as in TRL.
-        """
+        """Computes TRL's loss, or the objective's own, to which KL and MoE auxiliary loss are added as in TRL."""
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
         if not self._objective.has_own_loss:

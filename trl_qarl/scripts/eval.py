@@ -86,10 +86,8 @@ def _at_bits(args: Namespace, folder: str) -> str:
     """Return the model to evaluate, which is exported to `folder` with `--bits`."""
     if args.bits is None:
         return args.model
-    options = {"model_name_or_path": args.model, "output_dir": folder, "bits": str(args.bits)}
-    export.main(
-        export.make_parser().parse_args([word for name, value in options.items() for word in (f"--{name}", value)])
-    )
+    argv = ["--model_name_or_path", args.model, "--output_dir", folder, "--bits", str(args.bits)]
+    export.main(export.make_parser().parse_args(argv))
     return folder
 
 

@@ -80,11 +80,18 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         import torch
 
         from ..adapters.tensors import arguments_for
+        from ..doctor.memory import shapes_of
         from ..rollout.pictures import engine_arguments
         from ..rollout.publisher import largest_chunk
         from ..rollout.spec import EngineSpec
 
-        model = _shapes(args)
+        model = shapes_of(args.model, args.trust_remote_code, "--model")
+        if getattr(model.config, "quantization_config", None) is not None and args.max_lora_rank is None:
+            raise ValueError(
+                f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
+                f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
+                "--max_lora_rank."
+            )
         chunk = largest_chunk(model, getattr(torch, args.dtype))
         pictures = engine_arguments(model)
         lora = {}
@@ -132,22 +139,8 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     os.execve(python, [python, module_option, "trl_qarl.processes", *module], {**os.environ, **environment})
 
 
-def _shapes(args: Namespace):
-    from ..doctor.memory import shapes_of
-
-    model = shapes_of(args.model, args.trust_remote_code, "--model")
-    if getattr(model.config, "quantization_config", None) is not None and args.max_lora_rank is None:
-        raise ValueError(
-            f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
-            f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
-            "--max_lora_rank."
-        )
-    return model
-
-
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
-    """Return the `quantization_config` of the future learner from the shapes of the model, which is quantized in
-    place."""
+    """Return the future learner's `quantization_config`; `model`, without weights, is quantized in place."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model

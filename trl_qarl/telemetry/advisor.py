@@ -65,8 +65,7 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list[Mapping[str, float | None]]]:
-    """Return the rows of each precision of a run with `precisions`; for a schedule only those of the last. A row
-    belongs to the bits that were logged last."""
+    """Return the rows of each precision, that of the bits logged last; for a schedule only those of the last."""
     parts: dict[float | None, list[Mapping[str, float | None]]] = {}
     bits = None
     for row in rows:

@@ -1,10 +1,8 @@
 """
-The `trl-qarl` command, in the manner of `trl`.
+The `trl-qarl` command, in the manner of `trl`, whose registry and launcher only find scripts inside TRL.
 
 A command is a module of [`trl_qarl.scripts`] with `make_parser(prog)` and `main(args)`. Torch is imported only inside
-`main`, so `--help` answers at once. `train` is different: like `trl grpo` it runs through `accelerate launch`, and its
-parser is built from TRL's dataclasses, which import torch. TRL's own registry and launcher only find scripts inside
-the `trl` package, so this module has thin ones of its own.
+`main`, so `--help` answers at once. `train` runs through `accelerate launch`, and its parser imports torch.
 """
 
 import importlib

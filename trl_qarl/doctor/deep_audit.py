@@ -1,8 +1,6 @@
 """
-Compares an engine with a fresh one that loads the export, by the log-probs of the same tokens.
-
-The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this audit
-compares outputs. It starts a second engine and is meant for a new vLLM version, model or kernel, not for every step.
+Compares an engine with a fresh one that loads the export, by the log-probs of the same tokens: fingerprints compare
+weights before vLLM repacks them. Meant for a new vLLM version, model or kernel, not for every step.
 """
 
 import json

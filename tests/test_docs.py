@@ -18,7 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from bench.command import make_parser
 from trl_qarl import cli
 from trl_qarl.scripts import train
-from trl_qarl.scripts.option_names import check_names, option_names, spell
+from trl_qarl.scripts.command_line import check_names, option_names, spell
 from trl_qarl.study.grid import expand_grid, load_grid
 
 

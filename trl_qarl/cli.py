@@ -1,10 +1,8 @@
 """
-The `trl-qarl` command, in the manner of `trl`.
+The `trl-qarl` command, in the manner of `trl`, whose registry and launcher only find scripts inside TRL.
 
 A command is a module of [`trl_qarl.scripts`] with `make_parser(prog)` and `main(args)`. Torch is imported only inside
-`main`, so `--help` answers at once. `train` is different: like `trl grpo` it runs through `accelerate launch`, and its
-parser is built from TRL's dataclasses, which import torch. TRL's own registry and launcher only find scripts inside
-the `trl` package, so this module has thin ones of its own.
+`main`, so `--help` answers at once. `train` runs through `accelerate launch`, and its parser imports torch.
 """
 
 import importlib
@@ -18,9 +16,9 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 
 from ._version import __version__
+from .packages import problem_of_torchvision
 from .processes import become, exit_on_signals
-from .scripts.errors import configuration_errors
-from .scripts.option_names import check_names, option_names, spell
+from .scripts.command_line import check_names, configuration_errors, option_names, spell
 
 
 COMMANDS = {
@@ -59,8 +57,6 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except Exception:
         # With a broken torchvision any import of transformers fails, and the message does not mention torchvision.
-        from .packages import problem_of_torchvision
-
         if (problem := problem_of_torchvision()) is None:
             raise
         print(f"trl-qarl: error: {problem}", file=sys.stderr)
@@ -110,8 +106,7 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 
 
 def _train(argv: list[str]) -> int:
-    from .scripts.train import USAGE, arrange_help, make_parser
-    from .scripts.train_inputs import check_inputs
+    from .scripts.train import USAGE, arrange_help, check_inputs, known_options, make_parser
 
     if not argv:
         print(f"usage: {USAGE}\nSee `trl-qarl train --help`.", file=sys.stderr)
@@ -138,7 +133,7 @@ def _train(argv: list[str]) -> int:
     from trl.cli.commands.training import _subtract_subsequence
 
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
-    known = {*option_names(parser), *option_names(launch_parser), "--config", "--accelerate_config"}
+    known = known_options()
     argv = spell(argv, known)
     with configuration_errors(), _without_warnings():
         check_names(argv, known)

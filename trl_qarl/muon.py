@@ -1,10 +1,7 @@
 """
-One optimizer of Muon for the hidden matrices and AdamW for everything else.
-
-Muon orthogonalizes each update, which is defined for matrices inside the network; embeddings, output head, biases and
-norms keep AdamW (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). The update is scaled to AdamW's root
-mean square (`adjust_lr_fn="match_rms_adamw"`, https://huggingface.co/papers/2502.16982), so both parts share a
-learning rate.
+One optimizer of Muon (https://kellerjordan.github.io/posts/muon/) for the hidden matrices and AdamW for everything
+else. The update of a matrix is scaled to AdamW's root mean square (https://huggingface.co/papers/2502.16982), so both
+parts share a learning rate.
 
 Only whole matrices are orthogonalized. With FSDP2 the momentum stays sharded, each update is gathered, and every
 process computes the whole update and keeps its own rows. An update computed from one shard would be off by 2 %.
@@ -73,11 +70,10 @@ class MuonAdamW(torch.optim.Optimizer):
             {"params": [p for name, p in rest if name in decay_parameters], "weight_decay": weight_decay},
             {"params": [p for name, p in rest if name not in decay_parameters], "weight_decay": 0.0},
         ]
-        parts = {}
+        groups, parts = [group for group in groups if group["params"]], {}
         if muon_params:
             parts["muon"] = _MuonOfWhole(muon_params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        if rest:
-            groups = [group for group in groups if group["params"]]
+        if groups:
             parts["adamw"] = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
         self.parts = parts
         # The parts' own group dictionaries, so that a scheduler's changes reach them.

@@ -1,13 +1,9 @@
 """
 Queries installed package versions and silences irrelevant import messages of torchao, without importing any package.
 
-- *Failed to load ...*: torchao's wheel contains libraries for other Python versions and for GPUs, and tries to load
-  all of them. The message is dropped if the library is for another Python, or for a GPU while PyTorch is a build
-  without CUDA. A library that should have loaded is still reported.
+- *Failed to load ...*: torchao's wheel tries to load libraries for other Python versions and for GPUs. A library that
+  should have loaded is still reported.
 - *register_constant() on Enum subclasses is deprecated*: PyTorch warns torchao. Dropped for torchao's classes.
-
-Each of the two loggers gets a filter. Other loggers, levels and warnings stay as they are. Nothing is filtered if
-torchao was imported before this package.
 """
 
 import logging

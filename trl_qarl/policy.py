@@ -1,11 +1,4 @@
-"""
-The policy being trained: loads the model, quantizes it once, and describes, exports and publishes it. Independent of
-the trainer.
-
-`prepare()` runs exactly once: after TRL has created the model and its adapter and transformers has moved them to their
-device, and before TRL builds a reference model or an engine from them.
-[`~trl_qarl.trainer_mixins.PreparesPolicy`] calls it at that point.
-"""
+"""The policy being trained, independent of the trainer: loads the model, quantizes it, describes and exports it."""
 
 import logging
 import os
@@ -97,8 +90,9 @@ class Policy:
 
     def prepare(self, model: Any, sharded_by: str | None = None) -> None:
         """
-        Quantize `model` in place and choose the numerics. `sharded_by` names what will shard the model: `"FSDP2"`,
-        `"ZeRO-3"` or, for other stages, `"DeepSpeed"`.
+        Quantize `model` in place and choose the numerics, once: after TRL has created the model and transformers has
+        moved it to its device, and before TRL makes a reference model or an engine. `sharded_by` names what will shard
+        the model: `"FSDP2"`, `"ZeRO-3"` or, for other stages, `"DeepSpeed"`.
 
         Raises:
             ValueError: if the model cannot be trained as configured; the message lists all problems.
@@ -108,9 +102,9 @@ class Policy:
         if self.has_adapter:
             keep_adapter_precise(model, self._loaded_adapter)
             self._loaded_adapter = {}
-        raise_problems([*problems_of_masters(model, args, self.has_adapter)])
+        raise_problems(problems_of_masters(model, args, self.has_adapter))
         if self.has_adapter:
-            raise_problems([*problems_of_adapted_model(model)])
+            raise_problems(problems_of_adapted_model(model))
         has_parts = sharded_by in ("FSDP2", "ZeRO-3")
         if args.publish_dir is not None and (has_parts or (self.has_adapter and args.lora_mode == "adapter")):
             reason = (
@@ -121,11 +115,24 @@ class Policy:
             raise ValueError(f"publish_dir={args.publish_dir!r} is not supported here: {reason}. Remove it.")
         check_dropout(model, args)
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
-        self._quantize()
+        if self.has_adapter:
+            self.swap_report = prepare_base(
+                model,
+                args.plan,
+                keep_masters=not args.quantize_learner,
+                is_merged=args.lora_mode == "merged",
+                **self._swap_arguments,
+            )
+            self._base = base_fingerprint(model)
+            if self._adapter_folder is not None:
+                check_record(self._adapter_folder, self.record())
+        else:
+            self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
         if args.precisions is not None:
-            raise_problems([*problems_of_patterns(args.precisions, self.swap_report.schemes)])
-        raise_problems([*problems_of_experts(model, args, self.swap_report.skipped)])
-        raise_problems([*problems_of_pictures(model, args)] if self.has_pictures else [])
+            raise_problems(problems_of_patterns(args.precisions, self.swap_report.schemes))
+        raise_problems(problems_of_experts(model, args, self.swap_report.skipped))
+        if self.has_pictures:
+            raise_problems(problems_of_pictures(model, args))
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
@@ -167,22 +174,6 @@ class Policy:
     @property
     def _swap_arguments(self) -> dict[str, Any]:
         return {"exclude_modules": self.args.exclude_modules, "scale_dtype": self.dtype}
-
-    def _quantize(self) -> None:
-        args = self.args
-        if not self.has_adapter:
-            self.swap_report = prepare_model(self.model, args.plan, **self._swap_arguments)
-            return
-        self.swap_report = prepare_base(
-            self.model,
-            args.plan,
-            keep_masters=not args.quantize_learner,
-            is_merged=args.lora_mode == "merged",
-            **self._swap_arguments,
-        )
-        self._base = base_fingerprint(self.model)
-        if self._adapter_folder is not None:
-            check_record(self._adapter_folder, self.record())
 
     def attach_numerics(self, model: Any) -> None:
         """Make `model` compute with the numerics of the run, after TRL has installed the head that computes

@@ -1,11 +1,8 @@
 """
-Signal handling that ends a command and the processes that it started. Needs no torch.
+Signal handling that ends a command and the processes that it started: Linux delivers only signals with a handler to
+process 1 of a container. Needs no torch.
 
-`python -m trl_qarl.processes MODULE ...` runs another package's module with these handlers, until the module installs
-its own.
-
-Linux delivers only signals with a handler to process 1 of a container. A command without handlers, and the trainer
-that it started, would ignore `docker stop`.
+`python -m trl_qarl.processes MODULE ...` runs another package's module with these handlers, until it installs its own.
 """
 
 import ctypes

@@ -92,7 +92,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
     def __post_init__(self):
         self.scheme = parse_scheme(self.scheme)
-        raise_problems([*check_types(self, GRPOConfig)])
+        raise_problems(check_types(self, GRPOConfig))
         self.objective_kwargs = as_dict(self, "objective_kwargs") or None
         self._choose_device()
         generation_kwargs = as_dict(self, "generation_kwargs")
@@ -122,9 +122,9 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
-        raise_problems([*objective.problems_of_batch(self)])
+        raise_problems(objective.problems_of_batch(self))
         # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
-        raise_problems([*refused_by_all(self)])
+        raise_problems(refused_by_all(self))
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()

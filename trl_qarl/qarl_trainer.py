@@ -202,8 +202,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tokenize_prompts(self, prompts):
-        """Adds the tokens to send to vLLM, which expands placeholders itself, and gives rows without pictures an empty
-        list, as processors expect."""
+        """Adds the tokens for vLLM, which expands placeholders itself, and an empty list to rows without pictures."""
         counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)
@@ -211,7 +210,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
-            raise_problems([*problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args)])
+            raise_problems(problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args))
             options = {"tools": self.tools or None, "chat_template": self.chat_template, **self.chat_template_kwargs}
             messages = [prepare_multimodal_messages(prompt) for prompt in prompts]
             texts = self.processing_class.apply_chat_template(messages, add_generation_prompt=True, **options)
@@ -220,10 +219,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        """
-        Returns the sampling log-probs with the completions. Without vLLM generates under autocast, as in scoring. A
-        failure of one process is raised by all.
-        """
+        """Returns the sampling log-probs too; without vLLM generates under autocast, as in scoring."""
         if self.use_vllm and has_tool_images:
             raise ValueError(
                 "A tool has returned a picture, which is unsupported with use_vllm=True: TRL puts the picture's placeholders into "
@@ -267,8 +263,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _generate(self, prompts):
-        """First waits for batches that are drawn ahead and publishes changed weights. Afterwards counts completions
-        that loop or are garbled."""
+        """First waits for batches drawn ahead and publishes changed weights; then counts loops and garbled text."""
         if self._ahead is not None:
             # Timed separately from the other work on a generation batch.
             with self.recorder.time("wait"):
@@ -340,10 +335,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _compute_loss(self, model, inputs):
-        """
-        Computes the loss of the objective: either TRL's loss of a batch prepared by the objective, or the objective's
-        own loss, to which the KL to the reference and the MoE auxiliary loss are added as in TRL.
-        """
+        """Computes TRL's loss, or the objective's own, to which KL and MoE auxiliary loss are added as in TRL."""
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
         if not self._objective.has_own_loss:

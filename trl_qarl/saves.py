@@ -51,10 +51,7 @@ class SavesRuns(PushesPolicy):
     _epoch_start: tuple[int, torch.Tensor | None] = (-1, None)
 
     def _save_before_leaving(self) -> None:
-        """
-        Saves a checkpoint unless this run has a complete one of the same update, which is not put at risk. A failure
-        is logged: the error that ended the training takes precedence.
-        """
+        """Saves a checkpoint if this update has no complete one; logs a failure, as another error ended the run."""
         if self.state.global_step == 0:
             return
         folder = self._checkpoint_folder(trial=None)
@@ -84,10 +81,8 @@ class SavesRuns(PushesPolicy):
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        """
-        Leaves no epoch to a run that is resumed at its last update: transformers would train one more update. Finds
-        the position in a streamed dataset: transformers takes all updates for one epoch.
-        """
+        """Leaves no epoch to a run resumed at its last update, where transformers would train one more, and finds the
+        position in a streamed dataset, of which transformers takes all updates for one epoch."""
         position = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -110,10 +105,7 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _run_epoch(self, *, epoch, epochs_trained, train_dataloader, **kwargs):
-        """
-        In a resumed run, first draws the orders of the earlier epochs: TRL's sampler is seeded only once, when it is
-        created, and draws another order from its generator each time it is iterated.
-        """
+        """In a resumed run, first draws the orders of the earlier epochs: TRL's sampler is seeded only once."""
         is_first = epoch == epochs_trained
         for _ in range(epochs_trained if is_first else 0):
             next(iter(train_dataloader.batch_sampler), None)
@@ -150,11 +142,8 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _save_checkpoint(self, model, trial):
-        """
-        Also saves the generation batch in progress, so that a resumed run continues with the same completions. The
-        folder is marked as complete once the files of all processes are on disk; only then is it uploaded, and older
-        checkpoints are deleted. A failure of one process is raised by all.
-        """
+        """Also saves the generation batch in progress. Once the files of all processes are on disk, the folder is
+        marked as complete and uploaded, and older checkpoints are deleted."""
         if self.args.push_to_hub and self.args.save_total_limit:
             # The push may be reading the checkpoint that is deleted next.
             self._finish_current_push()
@@ -285,8 +274,7 @@ class SavesRuns(PushesPolicy):
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
     def _versions_file(self) -> str:
-        """Return the name of the file with the weights that draw pending batches, one file per process if the model
-        is sharded."""
+        """Return the name of the file with the weights that draw pending batches."""
         part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
         return f"rollout_versions{part}.pt"
 

@@ -41,10 +41,7 @@ from .telemetry.recorder import Recorder
 
 
 class PreparesPolicy(_BaseTrainer):
-    """
-    Prepares `policy` when TRL's trainer calls transformers' constructor. Inherit from this class after TRL's trainer,
-    so that it comes between the two.
-    """
+    """Prepares `policy` when TRL's trainer calls transformers' constructor."""
 
     policy: Policy
 
@@ -73,12 +70,8 @@ class RefreshReference(TrainerCallback):
 
 
 class TakesTurns(_BaseTrainer):
-    """
-    Generates, scores and learns each generation batch at one precision, following `precisions`. Inherit from this
-    class before TRL's trainer.
-
-    The update at which the batch began determines the precision, so a resumed run continues unchanged.
-    """
+    """Generates, scores and learns each generation batch at one precision, following `precisions`. The update at which
+    the batch began determines it, so a resumed run continues unchanged."""
 
     args: Any
     policy: Policy
@@ -119,7 +112,6 @@ class TakesTurns(_BaseTrainer):
 class ScoresRollouts(_BaseTrainer):
     """
     Gives a generation batch the learner's log-probs, from a scoring forward or from the sampler, and compares the two.
-    Inherit from this class before TRL's trainer.
 
     With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout would
     compute known values. The sampler's log-probs are used instead, and compared with forwards that run anyway: those
@@ -238,8 +230,7 @@ class ScoresRollouts(_BaseTrainer):
         return inputs
 
     def _score_compared(self) -> None:
-        """Scores one sequence that the first update does not use, and one micro-batch if the batch was drawn ahead,
-        which is then observed."""
+        """Scores one sequence that the first update does not use, and one micro-batch of a batch drawn ahead."""
         parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
         with self.recorder.time("scoring"):
             if self._is_stale:
@@ -255,10 +246,7 @@ class ScoresRollouts(_BaseTrainer):
             self._observe_parts(parts)
 
     def _compare(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
-        """
-        Replaces the sampler's log-probs by those of a forward with the weights of the rollout, and observes the batch
-        at the last such forward before the weights change.
-        """
+        """Replaces the sampler's log-probs by a forward's, and observes the batch before the weights change."""
         if self._measures_staleness and self.model.training:
             self._measures_staleness = False
             self.recorder.observe_staleness(per_token_logps.detach(), Batch.of(inputs))
@@ -321,10 +309,7 @@ class ScoresRollouts(_BaseTrainer):
 
     @override
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        """
-        Uses [`~trl_qarl.forward.scoring_forward`], and keeps the log-probs for measurements, as TRL's losses do not
-        return them. For a rollout TRL gets the sampler's log-probs if they are used.
-        """
+        """Uses [`~trl_qarl.forward.scoring_forward`], or the sampler's log-probs, and keeps them for measurements."""
         sampled = None
         # TRL scores a rollout without entropies, the policy before its reference; every loss asks for entropies.
         if not kwargs.get("compute_entropy"):

@@ -244,7 +244,7 @@ def _mismatch(learner: list[float], engine: list[float]) -> dict[str, Any]:
     from trl_qarl.telemetry.mismatch import mismatch_metrics, mismatch_sums
 
     a, b = torch.tensor([learner]), torch.tensor([engine])
-    metrics = mismatch_metrics(*mismatch_sums(a, b, torch.ones_like(a)), torch.ones(1))
+    metrics = mismatch_metrics(*mismatch_sums(a, b, torch.ones_like(a)))
     return {
         "tokens": a.numel(),
         "equal": (a == b).double().mean().item(),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_qarl.quantization.schemes import SCHEMES
-from trl_qarl.scripts.errors import configuration_errors
+from trl_qarl.scripts.command_line import configuration_errors
 
 from .adapters import TRAINED
 from .learner import format_table, load_model, prepare_variants, run_benchmark

@@ -186,7 +186,7 @@ def test_a_broken_engine_is_a_finding(monkeypatch):
         raise RuntimeError("no such device\nat all")
 
     monkeypatch.setattr("trl_qarl.rollout.in_process.make_engine", fail)
-    (finding,) = engine.check_engine(get_scheme("w4a16"))
+    (finding,) = engine.check_engine(get_plan("w4a16"))
     assert finding.level == "error" and "RuntimeError: no such device" in finding.text
 
 

@@ -172,8 +172,8 @@ def test_errors_of_the_command_name_its_own_argument(tmp_path, capsys):
 def test_the_command_says_which_kernel_of_vllm_runs_the_scheme_on_a_gpu(tiny_model, capsys):
     command = ["estimate", tiny_model, "--gpu_memory", "80", "--tokens", "64", "--scheme", "fp8"]
     assert cli.main([*command, "--gpu_capability", "9.0"]) == 0
-    assert "runs fp8 by CutlassFP8ScaledMMLinearKernel." in capsys.readouterr().out
+    assert "ok       vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel" in capsys.readouterr().out
     assert cli.main([*command, "--gpu_capability", "8.0"]) == 1
-    assert "scheme 'fp8' does not run on a GPU (compute capability 8.0) with vLLM" in capsys.readouterr().out
+    assert "error    fp8 must not run in vLLM on this GPU" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command, "--gpu_capability", "nine"])

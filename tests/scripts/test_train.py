@@ -16,7 +16,7 @@ from testing_utils import path_without
 from trl_qarl import QaRLConfig
 from trl_qarl.cli import main
 from trl_qarl.options import own_options
-from trl_qarl.scripts import train, train_inputs
+from trl_qarl.scripts import train
 
 
 def run_training(argv):
@@ -238,13 +238,13 @@ def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
 def test_a_reward_beside_the_command_and_in_a_pythonpath_of_a_yaml_file_is_found(tmp_path, monkeypatch):
     (tmp_path / "rewards_beside.py").touch()
     with pytest.raises(ValueError, match="'rewards_beside'"):
-        train_inputs.check_rewards("rewards_beside.mine", None)
+        train.check_rewards("rewards_beside.mine", None)
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
-    train_inputs.check_rewards("rewards_beside.mine", None)
+    train.check_rewards("rewards_beside.mine", None)
     monkeypatch.delitem(os.environ, "PYTHONPATH")
     monkeypatch.chdir(tmp_path)
-    train_inputs.check_rewards("rewards_beside.mine", None)
+    train.check_rewards("rewards_beside.mine", None)
 
 
 def test_rewards_are_those_of_trl():
-    assert len(train.get_reward_funcs(train_inputs.REWARDS)) == 4
+    assert len(train.get_reward_funcs(train.REWARDS)) == 4

@@ -4,14 +4,7 @@ from collections import ChainMap
 import pytest
 import torch
 
-from trl_qarl.telemetry.mismatch import (
-    mismatch_metrics,
-    mismatch_sums,
-    ratio_histograms,
-    split_metrics,
-    split_sums,
-    weight_metrics,
-)
+from trl_qarl.telemetry.mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, weight_metrics
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 
@@ -55,22 +48,26 @@ def test_the_mismatch_and_its_splits_equal_a_naive_loop_and_add_up_over_processe
     advantages = torch.randn(8)
     advantages[3] = 0
     whole, splits = naive(old, sampling, advantages, mask)
+    whole["mismatch/unknown_tokens"] = 1
     assert 0 < splits["rollout/error_token_share"] < 1
-    weights = torch.tensor([1.0, 1.0, 2.0, 0.5])
-    whole |= {"mismatch/unknown_tokens": 1, "mismatch/effective_sample_size": 4.5**2 / 6.25 / 4}
-    whole |= {"mismatch/weight_mean": 1.125, "mismatch/weight_min": 0.5, "mismatch/weight_max": 2.0}
-    for parts in ([slice(None)], [slice(0, 5), slice(5, 8)]):
-        sums, maxima = zip(*(mismatch_sums(old[part], sampling[part], mask[part]) for part in parts), strict=True)
-        assert mismatch_metrics(sum(sums), max(maxima), weights) == pytest.approx(whole, rel=1e-12)
-        sums, maxima = zip(
-            *(split_sums(old[part], sampling[part], advantages[part], mask[part]) for part in parts), strict=True
-        )
-        assert split_metrics(sum(sums), torch.stack(maxima).amax(0)) == pytest.approx(splits, rel=1e-12)
+    for of_advantages, expected in ((None, whole), (advantages, whole | splits)):
+        for parts in ([slice(None)], [slice(0, 5), slice(5, 8)]):
+            sums, counts, maxima = zip(
+                *(
+                    mismatch_sums(old[p], sampling[p], mask[p], None if of_advantages is None else advantages[p])
+                    for p in parts
+                ),
+                strict=True,
+            )
+            metrics = mismatch_metrics(sum(sums), sum(counts), torch.stack(maxima).amax(0))
+            assert metrics == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_known_token_gives_no_mismatch_rather_than_nan():
     nothing = torch.zeros(2, 3)
-    assert mismatch_metrics(*mismatch_sums(nothing, nothing, nothing), torch.ones(2)) == {"mismatch/unknown_tokens": 0}
+    for advantages in (None, torch.ones(2)):
+        sums = mismatch_sums(nothing, nothing, nothing, advantages)
+        assert mismatch_metrics(*sums) == {"mismatch/unknown_tokens": 0}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -98,29 +95,35 @@ def test_histograms_equal_a_naive_count(seed):
 
 def test_split_without_a_token_is_left_out_and_only_that():
     old = torch.full((1, 8), -1.0)
-    metrics = split_metrics(*split_sums(old, old - 0.5, torch.ones(1), torch.ones(1, 8)))
-    assert metrics.pop("rollout/error_token_share") == 0
+    metrics = mismatch_metrics(*mismatch_sums(old, old - 0.5, torch.ones(1, 8), torch.ones(1)))
+    assert metrics.pop("rollout/error_token_share") == metrics.pop("mismatch/unknown_tokens") == 0
     for kind, value in (("abs_logp_mean", 0.5), ("abs_logp_max", 0.5), ("k1", -0.5), ("k3", math.exp(0.5) - 1.5)):
-        assert [metrics.pop(f"mismatch/{kind}/{name}") for name in ("positive", "q1", "q2", "q3", "q4")] == [
-            pytest.approx(value)
-        ] * 5
+        found = [metrics.pop(f"mismatch/{kind}{part}") for part in ("", "/positive", "/q1", "/q2", "/q3", "/q4")]
+        assert found == [pytest.approx(value)] * 6
     assert metrics == {}
     # A log-prob that is not a number is not hidden.
     old[0, 0] = math.nan
-    metrics = split_metrics(*split_sums(old, torch.full((1, 8), -1.0), torch.ones(1), torch.ones(1, 8)))
+    metrics = mismatch_metrics(*mismatch_sums(old, torch.full((1, 8), -1.0), torch.ones(1, 8), torch.ones(1)))
     assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
 
 
 def test_weights_by_sign_of_the_advantage():
     weights, advantages = torch.tensor([1.0, 2.0, 0.5, 0.5, 1.5]), torch.tensor([1.0, 0.2, -1.0, -0.1, 0.0])
     metrics = weight_metrics(weights, advantages)
-    assert metrics == {
+    whole = {
+        "mismatch/weight_min": 0.5,
+        "mismatch/weight_max": 2.0,
+        "mismatch/weight_mean": 1.1,
+        "mismatch/effective_sample_size": pytest.approx(5.5**2 / 7.75 / 5),
+    }
+    assert weight_metrics(weights) == whole
+    assert metrics == whole | {
         "mismatch/weight_mean/positive": 1.5,
         "mismatch/effective_sample_size/positive": pytest.approx(9 / 5 / 2),
         "mismatch/weight_mean/negative": 0.5,
         "mismatch/effective_sample_size/negative": 1.0,
     }
-    assert weight_metrics(weights, advantages.abs()).keys() == {
+    assert weight_metrics(weights, advantages.abs()).keys() - whole.keys() == {
         "mismatch/weight_mean/positive",
         "mismatch/effective_sample_size/positive",
     }

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trl_qarl.telemetry.probe import compare_positions, likeliest, probe_metrics, top_log_probs
+from trl_qarl.telemetry.probe import compare_positions, likeliest, probe_metrics
 
 
 def random_log_probs(seed, shape=(6, 50)):
@@ -13,9 +13,7 @@ def random_log_probs(seed, shape=(6, 50)):
 
 def measure(p, q, k):
     """Measures two parts, as for two sequences."""
-    return probe_metrics(
-        [compare_positions(*top_log_probs(p[part], k), q[part]) for part in (slice(2), slice(2, None))]
-    )
+    return probe_metrics([compare_positions(*p[part].topk(k), q[part]) for part in (slice(2), slice(2, None))])
 
 
 def naive_kl(p, q):
@@ -42,12 +40,12 @@ def test_divergence_of_the_likeliest_is_a_bound_that_rises_with_their_number():
 def test_a_distribution_on_few_tokens_has_no_rest():
     """Rounding must not turn a rest of the vocabulary without probability into a divergence."""
     p = torch.log_softmax(torch.tensor([[50.0, 49.0] + [-50.0] * 40]), -1)
-    metrics = probe_metrics([compare_positions(*top_log_probs(p, 2), p)])
+    metrics = probe_metrics([compare_positions(*p.topk(2), p)])
     assert metrics["mismatch/probe_kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_likeliest_of_an_engines_answer_are_ranked_and_cut():
     # The token that stands at a position comes first, wherever it ranks.
-    ids, logps = likeliest([{7: -4.0, 3: -0.1, 5: -2.5}, {1: -0.2, 2: -1.0}], k=2)
+    logps, ids = likeliest([{7: -4.0, 3: -0.1, 5: -2.5}, {1: -0.2, 2: -1.0}], k=2)
     assert ids.tolist() == [[3, 5], [1, 2]]
     torch.testing.assert_close(logps, torch.tensor([[-0.1, -2.5], [-0.2, -1.0]]))

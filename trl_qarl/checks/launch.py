@@ -141,7 +141,7 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
             "accelerate was launched with FSDP1, which flattens the masters of a layer to one tensor and splits it in the middle of "
             "rows and their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
         )
-    raise_problems([*_problems_of_fsdp(plugin, args, model)])
+    raise_problems(_problems_of_fsdp(plugin, args, model))
     policy = plugin.mixed_precision_policy
     if policy is not None and args.numerics == "engine":
         # Engine operations round masters themselves and do not round activations between layers.

@@ -4,7 +4,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -256,8 +256,9 @@ def said(config: Any, *names: str) -> str:
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
 
 
-def raise_problems(problems: list[str]) -> None:
+def raise_problems(problems: Iterable[str]) -> None:
     """Raise one `ValueError` that lists all `problems`, if there are any."""
+    problems = [*problems]
     if len(problems) == 1:
         raise ValueError(problems[0])
     if problems:

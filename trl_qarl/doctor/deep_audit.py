@@ -1,8 +1,6 @@
 """
-Compares an engine with a fresh one that loads the export, by the log-probs of the same tokens.
-
-The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this audit
-compares outputs. It starts a second engine and is meant for a new vLLM version, model or kernel, not for every step.
+Compares an engine with a fresh one that loads the export, by the log-probs of the same tokens: fingerprints compare
+weights before vLLM repacks them. Meant for a new vLLM version, model or kernel, not for every step.
 """
 
 import json
@@ -37,12 +35,6 @@ def deep_audit(generation, sequences: list[list[int]]) -> float:
         raise ValueError("Each sequence needs at least two tokens: the first has no log-prob.")
     generation.sync_weights()
     live = log_probs_of_tokens(generation.engine.log_probs(sequences), sequences)
-    fresh = _score_export(generation, sequences)
-    differences = [abs(a - b) for row, other in zip(live, fresh, strict=True) for a, b in zip(row, other, strict=True)]
-    return math.inf if any(map(math.isnan, differences)) else max(differences)
-
-
-def _score_export(generation, sequences: list[list[int]]) -> list[list[float]]:
     # In a separate process: engines of one process share a process group, which ends with the first of them.
     with tempfile.TemporaryDirectory() as folder:
         export_checkpoint(generation.model, folder, generation.processing_class, generation.dtype)
@@ -58,7 +50,9 @@ def _score_export(generation, sequences: list[list[int]]) -> list[list[float]]:
         )
         if result.returncode != 0:
             raise RuntimeError(f"The engine that loads the export failed:\n{result.stderr[-3000:]}")
-        return json.loads((Path(folder) / "scores.json").read_text())
+        fresh = json.loads((Path(folder) / "scores.json").read_text())
+    differences = [abs(a - b) for row, other in zip(live, fresh, strict=True) for a, b in zip(row, other, strict=True)]
+    return math.inf if any(map(math.isnan, differences)) else max(differences)
 
 
 _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

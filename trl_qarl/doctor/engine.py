@@ -2,21 +2,19 @@
 
 import itertools
 import tempfile
-from collections.abc import Sequence
 
 import torch
 
 from ..quantization.plan import QuantPlan, get_plan
-from ..quantization.schemes import QuantScheme
 from ..quantization.swap import prepare_model
 from .checks import Finding
 
 
-def check_engine(scheme: QuantPlan | QuantScheme) -> list[Finding]:
+def check_engine(plan: QuantPlan) -> list[Finding]:
     """Start vLLM in this process with a tiny random model, publish to it, which includes an audit, and sample one
     prompt twice. Every error becomes a finding."""
     try:
-        return _try_engine(get_plan(scheme))
+        return _try_engine(plan)
     except Exception as error:
         # vLLM raises any kind of error, which must not hide the other findings.
         line = next(iter(str(error).splitlines()), "")
@@ -51,15 +49,16 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
             samples = sample_twice(engine)
         finally:
             engine.close()
-    names = ", ".join(kernels) or "unquantized"
-    return [
-        Finding(
-            "ok",
-            f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {plan.name} model in {result['publish/seconds']:.1f} s "
-            f"and holds every one of them; it runs {names}",
-        ),
-        check_samples(samples),
-    ]
+    text = (
+        f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {plan.name} model in {result['publish/seconds']:.1f} s "
+        f"and holds every one of them; it runs {', '.join(kernels) or 'unquantized'}"
+    )
+    different = Finding("ok", "2 samples of one prompt differ")
+    if samples[0] == samples[1]:
+        # Groups of equal completions have no advantage.
+        equal = "2 samples of one prompt are equal: a group of equal completions teaches nothing"
+        different = Finding("error", equal, "remove a seed from the engine's arguments and environment")
+    return [Finding("ok", text), different]
 
 
 def _in_small(plan: QuantPlan) -> QuantPlan:
@@ -91,11 +90,3 @@ def sample_twice(engine) -> list[list[int]]:
     """Return the token ids of two samples of one prompt."""
     sampling = {"n": 2, "temperature": 1.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
     return engine.generate([[3, 4, 5, 6]], **sampling)["completion_ids"]
-
-
-def check_samples(samples: Sequence[Sequence[int]]) -> Finding:
-    """Check that samples of one prompt differ: groups of equal completions have no advantage and teach nothing."""
-    if len({tuple(sample) for sample in samples}) == len(samples):
-        return Finding("ok", f"{len(samples)} samples of one prompt differ")
-    text = f"{len(samples)} samples of one prompt are equal: a group of equal completions teaches nothing"
-    return Finding("error", text, "remove a seed from the engine's arguments and environment")

@@ -1,9 +1,7 @@
 """
-Memory of a training on each GPU, calculated from the shapes of a model, by the formulas of docs/sharding.md.
-
-The factors of activations were fitted to the memory of tensors on a CPU, within 10 % in total. Kernels, attention and
-the allocator of a GPU need additional memory. The memory of the state is exact. With several micro-batches per update,
-accelerate lets FSDP2 add up whole gradients before they are sharded.
+Memory of a training on each GPU, calculated from the shapes of a model, by the formulas of docs/sharding.md: exact for
+the state, fitted to the memory of tensors on a CPU for activations, within 10 % in total. Kernels, attention and the
+allocator of a GPU need additional memory.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,6 @@
 """
-Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
-
-Completions come from transformers, or from vLLM with the kernels of rollouts
-([`~trl_qarl.rollout.in_process.load_engine`]). Problems come from a JSON Lines file or a benchmark
-([`~trl_qarl.evaluation.benchmarks`]).
+Share of problems that a policy solves, over several samples of each: pass@1 with its standard error. Completions come
+from transformers, or from vLLM with the kernels of rollouts.
 """
 
 import json

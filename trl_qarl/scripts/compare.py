@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ..study.grid import build_command, cell_name, expand_grid, load_grid
 from ..study.runner import LOG_FILE, cell_state, check_side_by_side, lock_directory, run_cells
-from .errors import configuration_errors
-from .option_names import check_names
+from .command_line import check_names, configuration_errors
 from .train import known_options
 
 

@@ -3,8 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import EDGES, plan_of
-from .errors import check_folder, configuration_errors
-from .plan_options import add_plan_options
+from .command_line import add_plan_options, check_folder, configuration_errors
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:

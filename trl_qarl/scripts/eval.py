@@ -10,7 +10,7 @@ from typing import Any
 from ..evaluation.scores import add_to_card, evaluate_problems, format_score, mean_and_error
 from ..packages import installed
 from . import export
-from .errors import check_folder, configuration_errors
+from .command_line import check_folder, configuration_errors
 
 
 # Packages whose versions are written next to the scores.
@@ -86,10 +86,8 @@ def _at_bits(args: Namespace, folder: str) -> str:
     """Return the model to evaluate, which is exported to `folder` with `--bits`."""
     if args.bits is None:
         return args.model
-    options = {"model_name_or_path": args.model, "output_dir": folder, "bits": str(args.bits)}
-    export.main(
-        export.make_parser().parse_args([word for name, value in options.items() for word in (f"--{name}", value)])
-    )
+    argv = ["--model_name_or_path", args.model, "--output_dir", folder, "--bits", str(args.bits)]
+    export.main(export.make_parser().parse_args(argv))
     return folder
 
 

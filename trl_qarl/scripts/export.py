@@ -10,8 +10,7 @@ from ..checkpoint.record import DTYPES, read_record
 from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
 from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
-from .errors import EXIT_PUSH_FAILED, check_folder, configuration_errors
-from .plan_options import add_plan_options
+from .command_line import EXIT_PUSH_FAILED, add_plan_options, check_folder, configuration_errors
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
 from . import report
-from .errors import configuration_errors
+from .command_line import configuration_errors
 
 
 MAX_NEW_TOKENS = 6
@@ -60,41 +60,40 @@ def main(args: Namespace) -> None:
     """Train, evaluate before and after, export, reload and evaluate again."""
     import torch
 
-    from ..checkpoint.export import export_checkpoint
     from ..checkpoint.load import load_deployed
     from ..numerics.attach import detach_engine_numerics, has_engine_numerics
     from ..quantization.swap import engine_precision
 
     with configuration_errors():
         trainer, held_out = _build(args)
-    output_dir, dtype = Path(args.output_dir), torch.bfloat16 if trainer.args.bf16 else torch.float32
+    model, folder = trainer.model, Path(args.output_dir)
     print(f"\n{trainer.swap_report}\n")
-    with engine_precision(trainer.model, dtype):
-        _, before = _solve(trainer, trainer.model, held_out)
+    with engine_precision(model, trainer.policy.dtype):
+        _, before = _solve(trainer, model, held_out)
     print(f"Before training, the low-bit policy solves {before}.")
     print(f"Training for up to {args.max_steps} updates or {args.max_minutes:g} minutes ...")
     trainer.train()
     if trainer.state.global_step < args.max_steps:
         print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
-    trainer.save_model(str(output_dir / "masters"))
-    if has_engine_numerics(trainer.model):
-        detach_engine_numerics(trainer.model)
-    with engine_precision(trainer.model, dtype):
-        answers, after = _solve(trainer, trainer.model, held_out)
-    low_bit_dir = export_checkpoint(trainer.model, output_dir / args.scheme, trainer.processing_class, dtype)
+    trainer.save_model(str(folder / "masters"))
+    if has_engine_numerics(model):
+        detach_engine_numerics(model)
+    with engine_precision(model, trainer.policy.dtype):
+        answers, after = _solve(trainer, model, held_out)
+    low_bit_dir = trainer.export_model()
     # Activations between layers stay in float32, as in the learner; products run in bf16 under autocast.
-    exported = load_deployed(str(low_bit_dir), torch.float32).to(trainer.model.device)
+    exported = load_deployed(str(low_bit_dir), torch.float32).to(model.device)
     answers_again, reloaded = _solve(trainer, exported, held_out)
     same = sum(a == b for a, b in zip(answers, answers_again, strict=True))
-    report.write_page([output_dir], output_dir / "report.html")
+    report.write_page([folder], folder / "report.html")
 
     print("\nHeld-out problems, greedy decoding of the low-bit policy")
     print(f"  before training                  {before}")
     print(f"  after training                   {after}")
     print(f"  exported, reloaded from disk     {reloaded}; {same} of {len(answers)} answers the same")
-    print(f"\n{output_dir / 'masters'}: master weights in high precision, to train on")
+    print(f"\n{folder / 'masters'}: master weights in high precision, to train on")
     print(f"{low_bit_dir}: {args.scheme} checkpoint, for transformers and vLLM")
-    print(f"{output_dir / 'report.html'}: reward, mismatch and dropped sequences over training")
+    print(f"{folder / 'report.html'}: reward, mismatch and dropped sequences over training")
 
 
 def _build(args: Namespace):
@@ -106,14 +105,19 @@ def _build(args: Namespace):
     from ..demo.smollm2 import convert_smollm2
     from ..qarl_config import QaRLConfig
     from ..qarl_trainer import QaRLTrainer
-    from ..quantization.gemm import has_fast_bf16
     from ..rollout.server_process import free_port
+
+    class TimeBudget(TrainerCallback):
+        def on_train_begin(self, _, state, control, **kwargs):
+            self.start = time.monotonic()
+
+        def on_step_end(self, _, state, control, **kwargs):
+            control.should_training_stop |= time.monotonic() > self.start + 60 * args.max_minutes
 
     model = args.model_name_or_path or str(convert_smollm2(Path(args.output_dir) / "base_model"))
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
     print(f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out.")
-    on_gpu = torch.accelerator.is_available()
     given = ("output_dir", "scheme", "group_size", "numerics", "max_steps", "learning_rate", "seed")
     config = QaRLConfig(
         **{name: getattr(args, name) for name in given},
@@ -137,24 +141,13 @@ def _build(args: Namespace):
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=3,
         gradient_checkpointing=False,
-        use_cpu=not on_gpu,
-        bf16=on_gpu or has_fast_bf16(),
+        use_cpu=not torch.accelerator.is_available(),
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
         dataloader_pin_memory=False,
     )
-    trainer = QaRLTrainer(model, exact_sum, config, Dataset.from_list(train), processing_class=tokenizer)
-
-    class TimeBudget(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.start = time.monotonic()
-
-        def on_step_end(self, _, state, control, **kwargs):
-            control.should_training_stop |= time.monotonic() > self.start + 60 * args.max_minutes
-
-    trainer.add_callback(TimeBudget())
-    return trainer, held_out
+    data = Dataset.from_list(train)
+    return QaRLTrainer(model, exact_sum, config, data, None, tokenizer, callbacks=[TimeBudget()]), held_out
 
 
 def _solve(trainer, model, problems: list[dict[str, str]]) -> tuple[list[str], str]:

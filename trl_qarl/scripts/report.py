@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..telemetry.run_files import METRICS_FILE
-from .errors import configuration_errors
+from .command_line import configuration_errors
 
 
 _POLL_SECONDS, _REFRESH_SECONDS = 1.0, 10

@@ -9,15 +9,15 @@ import signal
 import sys
 import traceback
 from argparse import SUPPRESS
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..processes import end_with_parent, exit_on_signals
-from .errors import EXIT_PUSH_FAILED, configuration_errors
-from .option_names import option_names
-from .train_inputs import DATA_FILES, REWARDS, as_list, check_inputs, check_rewards
+from .command_line import EXIT_PUSH_FAILED, configuration_errors, option_names
 
 
 if TYPE_CHECKING:
@@ -31,17 +31,13 @@ EPILOG = (
     "as in --model-name-or-path. `--help-all` lists every option of TRL and transformers as well. Options unknown to all of "
     "them, and `--accelerate_config`, go to `accelerate launch`."
 )
+REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
+# Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
+DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 # Shown by `--help` before the options of QaRLConfig.
 MAIN_OPTIONS = (
-    "model_name_or_path",
-    "dataset_name",
-    "reward_funcs",
-    "scheme",
-    "use_vllm",
-    "vllm_mode",
-    "output_dir",
-    "export_dir",
-    "resume_from_checkpoint",
+    *("model_name_or_path", "dataset_name", "reward_funcs", "scheme", "use_vllm", "vllm_mode"),
+    *("output_dir", "export_dir", "resume_from_checkpoint"),
 )
 
 
@@ -101,6 +97,58 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
     parser._optionals._group_actions.sort(
         key=lambda action: order.index(action.dest) if action.dest in order else len(order)
     )
+
+
+def check_inputs(options: Mapping[str, Any]) -> None:
+    """Check the given options, by name, as far as possible without torch: `ValueError` is raised if model, reward or
+    dataset is missing, and for a reward or a local dataset that does not exist."""
+    if not options.get("model_name_or_path"):
+        raise ValueError("No model: give `--model_name_or_path`.")
+    check_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
+    _check_dataset(options.get("dataset_name"), options.get("dataset_config"), options.get("datasets"))
+
+
+def check_rewards(names: list[str] | str, reward_model: str | None) -> None:
+    if not names and not reward_model:
+        raise ValueError("No reward: give `--reward_funcs` or `--reward_model_name_or_path`.")
+    for name in as_list(names):
+        module_path = name.rpartition(".")[0]
+        if name not in REWARDS and not module_path:
+            raise ValueError(
+                f"Unknown reward function {name!r}. Choose one of {REWARDS}, or give a dotted import path such as "
+                f"`my_rewards.{name}`."
+            )
+        package = module_path.partition(".")[0]
+        # A YAML file may set PYTHONPATH for the training process.
+        folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        if package and not (find_spec(package) or PathFinder.find_spec(package, folders)):
+            raise ValueError(f"Could not import reward function {name!r}: No module named {package!r}.")
+
+
+def as_list(names: list[str] | str) -> list[str]:
+    # A YAML file may name one reward without a list, and TRL's parser does not convert it.
+    return [names] if isinstance(names, str) else [*map(str, names)]
+
+
+def _check_dataset(name: str | None, config: str | None, mixture: Any) -> None:
+    if mixture and name:
+        raise ValueError("Both `datasets` and `dataset_name` are given. Remove one of them.")
+    if mixture:
+        return
+    if not name:
+        raise ValueError("No dataset: give `--dataset_name`, or `datasets` in the YAML file.")
+    path = Path(name)
+    if path.is_dir():
+        return
+    if path.suffix in DATA_FILES:
+        if not path.is_file():
+            raise ValueError(f"--dataset_name={name!r}: there is no such file.")
+        if config is not None:
+            raise ValueError(f"--dataset_config={config!r}: a file has no configurations. Remove it.")
+    elif path.is_file():
+        raise ValueError(f"--dataset_name={name!r} is a file that ends in none of {[*DATA_FILES]}.")
+    elif path.is_absolute() or name.startswith(("./", "../")):
+        raise ValueError(f"--dataset_name={name!r}: there is no such file or folder.")
 
 
 def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | None = None) -> list[str | Callable]:

@@ -11,8 +11,7 @@ from ..rollout.server_command import LOCAL_HOSTS, build_server_command
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
-from .errors import configuration_errors
-from .plan_options import add_plan_options
+from .command_line import add_plan_options, configuration_errors
 
 
 DESCRIPTION = """\
@@ -81,11 +80,18 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         import torch
 
         from ..adapters.tensors import arguments_for
+        from ..doctor.memory import shapes_of
         from ..rollout.pictures import engine_arguments
         from ..rollout.publisher import largest_chunk
         from ..rollout.spec import EngineSpec
 
-        model = _shapes(args)
+        model = shapes_of(args.model, args.trust_remote_code, "--model")
+        if getattr(model.config, "quantization_config", None) is not None and args.max_lora_rank is None:
+            raise ValueError(
+                f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
+                f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
+                "--max_lora_rank."
+            )
         chunk = largest_chunk(model, getattr(torch, args.dtype))
         pictures = engine_arguments(model)
         lora = {}
@@ -133,22 +139,8 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     os.execve(python, [python, module_option, "trl_qarl.processes", *module], {**os.environ, **environment})
 
 
-def _shapes(args: Namespace):
-    from ..doctor.memory import shapes_of
-
-    model = shapes_of(args.model, args.trust_remote_code, "--model")
-    if getattr(model.config, "quantization_config", None) is not None and args.max_lora_rank is None:
-        raise ValueError(
-            f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
-            f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
-            "--max_lora_rank."
-        )
-    return model
-
-
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
-    """Return the `quantization_config` of the future learner from the shapes of the model, which is quantized in
-    place."""
+    """Return the future learner's `quantization_config`; `model`, without weights, is quantized in place."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model

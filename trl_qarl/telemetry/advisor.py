@@ -1,9 +1,8 @@
 """
 Rules about the health of a run: a metric, a threshold, and the next step if the threshold is exceeded.
 
-The rules write to the log during training and colour the cards of `trl-qarl report`. They read the rows of
-`metrics.jsonl` and the settings of `run.json`, and are silent if a metric is missing. docs/health.md has the source of
-every threshold. Needs no torch.
+They read the rows of `metrics.jsonl` and the settings of `run.json`, and are silent if a metric is missing.
+docs/health.md has the source of every threshold. Needs no torch.
 """
 
 import math
@@ -65,8 +64,7 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list[Mapping[str, float | None]]]:
-    """Return the rows of each precision of a run with `precisions`; for a schedule only those of the last. A row
-    belongs to the bits that were logged last."""
+    """Return the rows of each precision, that of the bits logged last; for a schedule only those of the last."""
     parts: dict[float | None, list[Mapping[str, float | None]]] = {}
     bits = None
     for row in rows:

@@ -1,8 +1,4 @@
-"""
-Console output of a training: one short row per logged step, and the advice of [`trl_qarl.telemetry.advisor`].
-
-All metrics still go to `metrics.jsonl` and to the trackers.
-"""
+"""Console output of a training: one short row per logged step, and the advice of [`trl_qarl.telemetry.advisor`]."""
 
 import logging
 import math

@@ -10,117 +10,75 @@ from .run_files import LOG_EDGES
 ERROR_PROBABILITY = 1e-3
 """A token whose probability is below this under learner and sampler alike counts as an error token."""
 
-_SPLITS = ("positive", "negative", "q1", "q2", "q3", "q4")
+_PARTS = ("", "/positive", "/negative", "/q1", "/q2", "/q3", "/q4")
 
 
 def mismatch_sums(
-    old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    old_per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Return sums, which reduce exactly over processes, over the tokens that count and have a sampling log-prob.
 
-    With `d = old_per_token_logps - sampling_per_token_logps`, all `(B, T)`, in nats:
+    With `d = old_per_token_logps - sampling_per_token_logps`, all `(B, T)`, in nats, for `P` parts of the tokens: all,
+    and with `advantages`, `(B,)`, those with positive and with negative advantage, and the four quarters of
+    completions. The quarter of a token is `floor(4 rank / L)`, with its rank among the tokens of its completion that
+    count.
 
     Returns:
-        `(5,)` float64 sums of: tokens, `|d|`, `-d` (k1), `exp(d) - 1 - d` (k3), tokens without a sampling log-prob;
-        and the 0-d maximum of `|d|`. k1 and k3 estimate `KL(sampler || learner)`
-        (http://joschu.net/blog/kl-approx.html).
+        `(P, 4)` float64 sums of `|d|`, `-d` (k1), `exp(d) - 1 - d` (k3) and tokens, `(2,)` numbers of tokens without a
+        sampling log-prob and of error tokens, and `(P,)` maxima of `|d|`, 0 without tokens. k1 and k3 estimate
+        `KL(sampler || learner)` (http://joschu.net/blog/kl-approx.html).
     """
     mask = mask.bool()
     known = mask & ~sampling_per_token_logps.isnan()
-    d = (old_per_token_logps.double() - sampling_per_token_logps.double())[known]
+    parts = [known]
+    if advantages is not None:
+        sign = advantages.sign().unsqueeze(1)
+        rank = mask.cumsum(-1) - 1
+        quarter = (4 * rank).div(mask.sum(-1, keepdim=True).clamp(min=1), rounding_mode="floor")
+        parts += [known & (sign == 1), known & (sign == -1), *(known & (quarter == i) for i in range(4))]
+    difference = old_per_token_logps.double() - sampling_per_token_logps.double()
+    of_parts = [difference[tokens] for tokens in parts]
     sums = torch.stack(
-        [known.sum().double(), d.abs().sum(), -d.sum(), (d.exp() - 1 - d).sum(), (mask & ~known).sum().double()]
+        [torch.stack([d.abs().sum(), -d.sum(), (d.exp() - 1 - d).sum(), d.new_tensor(len(d))]) for d in of_parts]
     )
-    return sums, d.abs().max() if d.numel() else sums.new_zeros(())
-
-
-def mismatch_metrics(sums: torch.Tensor, maximum: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
-    """Return the `mismatch/*` metrics from the `(5,)` sums of [`mismatch_sums`], added over processes, from `maximum`,
-    the largest `|d|` of all processes, and from the `(B,)` mismatch weights of all sequences."""
-    tokens, absolute, k1, k3, unknown = sums.tolist()
-    if tokens == 0:
-        return {"mismatch/unknown_tokens": unknown}
-    weights = weights.double()
-    return {
-        "mismatch/abs_logp_mean": absolute / tokens,
-        "mismatch/abs_logp_max": maximum.item(),
-        "mismatch/k1": k1 / tokens,
-        "mismatch/k3": k3 / tokens,
-        "mismatch/weight_mean": weights.mean().item(),
-        "mismatch/weight_min": weights.min().item(),
-        "mismatch/weight_max": weights.max().item(),
-        "mismatch/effective_sample_size": _effective_sample_size(weights),
-        "mismatch/unknown_tokens": unknown,
-    }
-
-
-def split_sums(
-    old_per_token_logps: torch.Tensor,
-    sampling_per_token_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return sums for [`split_metrics`], which add up over processes, and maxima.
-
-    Arguments are as in [`mismatch_sums`], with `advantages` of shape `(B,)`. The quarter of a token is
-    `floor(4 rank / L)`, with its rank among the tokens of its completion that count.
-
-    Returns:
-        `(4, 7)` float64 sums of `|d|`, `-d`, `exp(d) - 1 - d` and tokens. The columns are tokens with positive and
-        with negative advantage, the four quarters, and error tokens, where the last row counts all tokens. And `(6,)`
-        maxima of `|d|` for all but the last column, 0 without tokens.
-    """
-    mask = mask.bool()
-    known = mask & ~sampling_per_token_logps.isnan()
-    d = torch.where(known, old_per_token_logps.double() - sampling_per_token_logps.double(), 0.0)  # (B, T)
-    rank = mask.cumsum(-1) - 1
-    quarter = (4 * rank).div(mask.sum(-1, keepdim=True).clamp(min=1), rounding_mode="floor")
-    sign = advantages.sign().unsqueeze(1)
-    chosen = [known & (sign == 1), known & (sign == -1), *(known & (quarter == i) for i in range(4))]
     likelier = torch.maximum(old_per_token_logps, sampling_per_token_logps)
     errors = known & (likelier < math.log(ERROR_PROBABILITY))
-    values = (d.abs(), -d, d.exp() - 1 - d, torch.ones_like(d))
-    sums = torch.stack([torch.stack([(value * tokens).sum() for tokens in chosen]) for value in values])  # (4, 6)
-    of_errors = torch.stack([errors.sum().double()] * 3 + [known.sum().double()])
-    maxima = torch.stack([(d.abs() * tokens).amax() if d.numel() else sums.new_zeros(()) for tokens in chosen])
-    return torch.cat([sums, of_errors.unsqueeze(1)], dim=1), maxima
+    maxima = torch.stack([d.abs().max() if len(d) else d.new_zeros(()) for d in of_parts])
+    return sums, torch.stack([(mask & ~known).sum(), errors.sum()]), maxima
 
 
-def split_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
-    """
-    Return mean and maximum of `|d|`, k1 and k3 by sign of the advantage and by quarter of the completion, and the
-    share of error tokens, from [`split_sums`] added over processes and its maxima over them. A split without tokens is
-    left out.
-    """
-    means = sums[:3] / sums[3]
-    metrics = {}
-    for index, name in enumerate(_SPLITS):
-        if sums[3, index] == 0:
-            continue
-        for kind, value in zip(("abs_logp_mean", "k1", "k3"), means[:, index].tolist(), strict=True):
-            metrics[f"mismatch/{kind}/{name}"] = value
-        metrics[f"mismatch/abs_logp_max/{name}"] = maxima[index].item()
-    if sums[3, -1] > 0:
-        metrics["rollout/error_token_share"] = means[0, -1].item()
+def mismatch_metrics(sums: torch.Tensor, counts: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
+    """Return mean and maximum of `|d|`, k1 and k3 of each part, and the share of error tokens, from the results of
+    [`mismatch_sums`], added over processes, and the largest maxima. A part without tokens is left out."""
+    unknown, errors = counts.tolist()
+    metrics = {"mismatch/unknown_tokens": float(unknown)}
+    for part, (*totals, tokens), maximum in zip(_PARTS, sums.tolist(), maxima.tolist(), strict=False):
+        if tokens:
+            means = {kind: total / tokens for kind, total in zip(("abs_logp_mean", "k1", "k3"), totals, strict=True)}
+            metrics |= {f"mismatch/{kind}{part}": value for kind, value in (means | {"abs_logp_max": maximum}).items()}
+    if len(sums) > 1 and sums[0, 3]:
+        metrics["rollout/error_token_share"] = errors / sums[0, 3].item()
     return metrics
 
 
-def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
-    """Return mean and effective sample size (as a share of the sequences) of the mismatch weights `(B,)` of all
-    sequences, by the sign of their advantage, `(B,)`. A sign without sequences is left out."""
-    metrics = {}
-    for name, sign in (("positive", 1), ("negative", -1)):
-        chosen = weights.double()[advantages.sign() == sign]
+def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor | None = None) -> dict[str, float]:
+    """Return extremes, mean and effective sample size (as a share of the sequences) of the mismatch weights `(B,)` of
+    all sequences, the last two with `advantages`, `(B,)`, also by their sign. A sign without sequences is left out."""
+    weights = weights.double()
+    metrics = {"mismatch/weight_min": weights.min().item(), "mismatch/weight_max": weights.max().item()}
+    parts = {"": weights}
+    if advantages is not None:
+        parts |= {"/positive": weights[advantages > 0], "/negative": weights[advantages < 0]}
+    for part, chosen in parts.items():
         if len(chosen):
-            metrics[f"mismatch/weight_mean/{name}"] = chosen.mean().item()
-            metrics[f"mismatch/effective_sample_size/{name}"] = _effective_sample_size(chosen)
+            metrics[f"mismatch/weight_mean{part}"] = chosen.mean().item()
+            share = chosen.sum().square() / chosen.square().sum() / len(chosen)
+            metrics[f"mismatch/effective_sample_size{part}"] = share.item()
     return metrics
-
-
-def _effective_sample_size(weights: torch.Tensor) -> float:
-    return (weights.sum().square() / weights.square().sum() / weights.numel()).item()
 
 
 def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

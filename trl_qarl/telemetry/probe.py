@@ -24,25 +24,19 @@ TOP_K = 20
 """Number of likeliest tokens requested from the engine at each position; vLLM's default limit."""
 
 
-def top_log_probs(log_probs: torch.Tensor, k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and log-probs, both `(..., min(k, V))`, of the likeliest tokens of `(..., V)`, largest first."""
-    values, ids = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)
-    return ids, values
-
-
 def likeliest(positions: Sequence[Mapping[int, float]], k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and log-probs, both `(N, k)`, of the likeliest tokens, largest first, from an engine's
+    """Return log-probs and ids, both `(N, k)`, of the likeliest tokens, largest first, from an engine's
     `{token id: log-prob}` with at least `k` entries at each of `N` positions."""
     ranked = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in positions]
-    return torch.tensor([[i for i, _ in row] for row in ranked]), torch.tensor([[p for _, p in row] for row in ranked])
+    return torch.tensor([[p for _, p in row] for row in ranked]), torch.tensor([[i for i, _ in row] for row in ranked])
 
 
 def compare_positions(
-    engine_ids: torch.Tensor, engine_logps: torch.Tensor, learner_logps: torch.Tensor
+    engine_logps: torch.Tensor, engine_ids: torch.Tensor, learner_logps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Return `KL_k` in nats, and 1 if the likeliest token is the same, else 0, both `(N,)` float64, at `N` positions.
-    `engine_ids` and `engine_logps`, both `(N, k)`, are the engine's `k` likeliest tokens, likeliest first;
+    `engine_logps` and `engine_ids`, both `(N, k)`, are the engine's `k` likeliest tokens, likeliest first;
     `learner_logps`, `(N, V)`, are the learner's log-probs over the vocabulary. Log-probs are in nats.
     """
     p, q = engine_logps.double(), learner_logps.gather(-1, engine_ids).double()

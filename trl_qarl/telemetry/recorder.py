@@ -21,8 +21,8 @@ from ..quantization.storage import is_sharded
 from ..quantization.swap import quantized_forward
 from ..quantization.weight import QuantizedWeight
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
-from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
-from .probe import MAX_SCORED, NUM_PROBES, TOP_K, compare_positions, likeliest, probe_metrics, top_log_probs
+from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, weight_metrics
+from .probe import MAX_SCORED, NUM_PROBES, TOP_K, compare_positions, likeliest, probe_metrics
 from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, WORST_FILE
 from .text import completion_text, has_loop, is_garbled, without_padding, worst_examples
 
@@ -56,8 +56,7 @@ class Recorder(TrainerCallback):
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
         self._metrics, self._decode = metrics, decode
-        self._objective, self._bounds = objective, objective.histogram_bounds(args)
-        self._counts_sequences = objective.sequence_bounds(args) is not None
+        self._objective = objective
         self._histograms: torch.Tensor | None = None
         self._worst: list[dict[str, Any]] = []
         self._batches: list[dict[str, float]] = []
@@ -156,7 +155,11 @@ class Recorder(TrainerCallback):
     def observe_mismatch(self, output: dict[str, Any], batch: Batch) -> None:
         """Measure the mismatch of the generation batch whose row was begun last, without reading the model's weights.
         `output` is TRL's batch, `batch` its log-probs, advantages and mask."""
-        mismatch = self._mismatch(batch, output.get("importance_sampling_ratio"))
+        mismatch = self._compare(*batch.rollout, batch.advantages)
+        ratio = output.get("importance_sampling_ratio")
+        if ratio is not None and self._objective.rejects(self.args):
+            counts = batch.mask.bool() if ratio.shape == batch.mask.shape else torch.ones_like(ratio)
+            mismatch["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
         self.log(mismatch)
         if not self.model.training:
             return
@@ -172,7 +175,7 @@ class Recorder(TrainerCallback):
     def observe_staleness(self, now: torch.Tensor, batch: Batch) -> None:
         """Measure the distance of the learner from the weights that drew a batch. `now`, `(B, T)`, are the learner's
         log-probs when it begins with `batch`, whose old log-probs are those of the weights that drew it."""
-        measured, _ = self._compare(now, batch.old_per_token_logps, batch.mask)
+        measured = self._compare(now, batch.old_per_token_logps, batch.mask)
         for name in ("mismatch/unknown_tokens", "mismatch/k1"):
             measured.pop(name, None)
         self.log({name.replace("mismatch/", "staleness/"): value for name, value in measured.items()})
@@ -184,26 +187,16 @@ class Recorder(TrainerCallback):
             self.log({f"{name}/{self._precision}": values[name] for name in _BY_BITS if name in values})
 
     def _compare(
-        self, ours: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[dict[str, float], torch.Tensor]:
-        """Return the [`mismatch_metrics`] of log-probs `(B, T)` over all processes, and the weights of all
-        sequences."""
-        sums, maximum = mismatch_sums(ours, theirs, mask)
+        self, ours: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """Return the measurements of log-probs `(B, T)` over all processes, with `advantages` also by parts."""
+        sums, counts, maxima = mismatch_sums(ours, theirs, mask, advantages)
         weights = self.accelerator.gather(mismatch_weight(ours, theirs, mask, self.args.mismatch_cap))
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        return mismatch_metrics(sums, self.accelerator.gather(maximum).max(), weights), weights
-
-    def _mismatch(self, batch: Batch, ratio: torch.Tensor | None) -> dict[str, float]:
-        old, sampling, mask = batch.rollout
-        metrics, weights = self._compare(old, sampling, mask)
-        splits, maxima = split_sums(old, sampling, batch.advantages, mask)
+        sums, counts = (self.accelerator.reduce(each, reduction="sum") for each in (sums, counts))
         maxima = self.accelerator.gather(maxima).view(-1, len(maxima)).amax(0)
-        metrics |= split_metrics(self.accelerator.reduce(splits, reduction="sum"), maxima)
-        metrics |= weight_metrics(weights, self.accelerator.gather(batch.advantages))
-        if ratio is not None and self._objective.rejects(self.args):
-            counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
-            metrics["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
-        return metrics
+        advantages = None if advantages is None else self.accelerator.gather(advantages)
+        metrics = mismatch_metrics(sums, counts, maxima)
+        return metrics | weight_metrics(weights, advantages) if sums[0, -1] else metrics
 
     def probe(self, output: dict[str, Any], step: int, engine: Any) -> None:
         """
@@ -250,15 +243,15 @@ class Recorder(TrainerCallback):
     def _compare_with_engine(
         self, ids: list[int], count: int, engine: Any, learner_logps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self.accelerator.device
         if learner_logps is None:
             learner_logps = self._learner_log_probs(ids, count)
         if engine is not None:
-            engine_ids, engine_logps = likeliest(engine.log_probs([ids], TOP_K)[0][-count:])
+            top = likeliest(engine.log_probs([ids], TOP_K)[0][-count:])
         else:
             with quantized_forward(self.model):
-                engine_ids, engine_logps = top_log_probs(self._learner_log_probs(ids, count))
-        return compare_positions(engine_ids.to(device), engine_logps.to(device), learner_logps)
+                logps = self._learner_log_probs(ids, count)
+            top = logps.topk(min(TOP_K, logps.shape[-1]))
+        return compare_positions(*(each.to(self.accelerator.device) for each in top), learner_logps)
 
     @torch.no_grad()
     def observe_update(self, batch: Batch) -> None:
@@ -271,7 +264,7 @@ class Recorder(TrainerCallback):
         tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
         advantages_of_tokens = advantages.unsqueeze(1).expand_as(old).flatten()
         counts = ratio_histograms(tokens, advantages_of_tokens, mask.bool().flatten())
-        if self._counts_sequences:
+        if self._objective.sequence_bounds(self.args) is not None:
             log_weight = sequence_log_ratio(old, sampling, mask)
             if self._objective.rejects_by_product(self.args):
                 log_weight = log_weight * mask.sum(-1)

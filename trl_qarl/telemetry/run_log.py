@@ -1,10 +1,5 @@
-"""
-Files of a run that can be read without a tracker: five JSON files in the output directory, written by the main
-process. docs/compare.md describes their content.
-
-A resumed run appends. A new run in the same directory starts new files and keeps the previous ones as
-`*.previous.jsonl`.
-"""
+"""Files of a run that can be read without a tracker (docs/compare.md). A resumed run appends; a new run in the same
+directory keeps the previous ones as `*.previous.jsonl`."""
 
 import dataclasses
 import hashlib
@@ -46,20 +41,6 @@ _INCIDENTAL = (
     *("num_completions_to_print", "vllm_server_", "vllm_group_port", "local_rank", "_n_gpu", "skip_memory_metrics"),
     "accelerator_config",
 )
-
-
-def _options(args: Any) -> dict[str, Any]:
-    """Return relevant options that differ from their defaults and are not recorded elsewhere."""
-    # From the fields: without a GPU, TRL's configuration cannot be created without arguments.
-    defaults = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(args)
-    }
-    return {
-        name: value
-        for name, value in args.to_dict().items()
-        if value != defaults.get(name) and not name.startswith(_INCIDENTAL) and name not in _RECORDED
-    }
 
 
 def _fingerprint_of_model(folder: Path) -> dict[str, str]:
@@ -119,6 +100,16 @@ class RunLog(TrainerCallback):
 
     def _describe(self, max_steps: int) -> dict[str, Any]:
         args = self.args
+        # From the fields: without a GPU, TRL's configuration cannot be created without arguments.
+        defaults = {
+            field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            for field in dataclasses.fields(args)
+        }
+        options = {
+            name: value
+            for name, value in args.to_dict().items()
+            if value != defaults.get(name) and not name.startswith(_INCIDENTAL) and name not in _RECORDED
+        }
         return {
             "objective": args.objective,
             **args.plan.described,
@@ -131,6 +122,6 @@ class RunLog(TrainerCallback):
             "use_vllm": args.use_vllm,
             "learning_rate": args.learning_rate,
             "max_steps": max_steps,
-            "options": _options(args),
+            "options": options,
             "versions": {"python": platform.python_version(), "trl-qarl": __version__, **installed(*_PACKAGES)},
         }

@@ -1,0 +1,95 @@
+"""Shared by the commands: errors of a configuration in one line, spellings of options, options of the plan."""
+
+import sys
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ..quantization.plan import EDGES, get_plan, parse_scheme
+from ..quantization.schemes import SCHEMES
+
+
+# Exit code if everything is done and saved except for the upload to the Hub.
+EXIT_PUSH_FAILED = 3
+
+
+@contextmanager
+def configuration_errors() -> Iterator[None]:
+    """Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2. Use it only
+    around code that reads a configuration, so that unexpected errors elsewhere keep their traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        # The reader of the output has gone; `trl_qarl.cli` handles this.
+        raise
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"trl-qarl: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def check_folder(model: str) -> None:
+    """Raise `ValueError` for a path without a folder, which the Hub's client would call a malformed name."""
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise ValueError(f"{model} is not a folder.")
+
+
+def option_names(parser: ArgumentParser) -> set[str]:
+    """Return the long options of a parser, with their dashes."""
+    return {name for name in parser._option_string_actions if name.startswith("--")}
+
+
+def spell(argv: list[str], known: Iterable[str]) -> list[str]:
+    """Return `argv` with dashes and underscores in names of options exchanged if only that spelling is in `known`."""
+    spellings = {name.replace("-", "_"): name for name in known}
+    spellings |= {name: name for name in known}
+    words = [word.partition("=") for word in argv]
+    return [
+        spellings.get(name, spellings.get(name.replace("-", "_"), name)) + rest + value for name, rest, value in words
+    ]
+
+
+def check_names(argv: list[str], known: Iterable[str]) -> None:
+    """Raise `ValueError`, with the likely intended name, for the first option in `argv` that is neither one of `known`
+    nor an abbreviation. argparse would first report missing options, and makes no suggestions."""
+    for word in argv:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            matches = get_close_matches(name.replace("-", "_"), [option.replace("-", "_") for option in known], n=1)
+            hint = f" Did you mean `--{matches[0][2:]}`?" if matches else ""
+            raise ValueError(f"Unknown option `{name}`.{hint}")
+
+
+def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
+    """Add `--scheme`, with its default, `--group_size`, `--exclude_modules`, `--high_precision_first` and `_last`."""
+    parser.add_argument(
+        "--scheme",
+        type=_scheme,
+        default=default,
+        metavar="SCHEME",
+        help=f"the learner's: one of {', '.join(SCHEMES)}; or JSON from patterns of layers' names to them"
+        + (f" (default: {default})" if default else ""),
+    )
+    parser.add_argument("--group_size", type=int, metavar="N", help="group size of the schemes that have groups")
+    parser.add_argument(
+        "--exclude_modules",
+        nargs="+",
+        metavar="NAME",
+        help="linear layers to leave in high precision: names, last components, or regular expressions over the whole name",
+    )
+    for name in EDGES:
+        end = name.rpartition("_")[2]
+        parser.add_argument(
+            f"--{name}", type=int, default=0, metavar="N", help=f"{end} decoder layers that stay in high precision"
+        )
+
+
+def _scheme(text: str) -> Any:
+    try:
+        scheme = parse_scheme(text)
+        get_plan(scheme)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return scheme

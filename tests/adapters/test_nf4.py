@@ -87,6 +87,11 @@ def test_a_run_is_resumed_as_if_it_had_not_ended_and_its_adapter_pushed(tiny_mod
     assert torch.equal(logits(pushed.eval()), logits(resumed.model.eval()))
 
 
+def test_the_low_bit_policy_of_a_4_bit_base_is_not_pushed(tiny_model, tmp_path, hub):
+    with pytest.raises(ValueError, match="has no export"):
+        make(tiny_model, tmp_path, hub_model_id="someone/policy").push_to_hub()
+
+
 @pytest.mark.parametrize(
     ("bits", "options", "match"),
     [

@@ -15,10 +15,18 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "torchao", "transformers", "trl", "vllm", "datasets", "accelerate", "importlib.metadata")
 
 
-def test_import_loads_no_heavy_package():
-    code = f"import sys, trl_qarl; dir(trl_qarl); print([name for name in {HEAVY} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("import trl_qarl; dir(trl_qarl)", []),
+        ("import trl_qarl.options as o; print(o.QuantOptions().plan.name)", ["w4a16"]),
+    ],
+    ids=["package", "options"],
+)
+def test_import_loads_no_heavy_package(code, printed):
+    code += f"; import sys; print([name for name in {HEAVY} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.splitlines() == [*printed, "[]"]
 
 
 @pytest.mark.parametrize("name", trl_qarl.__all__)

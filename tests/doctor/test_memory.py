@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_tiny_model, make_trainer
 from testing_utils.live_bytes import LiveBytes, give_completions
+from testing_utils.trainings import lora
 from trl_qarl import cli
 from trl_qarl.doctor.memory import LAUNCHES, Run, launch_configuration, parts_of_memory
 from trl_qarl.quantization.formats import int4_packed
@@ -40,9 +41,7 @@ def state_of(trainer):
 
 @pytest.mark.parametrize(("optim", "rank"), [("muon", 0), ("adamw_torch", 0), ("muon", 8)])
 def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
-    gradients, adapter = Gradients(), None
-    if rank:
-        adapter = pytest.importorskip("peft").LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    gradients, adapter = Gradients(), lora(r=rank) if rank else None
     trainer = make_trainer(
         tiny_model, tmp_path, callbacks=[gradients], max_steps=1, optim=optim, bf16=True, peft_config=adapter
     )

@@ -157,16 +157,3 @@ def test_presets_are_tasks_of_the_installed_harness(name):
     assert config["output_type"] == "generate_until"
     assert metric in {entry["metric"] for entry in config["metric_list"]}
     assert chosen in {entry["name"] for entry in config.get("filter_list", [{"name": "none"}])}
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("gsm8k,gsm9k", "--tasks gsm9k: no such task. Choose from gsm8k"),
-        ("nowhere.yaml", "--tasks nowhere.yaml: no such file"),
-    ],
-)
-def test_unknown_tasks_are_refused_before_anything_is_loaded(masters, capsys, names, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(["eval", masters, "--tasks", names])
-    assert message in capsys.readouterr().err.splitlines()[-1]

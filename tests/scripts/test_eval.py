@@ -101,27 +101,6 @@ def test_a_bad_file_is_named_with_its_line(masters, tmp_path, capsys, rows, mess
     assert message in line
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--task", "amc"], "--tasks takes names"),
-        (["--task", "p.jsonl", "--limit", "3"], "--limit and --no_chat_template need --tasks"),
-        (["--task", "no_such.jsonl"], "No such file"),
-        (["--task", "p.jsonl", "--samples", "0"], "--samples=0"),
-        (["--task", "p.jsonl", "--samples", "2", "--temperature", "0"], "repeat one completion"),
-        (["--task", "p.jsonl", "--max_model_len", "9"], "needs --vllm"),
-        (["--task", "p.jsonl", "--compare", "./nowhere"], "./nowhere is not a folder"),
-        (["--task", "p.jsonl", "--top_p", "0"], "--top_p=0.0"),
-        pytest.param(["--task", "p.jsonl", "--vllm"], "--vllm", id="masters in vllm"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_bad_options_are_refused_before_the_model_is_loaded(masters, options, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["eval", masters, *options])
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_prompts_that_are_prefilled_in_pieces_are_sampled_and_repeat_themselves(export, monkeypatch):

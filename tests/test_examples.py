@@ -1,12 +1,14 @@
 """The examples: what they ask, what they reward, and that they run."""
 
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_model, path_without
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 from trl_qarl.checkpoint.export import is_export
 from trl_qarl.scripts import train
@@ -71,6 +73,31 @@ def test_an_example_trains_and_exports(tmp_path, monkeypatch, capsys, name, make
     load(name).main()
     assert says in capsys.readouterr().out
     assert is_export(out / "w4a16") and (out / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_notebook_runs_with_a_tiny_model(tmp_path, monkeypatch):
+    for package in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(package)
+    import nbformat
+    from nbclient import NotebookClient
+
+    kernel = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "x"}
+    folder = tmp_path / "jupyter" / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(kernel | {"language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("NOTEBOOK_MODEL", make_tiny_model(tmp_path / "model"))
+    monkeypatch.setenv("NOTEBOOK_UPDATES", "2")
+    monkeypatch.setenv("PYTHONPATH", path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes"))
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    NotebookClient(
+        notebook, timeout=600, startup_timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("trained 2 of 2 updates" in text for text in texts)
+    assert re.search(r"\d+ of 20 held-out sums solved", "".join(texts))
+    assert (tmp_path / "outputs" / "notebook" / "w4a16" / "config.json").is_file()
 
 
 def test_settings_of_the_paper_are_what_the_command_line_reads():

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 import trl
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -249,32 +248,6 @@ def test_experts_in_high_precision_train_where_they_are_allowed_or_nothing_is_qu
     trainer.train()
     assert len(trainer.swap_report.converted) == 8
     make(model, tmp_path / "bf16", scheme="bf16")
-
-
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
-def test_mixtures_train_with_their_auxiliary_loss_and_go_on_from_a_checkpoint(tmp_path, scheme):
-    model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
-    options = {"scheme": scheme, "router_aux_loss_coef": 0.01, "learning_rate": 1e-3, "max_steps": 2}
-    options |= {"save_strategy": "steps", "save_steps": 1}
-    trainer = make(model, tmp_path / "run", model_init_kwargs={"dtype": "float32"}, **options)
-    before = parameters(trainer)
-    trainer.train()
-    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-    layer = "model.layers.1.mlp"
-    assert {f"{layer}.experts.gate_up_proj", f"{layer}.experts.down_proj", f"{layer}.gate.weight"} <= moved
-    rows = [row for row in trainer.state.log_history if "aux_loss" in row]
-    assert rows and all(row["quant/code_flip_rate"] > 0 for row in rows[1:])
-    assert trainer.swap_report.num_experts == {f"model.layers.{index}.mlp.experts": 4 for index in (0, 1)}
-    # The second step from the first one's checkpoint is the same, and so is what is exported.
-    again = make(model, tmp_path / "run", model_init_kwargs={"dtype": "float32"}, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    assert_equal(parameters(trainer), parameters(again))
-    if scheme == "w4a16":
-        # The best model is that of its checkpoint, experts too.
-        again.state.best_model_checkpoint = str(tmp_path / "run" / "checkpoint-1")
-        again._load_best_model()
-        best = transformers.AutoModelForCausalLM.from_pretrained(again.state.best_model_checkpoint, dtype="float32")
-        assert_equal(again.model.state_dict(), best.state_dict())
 
 
 def test_rewards_of_none_leave_their_completions_without_effect(tiny_model, tmp_path):

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import ADAPTED_PLAN
-from testing_utils.trainings import SIGNED, assert_equal, lora, parameters, rows, without_times
+from testing_utils import ADAPTED_PLAN, make_tiny_model
+from testing_utils.trainings import EXPERTS, SIGNED, assert_equal, lora, parameters, rows, without_times
 from testing_utils.trainings import make as make_trainer
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.objectives.presets import Preset
@@ -38,12 +38,15 @@ class Case(NamedTuple):
         stop (`int`, *optional*, defaults to 1):
             Update after which a checkpoint is written that another run goes on from: 1 and 3 are inside a batch, 2 is
             at its end.
+        has_experts (`bool`, *optional*, defaults to `False`):
+            Train a mixture of experts.
     """
 
     options: dict[str, Any]
     mismatch: float | None = 0.05
     lora: dict[str, Any] | None = None
     stop: int = 1
+    has_experts: bool = False
 
 
 ENGINE = {"numerics": "engine", "learning_rate": 3e-3}
@@ -86,6 +89,10 @@ CASES = {
     "4 bits, then 3 in one block": Case(
         ENGINE | {"scheme": SIGNED[4], "precisions": {0: 4, 2: {BLOCK: 3}}, "beta": 0.1}, mismatch=0, stop=3
     ),
+    **{
+        f"experts, {scheme}": Case({"scheme": scheme, "router_aux_loss_coef": 0.01}, has_experts=True)
+        for scheme in ("w4a16", "w8a8", "fp8")
+    },
     "LoRA": Case({"objective": "sapo", "beta": 0.1}, lora={}, stop=2),
     "LoRA, w8a8": Case({"scheme": "w8a8", "objective": "luspo"}, lora={"use_rslora": True}),
     "LoRA, fp8": Case({"scheme": "fp8", "objective": "vespo"}, lora={"use_rslora": True}),
@@ -165,6 +172,9 @@ def check_what_was_logged(case, trainer, batches):
             assert list(quantized) == (list(trainer.swap_report.converted) if args.quantize_learner else [])
     moves_codes = args.is_quantized and (case.lora is None or args.lora_mode == "merged")
     assert ("quant/code_flip_rate" in last) == moves_codes
+    assert ("aux_loss" in last) == case.has_experts
+    experts = {f"model.layers.{index}.mlp.experts": 4 for index in (0, 1)}
+    assert trainer.swap_report.num_experts == (experts if case.has_experts else {})
     if moves_codes:
         # Each bit is worth some 6 dB, and 2 bits have 5 to 7 here.
         assert (4 if args.plan.name.startswith("w2") else 10) < first["quant/sqnr"] < 60
@@ -209,6 +219,7 @@ def check_what_was_written(case, trainer, folder):
 
 # Each kind of layer, adapter and numerics; the others when there is time for more than these.
 QUICK = ("w4a16", "w8a8", "fp8", "several schemes", "rollout only", "engine numerics, w4a16", "LoRA", "merged LoRA")
+QUICK += ("experts, w4a16", "experts, w8a8", "experts, fp8")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +227,8 @@ QUICK = ("w4a16", "w8a8", "fp8", "several schemes", "rollout only", "engine nume
     [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
 )
 def test_a_training(tiny_model, tmp_path, case):
+    if case.has_experts:
+        tiny_model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
     trainer, batches = make(case, tiny_model, tmp_path / "whole", [SaveAt(case.stop)])
     before = parameters(trainer)
     trainer.train()
@@ -228,3 +241,9 @@ def test_a_training(tiny_model, tmp_path, case):
     # The first code-flip rate after a resume compares with the resumed weights, which is the same comparison.
     for expected, actual in zip(rows(trainer)[case.stop :], rows(resumed)[case.stop :], strict=True):
         assert without_times(actual) == without_times(expected)
+    if case.lora is None:
+        # The best model is that of its checkpoint.
+        resumed.state.best_model_checkpoint = str(tmp_path / "whole" / f"checkpoint-{case.stop}")
+        resumed._load_best_model()
+        best = AutoModelForCausalLM.from_pretrained(resumed.state.best_model_checkpoint, dtype=torch.float32)
+        assert_equal(dict(best.named_parameters()), parameters(resumed))

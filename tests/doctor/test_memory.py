@@ -96,20 +96,16 @@ def test_the_peak_is_what_was_calculated(tmp_path, num_sequences, shape):
     assert sum(parts.values()) + on_cpu == pytest.approx(live.peaks["head"], rel=0.1)
 
 
-def test_the_table_of_the_documentation_is_calculated():
+def test_memory_on_the_pages_of_the_documentation_is_calculated():
+    what_fits = runpy.run_path(str(ROOT / "benchmarks" / "what_fits.py"))
     page = (ROOT / "docs" / "sharding.md").read_text()
     rows = page[page.index("| Qwen3-1.7B |") :].splitlines()
     assert rows[3].startswith("|  | 8 |")
-    calculated = runpy.run_path(str(ROOT / "benchmarks" / "what_fits.py"))["row"]("Qwen3-1.7B", 8)
-    assert rows[3] == calculated, "run `python benchmarks/what_fits.py --fill docs/sharding.md`"
-
-
-def test_the_memory_of_a_mixture_on_its_page_is_calculated():
+    assert rows[3] == what_fits["row"]("Qwen3-1.7B", 8), "run `python benchmarks/what_fits.py --fill docs/sharding.md`"
     page = (ROOT / "docs" / "moe.md").read_text()
     [total] = re.findall(r"^\| all weights, FSDP2 on 8 GPUs \|.*\| (\d+) \|$", page, re.MULTILINE)
-    calculated = runpy.run_path(str(ROOT / "benchmarks" / "what_fits.py"))["sizes"]("Qwen3-30B-A3B", 8, 0)["fsdp2"]
     # That one is rounded up, the page to the nearest.
-    assert calculated - int(total) in (0, 1)
+    assert what_fits["sizes"]("Qwen3-30B-A3B", 8, 0)["fsdp2"] - int(total) in (0, 1)
 
 
 def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):

@@ -106,12 +106,13 @@ def make_tiny_export(masters: str, directory) -> str:
     )
 
 
-def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
-    """Greedy completion of the model in a folder, token by token, without `generate`."""
+def complete_greedily(folder: str, prompt: str, num_tokens: int, model=None) -> str:
+    """Greedy completion of `model`, by default the one in the folder of its tokenizer, token by token, without
+    `generate`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, loaded = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer, loaded = AutoTokenizer.from_pretrained(folder), model or AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     length = ids.shape[1]
     for _ in range(num_tokens):

@@ -17,13 +17,16 @@ from trl_qarl.checkpoint.files import hold
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
 class Orders:
     """Three epochs of three generation batches with two updates each, all saved, and runs that go on from them."""
 
     def __init__(self, model, folder, is_streamed=False, **options):
         self.model, self.folder = model, folder
         self.problems = make_problems(6).to_iterable_dataset() if is_streamed else make_problems(6)
-        self.options = {"max_steps": 18, "save_strategy": "steps", "save_steps": 1, **options}
+        self.options = {"max_steps": 18, **SAVING, **options}
         self.whole, self.order = self.run(folder, None)
 
     def run(self, folder, checkpoint):
@@ -60,9 +63,8 @@ def test_a_run_resumed_in_any_epoch_goes_on_with_the_same_prompts_to_the_same_we
 
 
 def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(tiny_model, tmp_path, caplog):
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    make(tiny_model, tmp_path, max_steps=2, **saving).train()
-    resumed = make(tiny_model, tmp_path, max_steps=3, **saving)
+    make(tiny_model, tmp_path, max_steps=2, **SAVING).train()
+    resumed = make(tiny_model, tmp_path, max_steps=3, **SAVING)
     last, before = (str(tmp_path / f"checkpoint-{step}") for step in (2, 1))
     files = {path.name: path for path in Path(last).iterdir()}
     assert files.keys() >= {"trainer_state.json", "qarl.json", "model.safetensors", "optimizer.pt", "scheduler.pt"}
@@ -105,7 +107,7 @@ def test_a_training_is_refused_its_folders_before_a_server_starts(tmp_path):
 def test_the_umask_decides_who_reads_masters_checkpoints_and_exports(tiny_model, tmp_path, umask, mode):
     before = os.umask(umask)
     try:
-        trainer = make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+        trainer = make(tiny_model, tmp_path, max_steps=1, **SAVING)
         trainer.train()
         trainer.save_model()
         trainer.export_model()
@@ -118,7 +120,7 @@ def test_the_umask_decides_who_reads_masters_checkpoints_and_exports(tiny_model,
 
 @pytest.mark.parametrize("limit", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 0.1875}])
 def test_resuming_a_run_at_its_last_update_trains_nothing(tiny_model, tmp_path, caplog, limit):
-    options = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant", **limit}
+    options = {**SAVING, "lr_scheduler_type": "constant", **limit}
     whole = make(tiny_model, tmp_path, **options)
     whole.train()
     last = whole.state.global_step
@@ -141,9 +143,7 @@ def test_resuming_a_run_at_its_last_update_trains_nothing(tiny_model, tmp_path, 
 
 def test_resuming_at_the_last_update_loads_the_best_model(tiny_model, tmp_path):
     scores = iter(range(1000, 0, -1))
-    options = {
-        "save_strategy": "steps",
-        "save_steps": 1,
+    options = SAVING | {
         "eval_strategy": "steps",
         "eval_steps": 1,
         "max_steps": 3,
@@ -172,7 +172,7 @@ def test_resuming_at_the_last_update_loads_the_best_model(tiny_model, tmp_path):
 def test_older_checkpoints_are_deleted_when_the_new_one_is_complete_and_an_incomplete_one_is_skipped(
     tiny_model, tmp_path, monkeypatch, caplog
 ):
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 1}
+    saving = SAVING | {"max_steps": 3, "save_total_limit": 1}
     complete = marker.complete
 
     def die_at_the_second(folder):
@@ -223,7 +223,7 @@ def test_resuming_with_other_generation_batches_starts_a_new_one(tiny_model, tmp
 
 @pytest.mark.slow
 def test_checkpoint_of_another_number_of_processes_starts_a_new_generation_batch(tiny_model, tmp_path, caplog):
-    saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
+    saving = SAVING | {"steps_per_generation": 4}
     make(tiny_model, tmp_path, max_steps=1, **saving).train()
     path = tmp_path / "checkpoint-1" / "rollout_state_0.pt"
     state = torch.load(path, weights_only=True)

@@ -55,8 +55,8 @@ def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names = ["accuracy_reward", "get_soft_overlong_punishment", "rewards_of_a_user.constant"]
-    model, accuracy, punishment, constant = train.get_reward_funcs(names, "a/reward-model")
+    names = [*train_inputs.REWARDS, "rewards_of_a_user.constant"]
+    model, accuracy, _, _, punishment, constant = train.get_reward_funcs(names, "a/reward-model")
     assert model == "a/reward-model"
     assert accuracy is accuracy_reward
     assert punishment.__name__ == "soft_overlong_punishment_reward"
@@ -243,7 +243,3 @@ def test_a_reward_beside_the_command_and_in_a_pythonpath_of_a_yaml_file_is_found
     monkeypatch.delitem(os.environ, "PYTHONPATH")
     monkeypatch.chdir(tmp_path)
     train_inputs.check_rewards("rewards_beside.mine", None)
-
-
-def test_rewards_are_those_of_trl():
-    assert len(train.get_reward_funcs(train_inputs.REWARDS)) == 4

@@ -1,5 +1,6 @@
 """Wrong options of the commands: the last line of stderr names them, and the exit code is 2."""
 
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -8,6 +9,7 @@ from testing_utils.trainings import SIGNED
 from trl_qarl.cli import main
 
 
+TRAIN = "train --model_name_or_path a/model --dataset_name a/dataset --reward_funcs accuracy_reward"
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra eval")
 
 
@@ -49,12 +51,29 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
             f"export --model_name_or_path FOLDER --output_dir out --scheme {SIGNED[4]} --bits 8",
             f"--bits 8: precisions=[8] has 8 bits, which no layer of scheme '{SIGNED[4]}' can have",
         ),
+        ("export --outptu-dir x", "`--outptu-dir`"),
+        ("eval --zzzzzz=1", "Unknown option `--zzzzzz`.\n"),
+        ("trian", "Did you mean `train`?"),
+        (f"{TRAIN} --group_size 7", "group_size=7 is not supported"),
+        (f"{TRAIN} --accelerate_config no_such_config", "config"),
+        (f"{TRAIN} --config no_such_file.yaml", "'no_such_file.yaml'"),
+        (f"{TRAIN} --scheme W4A16", "Did you mean 'w4a16'?"),
+        (f"{TRAIN} --no_such_option 3", "`--no_such_option`"),
+        (f"{TRAIN} --num-proceses 2", "`--num_processes`"),
+        (f"{TRAIN} --reward-f acuracy_reward", "'acuracy_reward'"),
+        (f"{TRAIN} --dataset_name=problems.jsonl", "'problems.jsonl'"),
+        (f"{TRAIN} --dataset-name ./problems", "'./problems'"),
+        (TRAIN.replace("--reward_funcs accuracy_reward", ""), "`--reward_funcs`"),
+        (TRAIN.replace("--dataset_name a/dataset", ""), "`--dataset_name`"),
+        (TRAIN.replace("--model_name_or_path a/model", ""), "`--model_name_or_path`"),
         ("vllm-serve --model FOLDER --group_size 7", "group_size=7 is not supported"),
         ("vllm-serve --model ./nowhere", "trl-qarl: error: --model ./nowhere: "),
     ],
 )
 def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkeypatch, capsys, command, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
     with pytest.raises(SystemExit, match="2"):
         main(command.replace("FOLDER", tiny_model).split())
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines(keepends=True)[-1]
+    assert re.match(r"trl-qarl( [\w-]+)?: error: ", last) and message in last

@@ -98,10 +98,6 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def python_blocks(page):
-    return blocks(page, "python")
-
-
 def shell_commands(page):
     """Words of each command in the page's `sh` fences, without prompts, comments and variables set for it."""
     for block in blocks(page, "sh"):
@@ -114,12 +110,10 @@ def shell_commands(page):
                 yield [word for word in words if word != "..."]
 
 
-COMMANDS_OF_PAGES = [
-    pytest.param(words, id=f"{page.stem}: {' '.join(words)[:60]}") for page in PAGES for words in shell_commands(page)
-]
-
-
-@pytest.mark.parametrize("words", COMMANDS_OF_PAGES)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, id=f"{p.stem}: {' '.join(words)[:60]}") for p in PAGES for words in shell_commands(p)],
+)
 def test_command_of_the_documentation_is_one(words, tmp_path, monkeypatch):
     # The tests are offline; whether the Hub can be reached is not a matter of spelling.
     monkeypatch.setattr("trl_qarl.checks.options.problem_of_access", lambda token: None)
@@ -201,9 +195,9 @@ def test_yaml_of_the_documentation_is_what_its_command_reads(page, tmp_path, mon
             parse_train(["--config", str(path)])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_of_the_documentation_compiles(page):
-    for code in python_blocks(page):
+    for code in blocks(page, "python"):
         compile(re.sub(r"^>>> ?|^\.\.\. ?", "", code, flags=re.MULTILINE), page.name, "exec")
 
 
@@ -219,7 +213,7 @@ def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (row,) = [{"prompt": [{"role": "user", "content": "What is 1/2?"}], "solution": "$0.5$"}]
     (tmp_path / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"))
-    (code,) = python_blocks(ROOT / "README.md")
+    (code,) = blocks(ROOT / "README.md", "python")
     for theirs, ours in {
         '"Qwen/Qwen3-0.6B-Base"': repr(make_tiny_model(tmp_path)),
         '"trl-lib/DeepMath-103K"': '"json", data_files="train.jsonl"',

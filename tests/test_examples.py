@@ -1,13 +1,17 @@
 """The examples: what they ask, what they reward, and that they run."""
 
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_model, path_without
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
+from trl_qarl.checkpoint.export import is_export
+from trl_qarl.scripts import train
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -36,17 +40,6 @@ def test_gsm8k_rewards_the_last_answer(text, reward):
     assert load("gsm8k").correct([[{"content": text}]], ["4"]) == [reward]
 
 
-@pytest.mark.slow
-def test_gsm8k_trains_and_exports(tmp_path, monkeypatch, capsys):
-    from trl_qarl.checkpoint.export import is_export
-
-    model = make_tiny_model(tmp_path, "qwen3")
-    monkeypatch.setattr(sys, "argv", ["gsm8k.py", "--smoke", "--model", model, "--output_dir", str(tmp_path / "out")])
-    load("gsm8k").main()
-    assert "vllm serve" in capsys.readouterr().out
-    assert is_export(tmp_path / "out" / "w4a16") and (tmp_path / "out" / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("number", range(5))
 def test_a_drawn_problem_has_as_many_shapes_as_its_answer_says(number):
     row = load("pictures").draw_problem(number)
@@ -62,23 +55,53 @@ def test_a_drawn_problem_has_as_many_shapes_as_its_answer_says(number):
     assert str(count) == row["answer"]
 
 
-@needs_torchvision
 @pytest.mark.slow
-def test_pictures_trains_and_exports(tmp_path, monkeypatch, capsys):
-    from trl_qarl.checkpoint.export import is_export
-
-    model = make_tiny_picture_model(tmp_path, "idefics3")
-    argv = ["pictures.py", "--smoke", "--model", model, "--output_dir", str(tmp_path / "out")]
+@pytest.mark.parametrize(
+    ("name", "make", "arch", "says"),
+    [
+        ("gsm8k", make_tiny_model, "qwen3", "vllm serve"),
+        pytest.param(
+            "pictures", make_tiny_picture_model, "idefics3", "outside the language model", marks=needs_torchvision
+        ),
+    ],
+    ids=["gsm8k", "pictures"],
+)
+def test_an_example_trains_and_exports(tmp_path, monkeypatch, capsys, name, make, arch, says):
+    out = tmp_path / "out"
+    argv = [f"{name}.py", "--smoke", "--model", make(tmp_path, arch), "--output_dir", str(out)]
     monkeypatch.setattr(sys, "argv", argv)
-    load("pictures").main()
-    assert "outside the language model" in capsys.readouterr().out
-    assert is_export(tmp_path / "out" / "w4a16") and (tmp_path / "out" / "model.safetensors").is_file()
+    load(name).main()
+    assert says in capsys.readouterr().out
+    assert is_export(out / "w4a16") and (out / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_notebook_runs_with_a_tiny_model(tmp_path, monkeypatch):
+    for package in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(package)
+    import nbformat
+    from nbclient import NotebookClient
+
+    kernel = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "x"}
+    folder = tmp_path / "jupyter" / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(kernel | {"language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("NOTEBOOK_MODEL", make_tiny_model(tmp_path / "model"))
+    monkeypatch.setenv("NOTEBOOK_UPDATES", "2")
+    monkeypatch.setenv("PYTHONPATH", path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes"))
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    NotebookClient(
+        notebook, timeout=600, startup_timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("trained 2 of 2 updates" in text for text in texts)
+    assert re.search(r"\d+ of 20 held-out sums solved", "".join(texts))
+    assert (tmp_path / "outputs" / "notebook" / "w4a16" / "config.json").is_file()
 
 
 def test_settings_of_the_paper_are_what_the_command_line_reads():
     """The numbers are those of Table 2."""
-    from trl_qarl.scripts import train
-
     path = str(EXAMPLES / "deepmath_qwen3_8b.yaml")
     _, args, model_args, _, rest = train.make_parser().parse_args_and_config(
         ["--config", path], return_remaining_strings=True

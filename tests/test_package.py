@@ -1,24 +1,40 @@
-"""The package as installed: what importing it loads, what it exports, what its files hold."""
+"""The package as installed: what importing it loads, exports and says."""
 
 import ast
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import trl_qarl
+from trl_qarl import packages
 
 
 ROOT = Path(__file__).parent.parent
 # The last one is a third of the import when it is loaded, which each process of a server pays.
 HEAVY = ("torch", "torchao", "transformers", "trl", "vllm", "datasets", "accelerate", "importlib.metadata")
+OUR_PYTHON = sys.implementation.cache_tag
+IMPORT = "import trl_qarl.quantization.tensors"
 
 
-def test_import_loads_no_heavy_package():
-    code = f"import sys, trl_qarl; dir(trl_qarl); print([name for name in {HEAVY} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+def run_python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("import trl_qarl; dir(trl_qarl)", []),
+        ("import trl_qarl.options as o; print(o.QuantOptions().plan.name)", ["w4a16"]),
+    ],
+    ids=["package", "options"],
+)
+def test_import_loads_no_heavy_package(code, printed):
+    code += f"; import sys; print([name for name in {HEAVY} if name in sys.modules])"
+    assert run_python("-c", code).stdout.splitlines() == [*printed, "[]"]
 
 
 @pytest.mark.parametrize("name", trl_qarl.__all__)
@@ -34,3 +50,39 @@ def test_type_checking_imports_match_the_lazy_ones():
     imported = {alias.name: node.module for node in block.body for alias in node.names}
     assert imported == trl_qarl._MODULES
     assert set(trl_qarl.__all__) == {*imported, "__version__"}
+
+
+@pytest.mark.slow
+def test_a_command_says_nothing_of_torchao():
+    said = run_python("-m", "trl_qarl.cli", "env").stderr
+    assert "torchao" not in said and "register_constant" not in said and "Failed to load" not in said
+
+
+@pytest.mark.slow
+def test_who_imports_torchao_first_hears_what_it_says():
+    code = f"import logging, sys, torchao; print('ours:', file=sys.stderr); {IMPORT}"
+    code += "; assert not logging.getLogger('torchao').filters"
+    assert run_python("-c", code).stderr.partition("ours:")[2].strip() == ""
+    assert "Failed to load" not in run_python("-c", IMPORT).stderr
+    code = "import trl_qarl, logging; logging.getLogger('torchao').warning('about %s', 'you')"
+    assert run_python("-c", code).stderr.strip() == "about you"
+
+
+@pytest.mark.parametrize(
+    ("library", "cuda", "is_said"),
+    [
+        (f"_C_mxfp8.{OUR_PYTHON}-x86_64-linux-gnu.so", "13.0", True),
+        ("_C_mxfp8.cpython-39-x86_64-linux-gnu.so", "13.0", False),
+        (f"_C_mxfp8.{OUR_PYTHON}-x86_64-linux-gnu.so", None, False),
+        ("_C_cutlass_90a.abi3.so", "13.0", True),
+        ("_C_cutlass_90a.abi3.so", None, False),
+        ("_C.abi3.so", None, True),
+        (f"_C.{OUR_PYTHON}-x86_64-linux-gnu.so", None, True),
+        ("_C.cpython-39-x86_64-linux-gnu.so", None, False),
+    ],
+)
+def test_a_library_that_could_have_loaded_is_named(monkeypatch, library, cuda, is_said):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    text = f"Failed to load /site-packages/torchao/{library}: Could not load this library: /site-packages/{library}"
+    record = logging.makeLogRecord({"msg": text, "name": "torchao", "levelno": logging.WARNING})
+    assert packages._is_not_of_another_machine(record) is is_said

@@ -8,21 +8,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer import grpo_trainer
 
-from testing_utils import make_problems, make_tiny_model, make_trainer
-from testing_utils.trainings import SIGNED, arguments
+from testing_utils import make_problems, make_trainer
+from testing_utils.trainings import SIGNED, arguments, lora
 from trl_qarl import QaRLConfig
 from trl_qarl.policy import Policy
 from trl_qarl.quantization.swap import quantized_layers
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def lora():
-    peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 @pytest.fixture

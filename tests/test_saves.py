@@ -1,37 +1,23 @@
 """A run that ended somewhere goes on as if it had not, and what cannot go on is said."""
 
-import json
 import logging
 import math
 import os
-import shutil
 import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_vllm_trainer, spread, stop_at
-from testing_utils.trainings import arguments, make, rows
+from testing_utils.trainings import arguments, assert_equal, make, parameters, rows
 from trl_qarl.checkpoint import marker
-from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.files import hold
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
-def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, caplog):
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    make(tiny_model, tmp_path, max_steps=2, **saving).train()
-    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-3" / marker.COMPLETE_FILE).unlink()
-    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
-    (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
-    resumed = make(tiny_model, tmp_path, max_steps=3, **saving)
-    with caplog.at_level(logging.WARNING):
-        resumed.train(resume_from_checkpoint=True)
-    assert "checkpoint-3 is incomplete" in caplog.text and resumed.state.global_step == 3
+SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
 class Orders:
@@ -40,7 +26,7 @@ class Orders:
     def __init__(self, model, folder, is_streamed=False, **options):
         self.model, self.folder = model, folder
         self.problems = make_problems(6).to_iterable_dataset() if is_streamed else make_problems(6)
-        self.options = {"max_steps": 18, "save_strategy": "steps", "save_steps": 1, **options}
+        self.options = {"max_steps": 18, **SAVING, **options}
         self.whole, self.order = self.run(folder, None)
 
     def run(self, folder, checkpoint):
@@ -59,8 +45,7 @@ class Orders:
             resumed, seen = self.run(folder, str(self.folder / f"checkpoint-{step}"))
         # The generation batch in progress is in the checkpoint.
         assert seen == self.order[(step + 1) // 2 :]
-        for name, p in self.whole.model.named_parameters():
-            assert torch.equal(p, resumed.model.get_parameter(name)), name
+        assert_equal(parameters(self.whole), parameters(resumed))
 
 
 @pytest.mark.slow
@@ -78,9 +63,8 @@ def test_a_run_resumed_in_any_epoch_goes_on_with_the_same_prompts_to_the_same_we
 
 
 def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(tiny_model, tmp_path, caplog):
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    make(tiny_model, tmp_path, max_steps=2, **saving).train()
-    resumed = make(tiny_model, tmp_path, max_steps=3, **saving)
+    make(tiny_model, tmp_path, max_steps=2, **SAVING).train()
+    resumed = make(tiny_model, tmp_path, max_steps=3, **SAVING)
     last, before = (str(tmp_path / f"checkpoint-{step}") for step in (2, 1))
     files = {path.name: path for path in Path(last).iterdir()}
     assert files.keys() >= {"trainer_state.json", "qarl.json", "model.safetensors", "optimizer.pt", "scheduler.pt"}
@@ -123,7 +107,7 @@ def test_a_training_is_refused_its_folders_before_a_server_starts(tmp_path):
 def test_the_umask_decides_who_reads_masters_checkpoints_and_exports(tiny_model, tmp_path, umask, mode):
     before = os.umask(umask)
     try:
-        trainer = make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+        trainer = make(tiny_model, tmp_path, max_steps=1, **SAVING)
         trainer.train()
         trainer.save_model()
         trainer.export_model()
@@ -136,7 +120,7 @@ def test_the_umask_decides_who_reads_masters_checkpoints_and_exports(tiny_model,
 
 @pytest.mark.parametrize("limit", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 0.1875}])
 def test_resuming_a_run_at_its_last_update_trains_nothing(tiny_model, tmp_path, caplog, limit):
-    options = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant", **limit}
+    options = {**SAVING, "lr_scheduler_type": "constant", **limit}
     whole = make(tiny_model, tmp_path, **options)
     whole.train()
     last = whole.state.global_step
@@ -150,8 +134,7 @@ def test_resuming_a_run_at_its_last_update_trains_nothing(tiny_model, tmp_path, 
         assert output.global_step == again.state.global_step == again.state.max_steps == last
         assert math.isfinite(output.training_loss) and "train_runtime" in output.metrics
         assert [row for row in again.state.log_history if "loss" in row] == rows(whole)
-        for name, p in whole.model.named_parameters():
-            assert torch.equal(p, again.model.get_parameter(name)), name
+        assert_equal(parameters(whole), parameters(again))
         assert len(list(tmp_path.glob("checkpoint-*"))) == 3
     longer = make(tiny_model, tmp_path, **(options | {"max_steps": 4}))
     longer.train(resume_from_checkpoint=True)
@@ -160,9 +143,7 @@ def test_resuming_a_run_at_its_last_update_trains_nothing(tiny_model, tmp_path, 
 
 def test_resuming_at_the_last_update_loads_the_best_model(tiny_model, tmp_path):
     scores = iter(range(1000, 0, -1))
-    options = {
-        "save_strategy": "steps",
-        "save_steps": 1,
+    options = SAVING | {
         "eval_strategy": "steps",
         "eval_steps": 1,
         "max_steps": 3,
@@ -185,12 +166,13 @@ def test_resuming_at_the_last_update_loads_the_best_model(tiny_model, tmp_path):
     assert first.state.best_global_step == 1
     again = run(True)
     assert again.state.global_step == 3
-    for name, p in first.model.named_parameters():
-        assert torch.equal(p, again.model.get_parameter(name)), name
+    assert_equal(parameters(first), parameters(again))
 
 
-def test_older_checkpoints_are_deleted_when_the_new_one_is_complete(tiny_model, tmp_path, monkeypatch):
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 1}
+def test_older_checkpoints_are_deleted_when_the_new_one_is_complete_and_an_incomplete_one_is_skipped(
+    tiny_model, tmp_path, monkeypatch, caplog
+):
+    saving = SAVING | {"max_steps": 3, "save_total_limit": 1}
     complete = marker.complete
 
     def die_at_the_second(folder):
@@ -202,9 +184,11 @@ def test_older_checkpoints_are_deleted_when_the_new_one_is_complete(tiny_model, 
         patch.setattr(marker, "complete", die_at_the_second)
         make(tiny_model, tmp_path, **saving).train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"cut")
     resumed = make(tiny_model, tmp_path, **saving)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 3
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-2 is incomplete" in caplog.text and resumed.state.global_step == 3
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
     assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 1
 
@@ -212,22 +196,6 @@ def test_older_checkpoints_are_deleted_when_the_new_one_is_complete(tiny_model, 
 def test_resuming_without_any_checkpoint_says_so(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="No complete checkpoint"):
         make(tiny_model, tmp_path).train(resume_from_checkpoint=True)
-
-
-def test_save_model_writes_ordinary_masters_and_the_scheme(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, group_size=64, exclude_modules=["o_proj"])
-    trainer.save_model(str(tmp_path / "masters"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "masters", dtype=torch.float32)
-    assert all(torch.equal(p, trainer.model.get_parameter(name)) for name, p in loaded.named_parameters())
-    assert json.loads((tmp_path / "masters" / "qarl.json").read_text()) == {
-        "scheme": "w4a16",
-        "grids": ["int4-signed"],
-        "quantize_learner": True,
-        "group_size": 64,
-        "exclude_modules": ["o_proj"],
-        "scale_dtype": "bfloat16",
-    }
-    export_checkpoint(trainer.model, tmp_path / "export", trainer.processing_class)
 
 
 @pytest.mark.slow
@@ -255,7 +223,7 @@ def test_resuming_with_other_generation_batches_starts_a_new_one(tiny_model, tmp
 
 @pytest.mark.slow
 def test_checkpoint_of_another_number_of_processes_starts_a_new_generation_batch(tiny_model, tmp_path, caplog):
-    saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
+    saving = SAVING | {"steps_per_generation": 4}
     make(tiny_model, tmp_path, max_steps=1, **saving).train()
     path = tmp_path / "checkpoint-1" / "rollout_state_0.pt"
     state = torch.load(path, weights_only=True)

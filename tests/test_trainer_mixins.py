@@ -9,6 +9,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
+from testing_utils.trainings import lora, without_times
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.trainer_mixins import ScoresRollouts
 
@@ -22,24 +23,13 @@ def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
         if scores_all:
             patch.setattr(ScoresRollouts, "_are_compared", property(lambda self: False))
         evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-        peft_config = None
-        if peft is not None:
-            library = pytest.importorskip("peft")
-            peft_config = library.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **peft)
+        peft_config = None if peft is None else lora(**peft)
         problems = Dataset.from_dict({"prompt": ["1 +", "2 +"]})
         trainer = make_trainer(
             model, folder, eval_dataset=problems, peft_config=peft_config, **(ENGINE | evaluation | options)
         )
         trainer.train()
     return trainer
-
-
-def values(rows):
-    """Logged rows without times and rates."""
-    return [
-        {name: value for name, value in row.items() if not any(x in name for x in ("second", "time", "runtime"))}
-        for row in rows
-    ]
 
 
 @pytest.mark.slow
@@ -70,7 +60,7 @@ def test_a_training_is_the_one_in_which_every_rollout_is_scored(tiny_model, tmp_
     )
     assert logged(ours, "mismatch/abs_logp_max") and set(logged(ours, "mismatch/abs_logp_max")) == {0.0}
     assert logged(ours, "eval_mismatch/abs_logp_max") == [0.0] * 2
-    ours_rows, scored_rows = values(ours.state.log_history), values(scored.state.log_history)
+    ours_rows, scored_rows = (list(map(without_times, run.state.log_history)) for run in (ours, scored))
     assert [row.keys() for row in ours_rows] == [row.keys() for row in scored_rows]
     for ours_row, scored_row in zip(ours_rows, scored_rows, strict=True):
         # A batch is observed in the order of its updates.

@@ -4,6 +4,7 @@ once, and what holds for every row. Rollouts are the learner's own; `rollout/tes
 `distributed/test_shards.py` two processes.
 """
 
+import json
 import math
 from typing import Any, NamedTuple
 
@@ -12,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import ADAPTED_PLAN, make_problems, spread
-from testing_utils.trainings import SIGNED, arguments, parameters, rows, without_times
+from testing_utils import ADAPTED_PLAN, make_tiny_model
+from testing_utils.trainings import EXPERTS, SIGNED, assert_equal, lora, parameters, rows, without_times
+from testing_utils.trainings import make as make_trainer
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.registry import OBJECTIVES, get_objective
-from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import disable_quantized_forward, prepare_model, quantized_layers
 
@@ -37,16 +38,18 @@ class Case(NamedTuple):
         stop (`int`, *optional*, defaults to 1):
             Update after which a checkpoint is written that another run goes on from: 1 and 3 are inside a batch, 2 is
             at its end.
+        has_experts (`bool`, *optional*, defaults to `False`):
+            Train a mixture of experts.
     """
 
     options: dict[str, Any]
     mismatch: float | None = 0.05
     lora: dict[str, Any] | None = None
     stop: int = 1
+    has_experts: bool = False
 
 
 ENGINE = {"numerics": "engine", "learning_rate": 3e-3}
-EVERY_LAYER = {"target_modules": "all-linear"}
 SOME_LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 MERGED = {"lora_mode": "merged", "learning_rate": 1e-2}
 BLOCK = "re:.*layers[.]0[.].*"
@@ -86,13 +89,17 @@ CASES = {
     "4 bits, then 3 in one block": Case(
         ENGINE | {"scheme": SIGNED[4], "precisions": {0: 4, 2: {BLOCK: 3}}, "beta": 0.1}, mismatch=0, stop=3
     ),
-    "LoRA": Case({"objective": "sapo", "beta": 0.1}, lora=EVERY_LAYER, stop=2),
-    "LoRA, w8a8": Case({"scheme": "w8a8", "objective": "luspo"}, lora=EVERY_LAYER | {"use_rslora": True}),
-    "LoRA, fp8": Case({"scheme": "fp8", "objective": "vespo"}, lora=EVERY_LAYER | {"use_rslora": True}),
-    "LoRA, other formats": Case({"scheme": ADAPTED_PLAN}, lora=EVERY_LAYER, stop=2),
+    **{
+        f"experts, {scheme}": Case({"scheme": scheme, "router_aux_loss_coef": 0.01}, has_experts=True)
+        for scheme in ("w4a16", "w8a8", "fp8")
+    },
+    "LoRA": Case({"objective": "sapo", "beta": 0.1}, lora={}, stop=2),
+    "LoRA, w8a8": Case({"scheme": "w8a8", "objective": "luspo"}, lora={"use_rslora": True}),
+    "LoRA, fp8": Case({"scheme": "fp8", "objective": "vespo"}, lora={"use_rslora": True}),
+    "LoRA, other formats": Case({"scheme": ADAPTED_PLAN}, lora={}, stop=2),
     "LoRA, engine numerics": Case(ENGINE, mismatch=0, lora=SOME_LAYERS),
     "merged LoRA": Case(MERGED | {"beta": 0.1}, lora=SOME_LAYERS, stop=2),
-    "merged LoRA, other formats": Case(MERGED | {"scheme": ADAPTED_PLAN}, lora=EVERY_LAYER),
+    "merged LoRA, other formats": Case(MERGED | {"scheme": ADAPTED_PLAN}, lora={}),
     "merged LoRA, engine numerics": Case(MERGED | ENGINE | {"scheme": "w8a8"}, mismatch=0, lora=SOME_LAYERS),
 }
 
@@ -115,12 +122,8 @@ class SaveAt(TrainerCallback):
 
 def make(case, model, folder, callbacks=None):
     """The trainer of a row, and the generation batches that it will have made."""
-    peft_config = None
-    if case.lora is not None:
-        peft = pytest.importorskip("peft")
-        peft_config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | case.lora))
-    args = arguments(folder, **case.options)
-    trainer = QaRLTrainer(model, spread, args, make_problems(), callbacks=callbacks, peft_config=peft_config)
+    peft_config = None if case.lora is None else lora(**case.lora)
+    trainer = make_trainer(model, folder, callbacks=callbacks, peft_config=peft_config, **case.options)
     batches, generate = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
     return trainer, batches
@@ -169,6 +172,9 @@ def check_what_was_logged(case, trainer, batches):
             assert list(quantized) == (list(trainer.swap_report.converted) if args.quantize_learner else [])
     moves_codes = args.is_quantized and (case.lora is None or args.lora_mode == "merged")
     assert ("quant/code_flip_rate" in last) == moves_codes
+    assert ("aux_loss" in last) == case.has_experts
+    experts = {f"model.layers.{index}.mlp.experts": 4 for index in (0, 1)}
+    assert trainer.swap_report.num_experts == (experts if case.has_experts else {})
     if moves_codes:
         # Each bit is worth some 6 dB, and 2 bits have 5 to 7 here.
         assert (4 if args.plan.name.startswith("w2") else 10) < first["quant/sqnr"] < 60
@@ -192,7 +198,9 @@ def check_what_was_written(case, trainer, folder):
     model = trainer.model.eval()
     if case.lora is None:
         trainer.save_model(str(folder / "masters"))
+        assert json.loads((folder / "masters" / "qarl.json").read_text()) == trainer.policy.record()
         fresh = AutoModelForCausalLM.from_pretrained(folder / "masters", dtype=torch.float32)
+        assert_equal(dict(fresh.named_parameters()), parameters(trainer))
         plan, excluded = trainer.swap_report.plan, trainer.args.exclude_modules
         prepare_model(fresh, plan, exclude_modules=excluded, scale_dtype=trainer.policy.dtype)
         if not trainer.args.quantize_learner:
@@ -211,6 +219,7 @@ def check_what_was_written(case, trainer, folder):
 
 # Each kind of layer, adapter and numerics; the others when there is time for more than these.
 QUICK = ("w4a16", "w8a8", "fp8", "several schemes", "rollout only", "engine numerics, w4a16", "LoRA", "merged LoRA")
+QUICK += ("experts, w4a16", "experts, w8a8", "experts, fp8")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +227,8 @@ QUICK = ("w4a16", "w8a8", "fp8", "several schemes", "rollout only", "engine nume
     [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
 )
 def test_a_training(tiny_model, tmp_path, case):
+    if case.has_experts:
+        tiny_model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
     trainer, batches = make(case, tiny_model, tmp_path / "whole", [SaveAt(case.stop)])
     before = parameters(trainer)
     trainer.train()
@@ -226,8 +237,13 @@ def test_a_training(tiny_model, tmp_path, case):
     check_what_was_written(case, trainer, tmp_path)
     resumed, _ = make(case, tiny_model, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{case.stop}"))
-    for name, p in trainer.model.named_parameters():
-        assert torch.equal(p, resumed.model.get_parameter(name)), name
+    assert_equal(parameters(trainer), parameters(resumed))
     # The first code-flip rate after a resume compares with the resumed weights, which is the same comparison.
     for expected, actual in zip(rows(trainer)[case.stop :], rows(resumed)[case.stop :], strict=True):
         assert without_times(actual) == without_times(expected)
+    if case.lora is None:
+        # The best model is that of its checkpoint.
+        resumed.state.best_model_checkpoint = str(tmp_path / "whole" / f"checkpoint-{case.stop}")
+        resumed._load_best_model()
+        best = AutoModelForCausalLM.from_pretrained(resumed.state.best_model_checkpoint, dtype=torch.float32)
+        assert_equal(dict(best.named_parameters()), parameters(resumed))

@@ -1,6 +1,6 @@
 """The developers' scripts in `benchmarks/` run, and their tables are those of the code."""
 
-import importlib.util
+import importlib
 import json
 import os
 import runpy
@@ -107,25 +107,17 @@ def test_the_table_of_schemes_is_what_the_command_writes(name, make):
 
 
 @pytest.fixture
-def study(monkeypatch):
-    """Imports a script of `benchmarks/study/` by its name; what `decoding.py` replaces is put back."""
+def put_back(monkeypatch):
+    """Put back what `decoding.py` replaces."""
     monkeypatch.setattr(DynamicLayer, "update", DynamicLayer.update)
     monkeypatch.setattr(LowBitTensor, "dequantize", LowBitTensor.dequantize)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / "study" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    yield load
+    yield
     AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
-def test_a_cell_of_the_long_study_runs(study, tmp_path, monkeypatch):
-    chain_sums, long_study = study("chain_sums"), study("long_study")
+def test_a_cell_of_the_long_study_runs(put_back, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS / "study")
+    chain_sums, long_study = map(importlib.import_module, ("chain_sums", "long_study"))
     chain_sums.make_model().save_pretrained(tmp_path)
     chain_sums.make_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)

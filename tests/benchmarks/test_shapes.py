@@ -1,6 +1,6 @@
 """The study's picture task: drawing, reward, and a run of pretraining and of a cell."""
 
-import importlib.util
+import importlib
 import itertools
 import json
 import sys
@@ -16,13 +16,9 @@ STUDY = Path(__file__).parents[2] / "benchmarks" / "study"
 
 @pytest.fixture(scope="module")
 def shapes():
-    path = sys.path.copy()
-    spec = importlib.util.spec_from_file_location("shapes", STUDY / "shapes.py")
-    module = sys.modules["shapes"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["shapes"]
-    sys.path[:] = path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STUDY)
+        yield importlib.import_module("shapes")
 
 
 def shapes_in(shapes, picture):
@@ -46,20 +42,14 @@ def shape_in(shapes, cell):
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_counts_of_a_drawn_row_are_right_up_to_each_cell(shapes, number):
-    picture, kind, counts = shapes.draw_row(number)
-    found = [shape is not None and shape[:2] == kind for shape in shapes_in(shapes, picture)]
-    assert counts == list(itertools.accumulate(found))
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_the_teacher_overlooks_small_shapes_of_the_same_picture(shapes, number):
-    (picture, kind, _), (same, _, counts) = (shapes.draw_row(number, overlooked) for overlooked in (0.0, 1.0))
+def test_counts_of_a_drawn_row_are_right_up_to_each_cell_but_for_small_shapes_that_the_teacher_overlooks(
+    shapes, number
+):
+    (picture, kind, counts), (same, _, overlooking) = (shapes.draw_row(number, share) for share in (0.0, 1.0))
     assert picture.tobytes() == same.tobytes()
-    found = [
-        shape is not None and shape[:2] == kind and shape[2] > shapes.SMALL for shape in shapes_in(shapes, picture)
-    ]
-    assert counts == list(itertools.accumulate(found))
+    sides = [shape[2] if shape is not None and shape[:2] == kind else 0 for shape in shapes_in(shapes, picture)]
+    assert counts == list(itertools.accumulate(side > 0 for side in sides))
+    assert overlooking == list(itertools.accumulate(side > shapes.SMALL for side in sides))
 
 
 def test_rows_that_are_held_out_are_not_trained_on(shapes, monkeypatch):

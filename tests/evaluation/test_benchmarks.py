@@ -14,36 +14,32 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 harness = pytest.importorskip("trl_qarl.evaluation.benchmarks")
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
 def write_task(folder: Path, rows, until=()) -> str:
     """A task file of the harness whose data set is a JSON Lines file."""
     data = folder / "problems.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "task": "copy",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": list(until), "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
     path = folder / "copy.yaml"
-    path.write_text(
-        f"""
-task: copy
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs:
-  until: {json.dumps(list(until))}
-  do_sample: false
-metric_list:
-  - metric: exact_match
-    aggregation: mean
-    higher_is_better: true
-"""
-    )
+    path.write_text(yaml.safe_dump(config))
     return str(path)
 
 
-def test_the_harness_scores_what_the_exported_policy_completes(export, masters, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_the_harness_scores_what_the_exported_policy_completes(export, masters, tmp_path, capsys):
     questions = ["1 + 1 =", "a much longer question than the first:"]
     answers = [complete_greedily(export, questions[0], 6), "no"]
     # The completion ends before a text that is in it: what is right is what comes before.
@@ -69,7 +65,6 @@ def test_the_harness_scores_what_the_exported_policy_completes(export, masters, 
 @pytest.mark.slow
 def test_the_harness_scores_what_an_engine_completes(export, tmp_path, monkeypatch):
     start_engines_quickly(monkeypatch)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     question = "1 + 1 ="
     answer = complete_greedily(export, question, 6)
     cut = answer[: answer.index(answer[-1])]
@@ -80,8 +75,7 @@ def test_the_harness_scores_what_an_engine_completes(export, tmp_path, monkeypat
     assert json.loads(output.read_text())["results"][0]["scores"] == [1.0, 0.0]
 
 
-def test_scores_are_in_the_card_beside_those_of_other_tasks(export, masters, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_scores_are_in_the_card_beside_those_of_other_tasks(export, masters, tmp_path):
     question = "2 + 2 ="
     task = write_task(tmp_path, [{"question": question, "answer": complete_greedily(export, question, 4)}])
     other = tmp_path / "other.jsonl"
@@ -98,8 +92,7 @@ def test_scores_are_in_the_card_beside_those_of_other_tasks(export, masters, tmp
     assert card.text.index("## Use") < card.text.index("## Evaluation") < card.text.index("## Training")
 
 
-def test_every_sample_has_a_seed_and_prompts_go_through_the_chat_template(masters, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_every_sample_has_a_seed_and_prompts_go_through_the_chat_template(masters, tmp_path):
     tokenizer, seen = AutoTokenizer.from_pretrained(masters), []
 
     def sampler(prompts, seed, stop):
@@ -115,8 +108,7 @@ def test_every_sample_has_a_seed_and_prompts_go_through_the_chat_template(master
     assert harness.evaluate_benchmarks(sampler, tokenizer, tasks, 1, 7, chat=False, limit=1) == {"copy": [1.0]}
 
 
-def test_a_set_without_a_task_in_the_harness_is_scored_as_mathematics(masters, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_set_without_a_task_in_the_harness_is_scored_as_mathematics(masters, tmp_path):
     data = tmp_path / "olympiad.jsonl"
     rows = [{"question": "1/2?", "final_answer": ["$\\frac{1}{2}$"]}, {"question": "2?", "final_answer": ["2"]}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,12 +128,12 @@ def test_a_set_without_a_task_in_the_harness_is_scored_as_mathematics(masters, t
     assert prompts[0] == "1/2?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-@pytest.mark.parametrize(("name", "answer"), [("amc", "{{answer}}"), ("minerva", "{{answer}}")])
-def test_sets_of_our_own_are_scored_by_their_answer(name, answer):
+@pytest.mark.parametrize("name", ["amc", "minerva"])
+def test_sets_of_our_own_are_scored_by_their_answer(name):
     from lm_eval.tasks._yaml_loader import load_yaml
 
     config = load_yaml(Path(harness.__file__).with_name(f"{name}.yaml"))
-    assert config["task"] == name and config["doc_to_target"] == answer
+    assert config["task"] == name and config["doc_to_target"] == "{{answer}}"
     score = config["process_results"]
     right = [r"So it is $\boxed{27}$."]
     assert score({"answer": 27.0}, right) == score({"answer": "$27$"}, right) == {"exact_match": 1.0}
@@ -157,16 +149,3 @@ def test_presets_are_tasks_of_the_installed_harness(name):
     assert config["output_type"] == "generate_until"
     assert metric in {entry["metric"] for entry in config["metric_list"]}
     assert chosen in {entry["name"] for entry in config.get("filter_list", [{"name": "none"}])}
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("gsm8k,gsm9k", "--tasks gsm9k: no such task. Choose from gsm8k"),
-        ("nowhere.yaml", "--tasks nowhere.yaml: no such file"),
-    ],
-)
-def test_unknown_tasks_are_refused_before_anything_is_loaded(masters, capsys, names, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(["eval", masters, "--tasks", names])
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -33,23 +33,6 @@ def test_an_error_gives_exit_code_one(config_only, capsys):
     assert "in_features=200" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "./no_such_model"], "./no_such_model is not a folder."),
-        (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
-        (["--scheme", "w4a16", "--group_size", "7"], "group_size=7"),
-        (["--group_size", "32"], "--group_size needs"),
-        (["--scheme", "int3"], "'int3'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_bad_options_are_one_line_and_exit_code_two(options, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", *options])
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.fixture
 def broken_torchvision(tmp_path, monkeypatch):
     """A package that fails at its import as a build for another PyTorch does."""

@@ -4,25 +4,24 @@ from testing_utils import make_tiny_model
 from trl_qarl.scripts import quickstart
 
 
+def run(tmp_path, *options):
+    pytest.importorskip("matplotlib")
+    folders = ["--model_name_or_path", make_tiny_model(tmp_path), "--output_dir", str(tmp_path / "out")]
+    quickstart.main(quickstart.make_parser().parse_args([*folders, "--num_eval", "8", *options]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
 def test_short_run_writes_everything_and_reloads_to_the_same_answers(tmp_path, capsys, scheme):
-    pytest.importorskip("matplotlib")
-    model = make_tiny_model(tmp_path, "llama")
-    output_dir = tmp_path / "out"
-    options = ["--model_name_or_path", model, "--output_dir", str(output_dir), "--scheme", scheme]
-    quickstart.main(quickstart.make_parser().parse_args([*options, "--max_steps", "2", "--num_eval", "8"]))
-    printed = capsys.readouterr().out
+    run(tmp_path, "--scheme", scheme, "--max_steps", "2")
+    printed, output_dir = capsys.readouterr().out, tmp_path / "out"
     assert "before training" in printed and "8 of 8 answers the same" in printed
     assert "Mismatch between learner and rollout" in (output_dir / "report.html").read_text()
     assert (output_dir / "masters" / "qarl.json").is_file() and (output_dir / scheme / "config.json").is_file()
 
 
 def test_time_budget_ends_training_and_says_so(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    model = make_tiny_model(tmp_path, "llama")
-    options = ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out"), "--num_eval", "8"]
-    quickstart.main(quickstart.make_parser().parse_args([*options, "--max_steps", "500", "--max_minutes", "0"]))
+    run(tmp_path, "--max_steps", "500", "--max_minutes", "0")
     printed = capsys.readouterr().out
     assert "trained 1 of 500 updates" in printed and "--max_minutes=0 sets it" in printed
 

@@ -1,8 +1,6 @@
 """`trl-qarl export`: what it writes, and which options it takes beside the record of a run."""
 
 import json
-import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -58,62 +56,40 @@ def test_an_export_becomes_nothing_but_one_of_fewer_bits(options, tiny_model, tm
     assert "an adapter needs the codes with which it was trained" in capsys.readouterr().err
 
 
+def merge(options, record):
+    argv = ["--model_name_or_path", "run", "--output_dir", "out", *options.split()]
+    return export.merge_with_record(export.make_parser("export").parse_args(argv), record, "run")
+
+
 @pytest.mark.parametrize(
-    ("scheme", "bits", "message"),
-    [("w8a8", "3", "--bits 3: .*no grid of fewer bits nests"), (SIGNED[4], "8", "--bits 8: .*no layer .* can have")],
+    ("options", "recorded"),
+    [
+        ("", {}),
+        ("--scheme w4a16", {}),
+        ("--group_size 128 --dtype bfloat16", {}),
+        (r"--exclude_modules .*\.0\..*", {"exclude_modules": r".*\.0\..*"}),
+    ],
 )
-def test_bits_that_the_scheme_does_not_have_are_refused(scheme, bits, message, tiny_model, tmp_path, capsys):
-    argv = ["--model_name_or_path", tiny_model, "--output_dir", str(tmp_path), "--scheme", scheme, "--bits", bits]
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", *argv])
-    assert re.search(message, capsys.readouterr().err)
-
-
-def make_options(**options):
-    given = dict.fromkeys(("scheme", "group_size", "exclude_modules", "dtype"))
-    return Namespace(**{**given, "high_precision_first": 0, "high_precision_last": 0, **options})
-
-
-@pytest.mark.parametrize("options", [{}, {"scheme": "w4a16"}, {"group_size": 128, "dtype": "bfloat16"}])
-def test_export_follows_the_record_of_the_run(options):
-    assert export.merge_with_record(make_options(**options), RECORD, "run") == RECORD
-
-
-def test_export_knows_a_regular_expression_of_the_record():
-    record = {**RECORD, "exclude_modules": r".*\.0\..*"}
-    argv = ["--model_name_or_path", "run", "--output_dir", "out", "--exclude_modules", record["exclude_modules"]]
-    assert export.merge_with_record(export.make_parser("export").parse_args(argv), record, "run") == record
+def test_export_follows_the_record_of_the_run(options, recorded):
+    assert merge(options, RECORD | recorded) == RECORD | recorded
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "w8a8"}, "scheme='w8a8'"),
-        ({"group_size": 32}, "group_size=32"),
-        ({"exclude_modules": ["o_proj"]}, r"exclude_modules=\['o_proj'\]"),
-        ({"dtype": "float32"}, "dtype='float32'"),
+        ("--scheme w8a8", "scheme='w8a8'"),
+        ("--group_size 32", "group_size=32"),
+        ("--exclude_modules o_proj", r"exclude_modules=\['o_proj'\]"),
+        ("--dtype float32", "dtype='float32'"),
     ],
-    ids=str,
 )
 def test_export_refuses_options_that_contradict_the_record(options, message):
     with pytest.raises(ValueError, match=message):
-        export.merge_with_record(make_options(**options), RECORD, "run")
+        merge(options, RECORD)
 
 
 def test_export_without_record_needs_a_scheme():
     with pytest.raises(ValueError, match="Give `--scheme`"):
-        export.merge_with_record(make_options(), None, "org/model")
-    settings = export.merge_with_record(make_options(scheme="fp8"), None, "org/model")
-    assert settings == {"scheme": "fp8", "group_size": None, "exclude_modules": None, "scale_dtype": "bfloat16"}
-
-
-def test_export_refuses_to_overwrite_the_masters(tiny_model, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", "--model_name_or_path", tiny_model, "--output_dir", tiny_model, "--scheme", "fp8"])
-    assert "holds other weights" in capsys.readouterr().err
-
-
-def test_a_path_that_leads_nowhere_is_called_one(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", "--model_name_or_path", "/nope", "--output_dir", str(tmp_path), "--scheme", "w4a16"])
-    assert capsys.readouterr().err == "trl-qarl: error: /nope is not a folder.\n"
+        merge("", None)
+    settings = {"scheme": "fp8", "group_size": None, "exclude_modules": None, "scale_dtype": "bfloat16"}
+    assert merge("--scheme fp8", None) == settings

@@ -55,8 +55,8 @@ def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names = ["accuracy_reward", "get_soft_overlong_punishment", "rewards_of_a_user.constant"]
-    model, accuracy, punishment, constant = train.get_reward_funcs(names, "a/reward-model")
+    names = [*train_inputs.REWARDS, "rewards_of_a_user.constant"]
+    model, accuracy, _, _, punishment, constant = train.get_reward_funcs(names, "a/reward-model")
     assert model == "a/reward-model"
     assert accuracy is accuracy_reward
     assert punishment.__name__ == "soft_overlong_punishment_reward"
@@ -127,7 +127,7 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
         assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
 
 
-def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys):
+def test_training_ends_with_an_export_of_the_policy_unless_told_otherwise(train_argv, tmp_path, capsys):
     from trl_qarl.checkpoint.export import is_export
 
     run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
@@ -141,6 +141,10 @@ def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys
     run_training([*argv, "--scheme", "bf16", "--bf16", "false"])
     assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "float32"
     assert not (tmp_path / "run" / "bf16").exists()
+
+    capsys.readouterr()
+    run_training([*argv, "--scheme", "w8a8", "--export_dir", "none"])
+    assert not (tmp_path / "run" / "w8a8").exists() and "exported" not in capsys.readouterr().out
 
 
 def test_training_of_an_adapter_ends_with_base_and_adapter_and_how_to_serve_them(train_argv, tmp_path, capsys):
@@ -158,11 +162,6 @@ def test_training_of_an_adapter_ends_with_base_and_adapter_and_how_to_serve_them
     assert saved.keys() == exported.keys() and len(saved) == 2 * 2 * 7
     assert all(saved[name].equal(tensor) and tensor.any() for name, tensor in exported.items())
     assert not (run / "model.safetensors").exists() and (folder / "model.safetensors").is_file()
-
-
-def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
-    run_training([*train_argv, "--max_steps", "1", "--export_dir", "none"])
-    assert not (tmp_path / "run" / "w4a16").exists() and "exported" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -244,7 +243,3 @@ def test_a_reward_beside_the_command_and_in_a_pythonpath_of_a_yaml_file_is_found
     monkeypatch.delitem(os.environ, "PYTHONPATH")
     monkeypatch.chdir(tmp_path)
     train.check_rewards("rewards_beside.mine", None)
-
-
-def test_rewards_are_those_of_trl():
-    assert len(train.get_reward_funcs(train.REWARDS)) == 4

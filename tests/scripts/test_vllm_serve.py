@@ -23,6 +23,12 @@ def option(argv, name):
     return argv[argv.index(name) + 1]
 
 
+def play_gpu(monkeypatch, capability, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+
+
 def test_a_server_for_an_adapter_is_started_with_its_rank_and_layers(tmp_path, capsys):
     argv, _ = build_server_command(EngineSpec("m", lora=arguments_for(16, ["o_proj", "q_proj"])))
     assert "--enable-lora" in argv and option(argv, "--max-loras") == "1" and option(argv, "--max-lora-rank") == "16"
@@ -101,13 +107,10 @@ def test_an_address_others_can_reach_warns(tmp_path, capsys, monkeypatch, host):
 @pytest.mark.parametrize("transport", ["file", "nccl"])
 @pytest.mark.parametrize("named", [True, False])
 def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch, transport, named):
-    import torch
-
     started, directory, token_file = [], tmp_path / "shared memory", tmp_path / "my token"
     monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    play_gpu(monkeypatch, (9, 0), "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: transport == "nccl")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda *arguments: directory)
     arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
     arguments += ["--token_file", str(token_file)] if named else []
@@ -134,19 +137,8 @@ def test_a_token_file_that_others_can_read_starts_no_server(tmp_path, capsys, mo
     assert "has mode 0644" in capsys.readouterr().err
 
 
-def test_a_wrong_setting_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["vllm-serve", "--model", make_tiny_model(tmp_path), "--group_size", "7"])
-    assert "group_size=7 is not supported" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["vllm-serve", "--model", str(tmp_path / "nowhere")])
-    assert capsys.readouterr().err.startswith("trl-qarl: error:")
-
-
 def test_a_scheme_that_the_gpu_must_not_run_ends_the_command_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    play_gpu(monkeypatch, (8, 0), "NVIDIA A100")
     with pytest.raises(SystemExit):
         main(["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "fp8", "--print_command"])
     assert "scheme 'fp8' does not run on NVIDIA A100 (compute capability 8.0)" in capsys.readouterr().err

@@ -114,12 +114,13 @@ def run_export(model, output_dir, *options: str) -> int:
     return main(["export", "--model_name_or_path", str(model), "--output_dir", str(output_dir), *options])
 
 
-def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
-    """Greedy completion of the model in a folder, token by token, without `generate`."""
+def complete_greedily(folder: str, prompt: str, num_tokens: int, model=None) -> str:
+    """Greedy completion of `model`, by default the one in the folder of its tokenizer, token by token, without
+    `generate`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, loaded = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer, loaded = AutoTokenizer.from_pretrained(folder), model or AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     length = ids.shape[1]
     for _ in range(num_tokens):
@@ -234,15 +235,19 @@ def make_tiny_dataset(directory, num_rows: int = 16) -> str:
     return str(path)
 
 
+def texts_of(completions) -> list[str]:
+    return [c if isinstance(c, str) else c[0]["content"] for c in completions]
+
+
 def count_digits(completions, **kwargs) -> list[float]:
     """Reward that differs between random completions: the share of digits."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    texts = texts_of(completions)
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
 
 
 def spread(completions, **kwargs) -> list[float]:
     """Reward that differs between random completions, so that every group has a spread of rewards."""
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
+    return [sum(map(ord, text)) % 97 / 97 for text in texts_of(completions)]
 
 
 def make_problems(num_rows: int = 16):
@@ -292,7 +297,7 @@ def make_trainer(
     rollout_func=None,
     **arguments,
 ):
-    """A [`QaRLTrainer`] with the arguments [`TRAINING`], whose rollouts come from the learner itself."""
+    """A [`QaRLTrainer`] with the arguments [`TRAINING`], by default with rollouts of the learner itself."""
     from trl_qarl import QaRLConfig, QaRLTrainer
 
     args = QaRLConfig(str(output_dir), **(TRAINING | arguments))
@@ -345,19 +350,18 @@ def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, peft_confi
     """A [`QaRLTrainer`] with float32 rollouts in vLLM on the CPU, on a tiny model and dataset made in `directory`."""
     from datasets import load_dataset
 
-    from trl_qarl import QaRLConfig, QaRLTrainer
-
     defaults = {"use_vllm": True, "bf16": False, "vllm_max_model_length": 128, "max_completion_length": 12}
     defaults |= {"optim": "muon", "model_init_kwargs": {"dtype": "float32"}}
     dataset = load_dataset(make_tiny_dataset(directory))
-    return QaRLTrainer(
-        model=(make_tiny_mixture if arch in MIXTURES else make_tiny_model)(directory, arch),
-        reward_funcs=count_digits,
-        args=QaRLConfig(str(Path(directory) / "output"), **(TRAINING | defaults | arguments)),
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["test"].select(range(2)),
-        callbacks=callbacks,
-        peft_config=peft_config,
+    return make_trainer(
+        (make_tiny_mixture if arch in MIXTURES else make_tiny_model)(directory, arch),
+        Path(directory) / "output",
+        count_digits,
+        dataset["train"],
+        dataset["test"].select(range(2)),
+        callbacks,
+        peft_config,
+        **(defaults | arguments),
     )
 
 

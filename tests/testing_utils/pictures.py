@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import SPECIAL_TOKENS, TRAINING, make_tiny_tokenizer
+from testing_utils import SPECIAL_TOKENS, make_tiny_tokenizer, make_trainer, spread
 
 
 KINDS = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -176,17 +176,8 @@ def make_mixed_problems(num_rows=8):
     )
 
 
-def spread(completions, **kwargs) -> list[float]:
-    """Reward that differs between random completions."""
-    return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
-
-
-def make_picture_trainer(
-    model, output_dir, train_dataset=None, eval_dataset=None, peft_config=None, callbacks=None, **arguments
-):
+def make_picture_trainer(model, output_dir, train_dataset=None, **arguments):
     """A [`QaRLTrainer`] in float32, by default with a colocated vLLM."""
-    from trl_qarl import QaRLConfig, QaRLTrainer
-
     defaults = {
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -198,12 +189,4 @@ def make_picture_trainer(
         "lr_scheduler_type": "constant",
         "model_init_kwargs": {"dtype": "float32"} if isinstance(model, str) else None,
     }
-    return QaRLTrainer(
-        model,
-        spread,
-        QaRLConfig(str(output_dir), **(TRAINING | defaults | arguments)),
-        train_dataset or make_picture_problems(),
-        eval_dataset,
-        peft_config=peft_config,
-        callbacks=callbacks,
-    )
+    return make_trainer(model, output_dir, spread, train_dataset or make_picture_problems(), **(defaults | arguments))

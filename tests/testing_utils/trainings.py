@@ -1,5 +1,6 @@
 """Trainings that several files of tests make, and what is read of them."""
 
+import pytest
 import torch
 
 from testing_utils import TRAINING, make_problems, spread
@@ -58,10 +59,8 @@ def make(model, output_dir, reward=spread, train_dataset=None, **kwargs):
 
 def lora(**kwargs):
     """An adapter of each linear layer, unless told otherwise."""
-    from peft import LoraConfig
-
     options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    return LoraConfig(**(options | kwargs))
+    return pytest.importorskip("peft").LoraConfig(**(options | kwargs))
 
 
 def assert_equal(ours, theirs):

@@ -55,7 +55,7 @@ def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names = [*train_inputs.REWARDS, "rewards_of_a_user.constant"]
+    names = [*train.REWARDS, "rewards_of_a_user.constant"]
     model, accuracy, _, _, punishment, constant = train.get_reward_funcs(names, "a/reward-model")
     assert model == "a/reward-model"
     assert accuracy is accuracy_reward

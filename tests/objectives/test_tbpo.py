@@ -25,8 +25,11 @@ REGIONS = {
 }
 
 
-def make_batch(seed, num_sequences=None, num_tokens=None, nan_sampling=True):
-    """A float64 batch around the trust band: empty completions, masks with holes, A = 0, capped mismatch weights."""
+def make_batch(seed, num_sequences=None, num_tokens=None):
+    """
+    A float64 batch around the trust band: empty completions, masks with holes, A = 0, capped mismatch weights, tokens
+    whose probability the engine does not tell or reports as 0.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape, low=0.0, high=1.0):
@@ -45,10 +48,10 @@ def make_batch(seed, num_sequences=None, num_tokens=None, nan_sampling=True):
     old = rand(B, T, low=-8.0)
     logps = old + around(rand(B, 1, low=-2e-3, high=2e-3), noise=0.1)
     sampling = old - around(rand(B, 1, low=-1.5, high=1.5), noise=1.0)
-    if nan_sampling:
-        sampling[rand(B, T) < 0.1] = NAN
+    sampling[rand(B, T) < 0.1] = NAN
     advantages = rand(B, low=-2.0, high=2.0)
     advantages[rand(B) < 0.1] = 0.0
+    sampling[rand(B, T) < 0.02] = -INF
     return {
         "per_token_logps": logps,
         "old_per_token_logps": old,
@@ -79,14 +82,15 @@ def assert_close(actual, expected):
 
 class TestAgainstNaiveReference:
     @pytest.mark.parametrize("with_sampling", [True, False])
-    def test_value_gradient_and_flags_equal_loops_over_random_shapes(self, with_sampling):
+    @pytest.mark.parametrize("settings", [{}, {"mismatch_cap": 1.0}, {"mismatch_cap": 8.0}, EXACT_BAND], ids=str)
+    def test_value_gradient_and_flags_equal_loops_over_random_shapes(self, with_sampling, settings):
         seen = set()
-        for seed in range(300):
+        for seed in range(20 if settings else 300):
             batch = make_batch(seed)
             if not with_sampling:
                 batch["sampling_per_token_logps"] = None
-            loss, gradient, output = loss_and_gradient(batch)
-            naive_loss, naive_gradient, sequences = naive_from_tensors(batch)
+            loss, gradient, output = loss_and_gradient(batch, **settings)
+            naive_loss, naive_gradient, sequences = naive_from_tensors(batch, **settings)
 
             assert_close(loss, naive_loss)
             assert_close(gradient, naive_gradient)
@@ -99,16 +103,7 @@ class TestAgainstNaiveReference:
             assert output.dropped_negative_high.tolist() == [r == "negative high" for r in regions]
             assert output.is_empty.tolist() == [r == "empty" for r in regions]
             seen.update(regions)
-        assert seen == REGIONS
-
-    @pytest.mark.parametrize("settings", [{"mismatch_cap": 1.0}, {"mismatch_cap": 8.0}, EXACT_BAND])
-    def test_every_setting_reaches_value_and_gradient(self, settings):
-        for seed in range(20):
-            batch = make_batch(seed)
-            loss, gradient, _ = loss_and_gradient(batch, **settings)
-            naive_loss, naive_gradient, _ = naive_from_tensors(batch, **settings)
-            assert_close(loss, naive_loss)
-            assert_close(gradient, naive_gradient)
+        assert settings or seen == REGIONS
 
 
 class TestTrustBand:
@@ -117,17 +112,13 @@ class TestTrustBand:
         ("advantage", "ratio", "value", "slope"),
         [
             # A > 0: upper bound only
-            (0.5, 0.0, 0.0, 1.0),
             (3.0, 1.25, 1.25, 1.0),
             (0.5, 1.2500001, 1.25, 0.0),
-            (3.0, 1e6, 1.25, 0.0),
             # A < 0: both bounds
-            (-0.5, 0.0, 0.75, 0.0),
             (-3.0, 0.7499999, 0.75, 0.0),
             (-0.5, 0.75, 0.75, 1.0),
             (-3.0, 1.5, 1.5, 1.0),
             (-0.5, 1.5000001, 1.5, 0.0),
-            (-3.0, 1e6, 1.5, 0.0),
             # A = 0: passes, without gradient
             (0.0, 0.125, 0.125, 0.0),
             (0.0, 4.0, 4.0, 0.0),
@@ -142,25 +133,6 @@ class TestTrustBand:
 
 
 class TestMismatchWeight:
-    @pytest.mark.parametrize(
-        ("differences", "weight"),
-        [
-            ([0.0, 0.0], 1.0),
-            ([0.5, -0.5], 1.0),
-            ([0.5, 0.0], math.exp(0.25)),
-            ([-0.5, 0.0], math.exp(-0.25)),
-            ([9.0, 9.0], 2.0),
-            ([-9.0, -9.0], 0.5),
-            ([INF, 0.0], 2.0),  # the engine reports probability 0 for a token it sampled
-            ([NAN, 0.5], math.exp(0.25)),  # unknown: no correction for the token, which still counts in the length
-            ([NAN, NAN], 1.0),
-        ],
-    )
-    def test_is_a_geometric_mean_capped_on_both_sides(self, differences, weight):
-        old = torch.full((1, 2), -3.0, dtype=torch.float64)
-        sampling = old - torch.tensor([differences], dtype=torch.float64)
-        assert mismatch_weight(old, sampling, torch.ones(1, 2), cap=2.0).tolist() == [pytest.approx(weight, rel=1e-15)]
-
     @pytest.mark.parametrize("cap", [0.5, 0.0, -1.0, NAN])
     def test_cap_below_one_raises(self, cap):
         with pytest.raises(ValueError, match="mismatch_cap must be at least 1"):
@@ -196,15 +168,6 @@ class TestRobustness:
         batch["mask"] = torch.ones(4, 4)
         batch["per_token_logps"][0, 0] = NAN
         assert loss_and_gradient(batch)[0].isnan()
-
-    def test_batch_of_empty_completions_has_zero_loss_and_zero_gradient(self):
-        batch = make_batch(0, num_sequences=4, num_tokens=5)
-        batch["mask"] = torch.zeros(4, 5)
-        batch["per_token_logps"][:] = NAN
-        loss, gradient, output = loss_and_gradient(batch)
-        assert loss == 0.0
-        assert torch.equal(gradient, torch.zeros_like(gradient))
-        assert output.is_empty.all() and (output.ratio == 1.0).all() and (output.mismatch_weight == 1.0).all()
 
     @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
     @pytest.mark.parametrize("log_ratio", [500.0, INF])

@@ -33,26 +33,18 @@ def count_quantizations(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("shape", [(4, 256), (0, 3, 256)])
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_zero_weights_and_inputs_give_finite_values_and_gradients(name):
+def test_zeros_and_no_rows_give_finite_values_and_gradients(name, shape):
     layer = make(name)
     with torch.no_grad():
         layer.weight.zero_()
-    x = torch.zeros(4, 256, requires_grad=True)
+    x = torch.zeros(shape, requires_grad=True)
     y = layer(x)
     y.sum().backward()
-    assert torch.equal(y, layer.bias.expand_as(y))
-    assert torch.isfinite(x.grad).all() and torch.isfinite(layer.weight.grad).all()
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_no_rows_give_no_output_and_zero_gradients(name):
-    layer = make(name)
-    x = torch.zeros(0, 3, 256, requires_grad=True)
-    y = layer(x)
-    y.sum().backward()
-    assert y.shape == (0, 3, 96) and x.grad.shape == x.shape
-    assert not layer.weight.grad.any() and not layer.bias.grad.any()
+    assert y.shape == (*shape[:-1], 96) and torch.equal(y, layer.bias.expand_as(y))
+    assert x.grad.shape == shape and torch.isfinite(x.grad).all()
+    assert not layer.weight.grad.any() and (layer.bias.grad == shape[0]).all()
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
@@ -67,11 +59,14 @@ def test_frozen_tensors_get_no_gradient_and_the_others_do(frozen):
     assert all(grad is not None for grad in grads.values())
 
 
-def test_from_linear_keeps_parameters_and_state_dict_keys():
-    linear = nn.Linear(256, 96)
+def test_from_linear_keeps_parameters_hooks_and_state_dict_keys():
+    linear, calls = nn.Linear(256, 96), []
+    handle = linear.register_forward_hook(lambda *args: calls.append(1))
     weight, bias, keys = linear.weight, linear.bias, list(linear.state_dict())
-    layer = QuantizedLinear.from_linear(linear, get_scheme("w4a16"))
+    layer = QuantizedLinear.from_linear(linear.eval(), get_scheme("w4a16"))
     layer(torch.randn(2, 256))
+    assert calls == [1] and not layer.training
+    handle.remove()
     assert layer is not linear and layer.weight is weight and layer.bias is bias
     assert list(layer.state_dict()) == keys
     # Who holds the old module sees what becomes of the new one.
@@ -80,18 +75,8 @@ def test_from_linear_keeps_parameters_and_state_dict_keys():
     restored = layer.restored()
     assert type(restored) is nn.Linear and restored.weight is layer.weight and restored.bias is bias
     assert vars(restored).keys() == vars(nn.Linear(2, 2)).keys()
-
-
-def test_hooks_survive_the_swap():
-    linear = nn.Linear(256, 96)
-    calls = []
-    handle = linear.register_forward_hook(lambda *args: calls.append(1))
-    layer = QuantizedLinear.from_linear(linear.eval(), get_scheme("w4a16"))
-    layer(torch.randn(2, 256))
-    assert calls == [1] and not layer.training
-    handle.remove()
-    layer(torch.randn(2, 256))
-    layer.restored()(torch.randn(2, 256))
+    for each in (layer, restored):
+        each(torch.randn(2, 256))
     assert calls == [1]
 
 

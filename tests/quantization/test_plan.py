@@ -51,11 +51,6 @@ def test_layers_that_nothing_matches_stay_in_high_precision():
     assert len(schemes) == 9 and set(reasons.values()) == {"matches no pattern"} and "lm_head" not in reasons
 
 
-def test_expressions_match_whole_names():
-    with pytest.raises(ValueError, match="'re:mlp'"):
-        get_plan({"re:mlp": "w4a16"}).assign(NAMES, HEAD)
-
-
 @pytest.mark.parametrize(
     "mapping",
     [
@@ -92,17 +87,17 @@ def test_experts_and_an_encoder_of_pictures_are_no_decoder_layers():
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
-    [(["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"), (["head"], "are \\[\\]")],
+    ("scheme", "edges", "names", "message"),
+    [
+        ({"re:mlp": "w4a16"}, (0, 0), NAMES, "'re:mlp'"),
+        ("w8a8", (2, 1), NAMES, "high_precision_first=2 and high_precision_last=1"),
+        ("w8a8", (1, 0), ["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"),
+        ("w8a8", (1, 0), ["head"], "are \\[\\]"),
+    ],
 )
-def test_names_without_one_stack_of_layers_are_refused(names, message):
+def test_plans_that_do_not_fit_the_layers_are_refused(scheme, edges, names, message):
     with pytest.raises(ValueError, match=message):
-        get_plan("w8a8", high_precision_first=1).assign(names, {})
-
-
-def test_more_edges_than_layers_are_refused():
-    with pytest.raises(ValueError, match="high_precision_first=2 and high_precision_last=1"):
-        get_plan("w8a8", high_precision_first=2, high_precision_last=1).assign(NAMES, HEAD)
+        get_plan(scheme, None, *edges).assign(names, HEAD if names is NAMES else {})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from testing_utils import make_tiny_config
+from testing_utils.layers import tiny
 from trl_qarl.adapters.merged import merge_adapters
 from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
@@ -17,10 +17,7 @@ IDS = torch.arange(5, 21).view(2, 8)
 
 
 def make(kind):
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2"))
+    model = tiny("qwen2")
     scheme, _, adapter = kind.partition(" ")
     if adapter:
         peft = pytest.importorskip("peft")

@@ -38,8 +38,6 @@ def processes_that_have_pictures_or_none_are_told_so(folder):
 
 
 def zero_trains_pictures(folder):
-    if find_spec("deepspeed") is None:
-        return
     for stage in (2, 3):
         adds_up = [zero.AddsUpAsDeepSpeed()] if stage == 3 else []
         [ddp] = train(folder, f"pictures-zero{stage}-ddp", callbacks=adds_up, **PICTURES)

@@ -180,8 +180,6 @@ RUNS = {stage: {"mismatch_probe_steps": 0, "optim": "adamw_torch"} | options for
 
 
 def zero_trains_what_it_trains_with_whole_state(folder):
-    if find_spec("deepspeed") is None:
-        return
     for stage, options in RUNS.items():
         options = {"save_strategy": "steps", "save_steps": 2} | options
         relays = [None if stage == 3 else f"{folder}/zero{stage}{of}-relay" for of in ("", "-ddp")]
@@ -212,8 +210,6 @@ def zero_trains_what_it_trains_with_whole_state(folder):
 
 def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
     """ZeRO-2 with an adapter inside low-bit weights; ZeRO-3 with masters and a reference, in slices too."""
-    if find_spec("deepspeed") is None:
-        return
     adapter = {"bf16": True, "lora": LORA, "lora_mode": "merged", "learning_rate": 1e-2}
     for stage, options in ((2, adapter), (2, {"bf16": True, "numerics": "engine"}), (3, {"bf16": True})):
         options = {"beta": 0.1, "max_steps": 2, "mismatch_probe_steps": 0, "optim": "adamw_torch"} | options
@@ -232,8 +228,6 @@ def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
 
 def zero_resumes_its_own_checkpoints_alone(folder):
     """Each process says why."""
-    if find_spec("deepspeed") is None:
-        return
     options = {"optim": "adamw_torch", "resume": f"{folder}/zero1/checkpoint-2"}
     if dist.get_world_size() == 1:
         cases = {"by 2 processes with DeepSpeed": launched(1, False)}
@@ -246,7 +240,7 @@ def zero_resumes_its_own_checkpoints_alone(folder):
 
 def zero_fills_colocated_engines(folder):
     """Each process one of its own; and with the learner's arithmetic, log-probs are the engine's."""
-    if find_spec("deepspeed") is None or find_spec("vllm") is None:
+    if find_spec("vllm") is None:
         return
     options = COLOCATED | {"optim": "adamw_torch"}
     for stage, is_exact in ((1, has_engine_kernels()), (3, False)):
@@ -260,7 +254,7 @@ def zero_fills_colocated_engines(folder):
 def zero_trains_batches_drawn_ahead(folder):
     """A process keeps whole weights that draw them, and with ZeRO-3 its slices of what is not quantized, of which
     biases and norms are whole between forwards."""
-    if find_spec("deepspeed") is None or find_spec("vllm") is None:
+    if find_spec("vllm") is None:
         return
     masters = {"optim": "adamw_torch"}
     assert_draws_ahead(folder, "zero1", partial(launched, 1, False), **masters)
@@ -277,8 +271,6 @@ def zero_trains_batches_drawn_ahead(folder):
 
 
 def zero_leaves_a_checkpoint_when_a_process_is_killed(folder):
-    if find_spec("deepspeed") is None:
-        return
     for stage, options in RUNS.items():
         options = options | {"launch": launched(stage, options["bf16"])}
         killed.the_last_checkpoint_survives_a_killed_process(folder, train, f"zero{stage}", options)

@@ -16,7 +16,7 @@ from trl_qarl import prepare_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import experts, low_bit
 from trl_qarl.numerics.attach import attach_engine_numerics
-from trl_qarl.numerics.exact import check_arithmetic, describe_difference, largest_difference
+from trl_qarl.numerics.exact import check_arithmetic, describe_difference
 from trl_qarl.rollout import canary
 from trl_qarl.rollout.in_process import make_engine
 from trl_qarl.rollout.publisher import Publisher
@@ -370,15 +370,6 @@ def test_an_engine_on_another_processor_or_with_another_prefill_or_rank_is_refus
     check_arithmetic({"arithmetic": theirs, "lora": {"max_rank": 8}}, adapter_rank=8)
     with pytest.raises(ValueError, match=message):
         check_arithmetic({"arithmetic": theirs | {key: value}, "lora": {"max_rank": 8}} | {key: value}, adapter_rank=8)
-
-
-def test_a_log_prob_that_is_not_known_does_not_pass_for_equal():
-    old, sampling = torch.zeros(2, 3), torch.zeros(2, 3)
-    sampling[1, 1] = torch.nan
-    mask = torch.ones(2, 3)
-    assert largest_difference(old, sampling, mask) == (torch.inf, 1, 1)
-    mask[1, 1] = 0
-    assert largest_difference(old, sampling, mask)[0] == 0.0
 
 
 def test_the_first_layer_that_differs_is_named_and_a_warning_lets_training_go_on(tmp_path, caplog):

@@ -6,11 +6,9 @@ token's bits do not depend on the batch, gradients are those of float64.
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_mixture, relative_error
-from testing_utils.learners import needs_vllm
-from trl_qarl import prepare_model
+from testing_utils import relative_error
+from testing_utils.learners import make_model, needs_vllm
 from trl_qarl.numerics.attach import engine_numerics
 from trl_qarl.numerics.experts import PackedExperts, experts, route
 
@@ -77,13 +75,6 @@ def test_values_and_gradients_of_unquantized_experts_are_those_of_float64(arithm
     assert all(master.grad[5].count_nonzero() == 0 < master.grad[4].count_nonzero() for master in inputs[2:])
 
 
-def make_model(directory, arch, scheme="bf16", **overrides):
-    path = make_tiny_mixture(directory, arch, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    return model
-
-
 def make_ids(batch=4, length=20):
     return torch.randint(4, 260, (batch, length), generator=torch.Generator().manual_seed(1))
 
@@ -96,7 +87,7 @@ def log_probs(model, ids, **kwargs):
 def test_a_model_gives_a_sequence_the_same_bits_in_every_batch_and_its_auxiliary_loss(
     tmp_path, arch, scheme, arithmetic
 ):
-    model, ids = make_model(tmp_path, arch, scheme).eval(), make_ids()
+    model, ids = make_model(tmp_path, arch, scheme), make_ids()
     fast = model(input_ids=ids, output_router_logits=True)
     with engine_numerics(model):
         together = log_probs(model, ids, output_router_logits=True)

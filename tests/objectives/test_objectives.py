@@ -1,13 +1,14 @@
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from reference.objectives_naive import TEMPERATURES, naive_objective, naive_of_others
+from reference.objectives_naive import TEMPERATURES, naive_objective
 from testing_utils.batches import make_batch
 from trl_qarl.forward import Batch
-from trl_qarl.objectives.others import acr_loss, dppo_tv_loss
+from trl_qarl.objectives.others import MAX_RATIO, acr_loss, dppo_tv_loss
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.ratios import geometric_mask, kpop_weight, mismatch_ratio
 from trl_qarl.objectives.registry import OBJECTIVES, all_objectives, find_objective
@@ -15,17 +16,9 @@ from trl_qarl.qarl_trainer import QaRLTrainer
 
 
 SAPO_TEMPERATURES = {"sapo_temperature_pos": TEMPERATURES[0], "sapo_temperature_neg": TEMPERATURES[1]}
-
-
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0, "clip_max": 2.0}
-
-
 PRESETS = [name for name, objective in all_objectives().items() if isinstance(objective, Preset)]
-
-
 OURS = [name for name in PRESETS if find_objective(name).weighs_by_sampler]
-
-
 OWN_BOUNDS = {"icepop": (0.7, 1.5), "geo-mask": (0.9, 1.2), "kpop": 0.002, "dppo-tv": 0.02}
 
 
@@ -120,9 +113,8 @@ def loss_and_gradient(objective, batch, use_vllm=False):
 def test_value_and_gradient_equal_the_naive_objective_whoever_applies_the_weight(objective, use_vllm, seed):
     batch = make_batch(seed)
     loss, gradient = loss_and_gradient(objective, batch, use_vllm)
-    naive, bounds = (naive_of_others, CLIP | OWN_BOUNDS) if objective in OURS else (naive_objective, CLIP)
     tensors = (batch[name].tolist() for name in ("logps", "old", "sampling", "advantages", "mask"))
-    expected, expected_gradient = naive(objective, *tensors, **bounds)
+    expected, expected_gradient = naive_objective(objective, *tensors, **CLIP, **OWN_BOUNDS)
     # Sums of some 150 terms in float64.
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(gradient, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-12, atol=1e-15)
@@ -188,6 +180,25 @@ def test_bounds_of_trls_losses_stand_at_their_level(loss, level, positive, negat
     of_tokens, of_sequences = ({s: pair for n, s, pair in bounds if n == name} for name in ("token_ratio", "ratio"))
     expected, none = {"positive": positive, "negative": negative}, {"positive": (None, None), "negative": (None, None)}
     assert (of_tokens, of_sequences) == ((expected, {}) if level == "token" else (none, expected))
+
+
+def test_ratio_to_the_sampler_that_weighs_a_token_of_dppo_is_bounded():
+    logps = torch.tensor([[-5.0]], requires_grad=True)
+    batch = Batch(torch.tensor([[-5.0]]), torch.tensor([[-12.0]]), torch.ones(1), torch.ones(1, 1), logps)
+    loss, dropped = dppo_tv_loss(batch, 0.2)
+    loss.backward()
+    assert not dropped.any() and logps.grad.item() == pytest.approx(-MAX_RATIO)
+
+
+def test_acr_widens_the_upper_clip_only_where_the_weight_was_truncated():
+    old = torch.zeros(1, 2)
+    sampling = torch.tensor([[-math.log(4.0), -math.log(1.5)]])
+    logps = torch.full((1, 2), math.log(1.8)).requires_grad_()
+    batch = Batch(old, sampling, torch.ones(1), torch.ones(1, 2), logps)
+    loss, dropped = acr_loss(batch, 0.2, 0.2, 2.0)
+    loss.backward()
+    # 1.8 is below 1.2 * 4 / 2 and above 1.2.
+    assert dropped.tolist() == [[False, True]] and logps.grad[0, 0] < 0 and logps.grad[0, 1] == 0
 
 
 def test_names_are_those_of_the_objects_in_the_same_order():

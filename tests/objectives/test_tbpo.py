@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from reference.tbpo_naive import naive_tbpo
+from testing_utils import batches
 from trl_qarl.objectives.objective import reduce_metrics
 from trl_qarl.objectives.ratios import mismatch_weight
 from trl_qarl.objectives.tbpo import tbpo_loss, tbpo_metrics, trust_band_clip
@@ -14,6 +15,7 @@ NAN, INF = math.nan, math.inf
 BAND = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 # Offsets and bounds that float64 represents exactly, for tables made by hand.
 EXACT_BAND = {"positive_epsilon_high": 0.25, "negative_epsilon_low": 0.25, "negative_epsilon_high": 0.5}
+SETTINGS = EXACT_BAND | {"mismatch_cap": 1.2}
 REGIONS = {
     "positive inside",
     "positive high",
@@ -25,42 +27,19 @@ REGIONS = {
 }
 
 
-def make_batch(seed, num_sequences=None, num_tokens=None, nan_sampling=True):
-    """A float64 batch around the trust band: empty completions, masks with holes, A = 0, capped mismatch weights."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def rand(*shape, low=0.0, high=1.0):
-        return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
-
-    B = num_sequences or int(torch.randint(1, 9, (), generator=generator))
-    T = num_tokens or int(torch.randint(1, 13, (), generator=generator))
-    lengths = torch.randint(0, T + 1, (B,), generator=generator)
-    mask = (torch.arange(T) < lengths[:, None]) & (rand(B, T) > 0.3)
-    count = mask.sum(-1, keepdim=True).clamp(min=1)
-
-    def around(center, noise):  # per-token differences with exactly this mean over the mask
-        difference = noise * rand(B, T, low=-1)
-        return difference - (difference * mask).sum(-1, keepdim=True) / count + center
-
-    old = rand(B, T, low=-8.0)
-    logps = old + around(rand(B, 1, low=-2e-3, high=2e-3), noise=0.1)
-    sampling = old - around(rand(B, 1, low=-1.5, high=1.5), noise=1.0)
-    if nan_sampling:
-        sampling[rand(B, T) < 0.1] = NAN
-    advantages = rand(B, low=-2.0, high=2.0)
-    advantages[rand(B) < 0.1] = 0.0
-    return {
-        "per_token_logps": logps,
-        "old_per_token_logps": old,
-        "sampling_per_token_logps": sampling,
-        "advantages": advantages,
-        "mask": mask.long(),
-    }
+def make_batch(seed, num_sequences=None, num_tokens=None):
+    """A batch of a random shape, in some of which nothing counts, with a token to which the engine gives no chance."""
+    shape = torch.randint(1, 13, (2,), generator=torch.Generator().manual_seed(seed)).tolist()
+    whole = batches.make_batch(seed, num_sequences or 12, num_tokens or shape[1])
+    batch = {name: tensor[: num_sequences or shape[0]] for name, tensor in whole.items()}
+    batch["sampling"][-1, -1] = -INF
+    batch["mask"] *= seed % 10 != 4
+    return batch
 
 
 def loss_and_gradient(batch, **settings):
-    logps = batch["per_token_logps"].clone().requires_grad_()
-    loss, output = tbpo_loss(**{**batch, "per_token_logps": logps}, **{**BAND, "mismatch_cap": 2.0, **settings})
+    logps = batch["logps"].clone().requires_grad_()
+    loss, output = tbpo_loss(logps, *[*batch.values()][1:], **(SETTINGS | settings))
     loss.backward()
     return loss.detach(), logps.grad, output
 
@@ -68,7 +47,7 @@ def loss_and_gradient(batch, **settings):
 def naive_from_tensors(batch, **settings):
     return naive_tbpo(
         *(None if tensor is None else tensor.tolist() for tensor in batch.values()),
-        **{**BAND, "mismatch_cap": 2.0, **settings},
+        **(SETTINGS | settings),
     )
 
 
@@ -79,14 +58,15 @@ def assert_close(actual, expected):
 
 class TestAgainstNaiveReference:
     @pytest.mark.parametrize("with_sampling", [True, False])
-    def test_value_gradient_and_flags_equal_loops_over_random_shapes(self, with_sampling):
+    @pytest.mark.parametrize("settings", [{}, {"mismatch_cap": 1.0}, {"mismatch_cap": 8.0}, BAND], ids=str)
+    def test_value_gradient_and_flags_equal_loops_over_random_shapes(self, with_sampling, settings):
         seen = set()
-        for seed in range(300):
+        for seed in range(20 if settings else 300):
             batch = make_batch(seed)
             if not with_sampling:
-                batch["sampling_per_token_logps"] = None
-            loss, gradient, output = loss_and_gradient(batch)
-            naive_loss, naive_gradient, sequences = naive_from_tensors(batch)
+                batch["sampling"] = None
+            loss, gradient, output = loss_and_gradient(batch, **settings)
+            naive_loss, naive_gradient, sequences = naive_from_tensors(batch, **settings)
 
             assert_close(loss, naive_loss)
             assert_close(gradient, naive_gradient)
@@ -99,16 +79,7 @@ class TestAgainstNaiveReference:
             assert output.dropped_negative_high.tolist() == [r == "negative high" for r in regions]
             assert output.is_empty.tolist() == [r == "empty" for r in regions]
             seen.update(regions)
-        assert seen == REGIONS
-
-    @pytest.mark.parametrize("settings", [{"mismatch_cap": 1.0}, {"mismatch_cap": 8.0}, EXACT_BAND])
-    def test_every_setting_reaches_value_and_gradient(self, settings):
-        for seed in range(20):
-            batch = make_batch(seed)
-            loss, gradient, _ = loss_and_gradient(batch, **settings)
-            naive_loss, naive_gradient, _ = naive_from_tensors(batch, **settings)
-            assert_close(loss, naive_loss)
-            assert_close(gradient, naive_gradient)
+        assert settings or seen == REGIONS
 
 
 class TestTrustBand:
@@ -117,17 +88,13 @@ class TestTrustBand:
         ("advantage", "ratio", "value", "slope"),
         [
             # A > 0: upper bound only
-            (0.5, 0.0, 0.0, 1.0),
             (3.0, 1.25, 1.25, 1.0),
             (0.5, 1.2500001, 1.25, 0.0),
-            (3.0, 1e6, 1.25, 0.0),
             # A < 0: both bounds
-            (-0.5, 0.0, 0.75, 0.0),
             (-3.0, 0.7499999, 0.75, 0.0),
             (-0.5, 0.75, 0.75, 1.0),
             (-3.0, 1.5, 1.5, 1.0),
             (-0.5, 1.5000001, 1.5, 0.0),
-            (-3.0, 1e6, 1.5, 0.0),
             # A = 0: passes, without gradient
             (0.0, 0.125, 0.125, 0.0),
             (0.0, 4.0, 4.0, 0.0),
@@ -142,25 +109,6 @@ class TestTrustBand:
 
 
 class TestMismatchWeight:
-    @pytest.mark.parametrize(
-        ("differences", "weight"),
-        [
-            ([0.0, 0.0], 1.0),
-            ([0.5, -0.5], 1.0),
-            ([0.5, 0.0], math.exp(0.25)),
-            ([-0.5, 0.0], math.exp(-0.25)),
-            ([9.0, 9.0], 2.0),
-            ([-9.0, -9.0], 0.5),
-            ([INF, 0.0], 2.0),  # the engine reports probability 0 for a token it sampled
-            ([NAN, 0.5], math.exp(0.25)),  # unknown: no correction for the token, which still counts in the length
-            ([NAN, NAN], 1.0),
-        ],
-    )
-    def test_is_a_geometric_mean_capped_on_both_sides(self, differences, weight):
-        old = torch.full((1, 2), -3.0, dtype=torch.float64)
-        sampling = old - torch.tensor([differences], dtype=torch.float64)
-        assert mismatch_weight(old, sampling, torch.ones(1, 2), cap=2.0).tolist() == [pytest.approx(weight, rel=1e-15)]
-
     @pytest.mark.parametrize("cap", [0.5, 0.0, -1.0, NAN])
     def test_cap_below_one_raises(self, cap):
         with pytest.raises(ValueError, match="mismatch_cap must be at least 1"):
@@ -168,13 +116,12 @@ class TestMismatchWeight:
 
     def test_no_gradient_flows_into_old_or_sampling_logps(self):
         batch = {name: tensor.clone() for name, tensor in make_batch(3, 8, 6).items()}
-        for name in ("per_token_logps", "old_per_token_logps", "sampling_per_token_logps", "advantages"):
-            batch[name].requires_grad_(name != "advantages")
-        loss, output = tbpo_loss(**batch, **BAND, mismatch_cap=2.0)
+        for name in ("logps", "old", "sampling"):
+            batch[name].requires_grad_()
+        loss, output = tbpo_loss(*batch.values(), **SETTINGS)
         loss.backward()
-        assert batch["per_token_logps"].grad.abs().sum() > 0
-        assert batch["old_per_token_logps"].grad is None
-        assert batch["sampling_per_token_logps"].grad is None
+        assert batch["logps"].grad.abs().sum() > 0
+        assert batch["old"].grad is None and batch["sampling"].grad is None
         assert not any(tensor.requires_grad for tensor in output)
 
 
@@ -184,7 +131,7 @@ class TestRobustness:
         for seed in range(20):
             batch = make_batch(seed)
             clean_loss, clean_gradient, clean_output = loss_and_gradient(batch)
-            for name in ("per_token_logps", "old_per_token_logps", "sampling_per_token_logps"):
+            for name in ("logps", "old", "sampling"):
                 batch[name] = batch[name].masked_fill(batch["mask"] == 0, garbage)
             loss, gradient, output = loss_and_gradient(batch)
             assert torch.equal(loss, clean_loss)
@@ -194,25 +141,16 @@ class TestRobustness:
     def test_nan_of_the_learner_is_not_hidden(self):
         batch = make_batch(0, num_sequences=4, num_tokens=4)
         batch["mask"] = torch.ones(4, 4)
-        batch["per_token_logps"][0, 0] = NAN
+        batch["logps"][0, 0] = NAN
         assert loss_and_gradient(batch)[0].isnan()
-
-    def test_batch_of_empty_completions_has_zero_loss_and_zero_gradient(self):
-        batch = make_batch(0, num_sequences=4, num_tokens=5)
-        batch["mask"] = torch.zeros(4, 5)
-        batch["per_token_logps"][:] = NAN
-        loss, gradient, output = loss_and_gradient(batch)
-        assert loss == 0.0
-        assert torch.equal(gradient, torch.zeros_like(gradient))
-        assert output.is_empty.all() and (output.ratio == 1.0).all() and (output.mismatch_weight == 1.0).all()
 
     @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
     @pytest.mark.parametrize("log_ratio", [500.0, INF])
     def test_ratio_that_overflows_float32_gives_no_gradient_instead_of_nan(self, advantage, log_ratio):
         batch = {
-            "per_token_logps": torch.zeros(1, 1),
-            "old_per_token_logps": torch.full((1, 1), -log_ratio),
-            "sampling_per_token_logps": None,
+            "logps": torch.zeros(1, 1),
+            "old": torch.full((1, 1), -log_ratio),
+            "sampling": None,
             "advantages": torch.tensor([advantage]),
             "mask": torch.ones(1, 1),
         }
@@ -223,8 +161,8 @@ class TestRobustness:
 
     def test_bfloat16_logps_are_averaged_in_float32(self):
         batch = make_batch(1, num_sequences=32, num_tokens=64)
-        names = ("per_token_logps", "old_per_token_logps", "sampling_per_token_logps")
-        batch["per_token_logps"] = batch["old_per_token_logps"] + 0.05 * torch.sin(torch.arange(64.0))
+        names = ("logps", "old", "sampling")
+        batch["logps"] = batch["old"] + 0.05 * torch.sin(torch.arange(64.0))
         batch |= {name: batch[name].bfloat16() for name in names}
         batch["advantages"] = batch["advantages"].float()
         loss, gradient, output = loss_and_gradient(batch, positive_epsilon_high=0.1)

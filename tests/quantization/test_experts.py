@@ -122,41 +122,22 @@ def test_every_layout_that_is_named_is_quantized_and_its_routers_are_not(mixture
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
 
 
-def test_frozen_experts_compute_what_they_did_and_hold_no_master(mixtures):
-    model, ids = copy.deepcopy(mixtures["qwen2_moe"]), torch.randint(3, 260, (2, 24))
-    prepare_model(model, "w4a16")
+@pytest.mark.parametrize(
+    ("arch", "scheme", "change"), [("qwen2_moe", "w4a16", freeze_model), ("qwen3_moe", "w8a8", convert_model)]
+)
+def test_frozen_experts_compute_what_they_did_and_hold_no_master(mixtures, arch, scheme, change):
+    model, ids = copy.deepcopy(mixtures[arch]), torch.randint(3, 260, (2, 24))
+    report = prepare_model(model, scheme)
     masters = sum(weight.parameter.nbytes for _, weight in Inventory.of(model).weights())
     expected = model(ids).logits
-    assert freeze_model(model) == masters
+    assert change(model) == (masters if change is freeze_model else len(report.converted))
+    assert [*quantized_layers(model)] == [*(report.converted if change is freeze_model else report.num_experts)]
     logits = model(ids).logits
     assert torch.equal(logits, expected)
     logits.sum().backward()
     assert model.model.layers[0].mlp.gate.weight.grad.any(), "gradients pass through frozen experts"
     with pytest.raises(ValueError, match="frozen: their masters are gone"):
         restore_model(model)
-
-
-def test_converted_models_keep_frozen_experts(mixtures):
-    model, ids = copy.deepcopy(mixtures["qwen3_moe"]), torch.randint(3, 260, (2, 24))
-    report = prepare_model(model, "w8a8")
-    expected = model(ids).logits
-    assert convert_model(model) == len(report.converted)
-    assert [*quantized_layers(model)] == [*report.num_experts]
-    assert torch.equal(model(ids).logits, expected)
-
-
-def test_codes_that_change_are_counted_and_unchanged_experts_are_kept():
-    model = make_mixture()
-    prepare_model(model, "w4a16")
-    weight = dict(Inventory.of(model).weights())["model.layers.0.mlp.experts.down_proj"]
-    before = weight.low_bit_weight()
-    assert weight.low_bit_weight() is before
-    with torch.no_grad():
-        weight.parameter[3] = weight.parameter[3].flip(0)
-    after = weight.low_bit_weight()
-    assert after is not before and weight.num_flipped_codes > 0
-    changed = [not torch.equal(a, b) for a, b in zip(before.row_blocks(8), after.row_blocks(8), strict=True)]
-    assert changed == [expert == 3 for expert in range(8)]
 
 
 def test_one_group_size_divides_both_sizes_or_the_experts_are_refused():

@@ -32,28 +32,28 @@ IN_FEATURES = {
     "w4a8": [128, 256, 384],
     "w4a8-int8": [32, 96, 384],
 }
-EXPANDED = {"float32": "expanded to float32 + aten::linear", "bfloat16": "expanded to bfloat16 + aten::linear"}
-EXACT = "float32 product of INT8 codes (exact)"
-KERNELS = {
-    ("w4a16", True): {"aten::_weight_int4pack_mm_for_cpu", *(f"INT4 {name}" for name in EXPANDED.values())},
-    ("w4a16", False): {"aten::_weight_int4pack_mm_for_cpu", f"INT4 {EXPANDED['float32']}"},
-    ("w4a16-asym", True): {f"INT4 {name}" for name in EXPANDED.values()},
-    ("w4a16-asym", False): {f"INT4 {EXPANDED['float32']}"},
-    ("w8a16", True): {"aten::_weight_int8pack_mm", *(f"INT8 {name}" for name in EXPANDED.values())},
-    ("w8a16", False): {"aten::_weight_int8pack_mm", f"INT8 {EXPANDED['float32']}"},
-    ("w8a16-asym", True): {f"INT8 {name}" for name in EXPANDED.values()},
-    ("w8a16-asym", False): {f"INT8 {EXPANDED['float32']}"},
-    ("mxfp4a16", True): {f"MXFP4 {name}" for name in EXPANDED.values()},
-    ("mxfp4a16", False): {f"MXFP4 {EXPANDED['float32']}"},
-    ("nvfp4a16", True): {f"NVFP4 {name}" for name in EXPANDED.values()},
-    ("nvfp4a16", False): {f"NVFP4 {EXPANDED['float32']}"},
-    ("w8a8", True): {"aten::_int_mm", EXACT},
-    ("w8a8", False): {"aten::_int_mm", EXACT},
-    ("fp8", True): {f"E4M3 {name}" for name in EXPANDED.values()},
-    ("fp8", False): {f"E4M3 {EXPANDED['float32']}"},
+WEIGHTS = {name: "INT4" for name in IN_FEATURES if name.startswith("w4")}
+WEIGHTS |= {
+    "w8a16": "INT8",
+    "w8a16-asym": "INT8",
+    "mxfp4a16": "MXFP4",
+    "nvfp4a16": "NVFP4",
+    "fp8": "E4M3",
+    "w4a8": "E4M3",
 }
-for name, like in (("w4a16-observer", "w4a16"), ("w4a8-int8", "w4a16"), ("w4a8", "fp8")):
-    KERNELS |= {(name, is_native): KERNELS[like, is_native] for is_native in (True, False)}
+PACKED = dict.fromkeys(("w4a16", "w4a16-observer", "w4a8-int8"), "aten::_weight_int4pack_mm_for_cpu")
+PACKED["w8a16"] = "aten::_weight_int8pack_mm"
+
+
+def kernels_of(name, is_native):
+    """Names of the kernels that run on a processor with instructions for bfloat16, or on one without."""
+    if name == "w8a8":
+        return {"aten::_int_mm", "float32 product of INT8 codes (exact)"}
+    dtypes = ("float32", "bfloat16") if is_native else ("float32",)
+    expanded = {f"{WEIGHTS[name]} expanded to {dtype} + aten::linear" for dtype in dtypes}
+    return expanded | ({PACKED[name]} if name in PACKED else set())
+
+
 # Per term of a sum: bf16 rounds the weight, the sum and the sum with the bias (2**-9 each), and the operands of the
 # backward products; where activations have codes, the sum times their scale too. float32 2**-24 times the square root
 # of a few hundred terms.
@@ -98,7 +98,7 @@ def test_every_kernel_computes_the_dequantized_product_and_its_gradients(monkeyp
                     assert_near(gradients[0], grad, weight, tolerance)
                     assert_near(gradients[1], grad.t(), seen, tolerance)
                     assert_near(gradients[2], grad.t(), torch.ones(rows, dtype=torch.float64), tolerance)
-    assert kernels_run == KERNELS[name, has_native_instructions]
+    assert kernels_run == kernels_of(name, has_native_instructions)
 
 
 def test_the_grid_covers_every_product():

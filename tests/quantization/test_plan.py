@@ -1,26 +1,17 @@
 import json
 
 import pytest
-import torch
 from torchao.quantization import FqnToConfig, quantize_
-from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
+from testing_utils.layers import ATTENTION, MLP, tiny
 from trl_qarl import get_scheme, prepare_model
 from trl_qarl.quantization.plan import QuantPlan, check_fused, get_plan
 from trl_qarl.quantization.swap import QaRLWeightConfig, quantized_layers
 
 
-LEAVES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-LEAVES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-NAMES = [f"model.layers.{i}.{leaf}" for i in range(3) for leaf in LEAVES] + ["lm_head"]
+NAMES = [f"model.layers.{i}.{name}" for i in range(3) for name in ATTENTION + MLP] + ["lm_head"]
 HEAD = {"lm_head": "output head"}
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def make_model(**overrides):
-    with torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(make_tiny_config("llama", **overrides))
 
 
 def assigned(plan, skipped=HEAD):
@@ -51,11 +42,6 @@ def test_layers_that_nothing_matches_stay_in_high_precision():
     assert len(schemes) == 9 and set(reasons.values()) == {"matches no pattern"} and "lm_head" not in reasons
 
 
-def test_expressions_match_whole_names():
-    with pytest.raises(ValueError, match="'re:mlp'"):
-        get_plan({"re:mlp": "w4a16"}).assign(NAMES, HEAD)
-
-
 @pytest.mark.parametrize(
     "mapping",
     [
@@ -64,7 +50,7 @@ def test_expressions_match_whole_names():
     ],
 )
 def test_layers_are_chosen_as_torchao_does(mapping):
-    ours, theirs = make_model(), make_model()
+    ours, theirs = tiny(), tiny()
     prepare_model(ours, mapping)
     quantize_(
         theirs, FqnToConfig({p: None if name is None else QaRLWeightConfig(name) for p, name in mapping.items()}), None
@@ -92,17 +78,17 @@ def test_experts_and_an_encoder_of_pictures_are_no_decoder_layers():
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
-    [(["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"), (["head"], "are \\[\\]")],
+    ("scheme", "edges", "names", "message"),
+    [
+        ({"re:mlp": "w4a16"}, (0, 0), NAMES, "'re:mlp'"),
+        ("w8a8", (2, 1), NAMES, "high_precision_first=2 and high_precision_last=1"),
+        ("w8a8", (1, 0), ["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"),
+        ("w8a8", (1, 0), ["head"], "are \\[\\]"),
+    ],
 )
-def test_names_without_one_stack_of_layers_are_refused(names, message):
+def test_plans_that_do_not_fit_the_layers_are_refused(scheme, edges, names, message):
     with pytest.raises(ValueError, match=message):
-        get_plan("w8a8", high_precision_first=1).assign(names, {})
-
-
-def test_more_edges_than_layers_are_refused():
-    with pytest.raises(ValueError, match="high_precision_first=2 and high_precision_last=1"):
-        get_plan("w8a8", high_precision_first=2, high_precision_last=1).assign(NAMES, HEAD)
+        get_plan(scheme, None, *edges).assign(names, HEAD if names is NAMES else {})
 
 
 @pytest.mark.parametrize(
@@ -172,7 +158,7 @@ def test_a_scheme_for_layers_that_are_never_quantized_is_refused(pattern):
 )
 def test_layers_that_vllm_fuses_share_a_scheme(mapping, message):
     with pytest.raises(ValueError, match=f"{message}: vLLM holds"):
-        prepare_model(make_model(), mapping)
+        prepare_model(tiny(), mapping)
 
 
 def test_fused_layers_may_differ_between_layers_and_may_be_fewer():
@@ -190,7 +176,7 @@ def test_plan_of_layers_is_one_scheme_or_one_each():
 
 
 def test_prepared_model_follows_the_plan_and_its_report_says_how():
-    model = make_model(intermediate_size=192)
+    model = tiny(intermediate_size=192)
     report = prepare_model(
         model, {"re:.*mlp.*": "w4a16", "re:.*self_attn.*": "w8a8"}, exclude_modules="layers.0.mlp.down_proj"
     )

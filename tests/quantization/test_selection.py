@@ -59,15 +59,19 @@ def test_exclude_modules_takes_names_last_components_and_a_regular_expression():
     assert excluded([r"model\.layers\.1\..*"]) == LAYERS[7:]
 
 
-@pytest.mark.parametrize("pattern", ["o_pro", "layers.1", "*o_proj"])
-def test_exclude_pattern_without_a_hit_raises(pattern):
-    with pytest.raises(ValueError, match=f"{re.escape(repr(pattern))} matches none of the 15"):
-        prepare_model(tiny(), "w4a16", exclude_modules=["down_proj", pattern])
-
-
-def test_excluding_everything_raises():
-    with pytest.raises(ValueError, match="all skipped"):
-        prepare_model(tiny(), "w4a16", exclude_modules=r"model\..*")
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        *(
+            (["down_proj", p], f"{re.escape(repr(p))} matches none of the 15")
+            for p in ("o_pro", "layers.1", "*o_proj")
+        ),
+        (r"model\..*", "all skipped"),
+    ],
+)
+def test_patterns_that_fit_nothing_or_everything_are_refused(patterns, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_model(tiny(), "w4a16", exclude_modules=patterns)
 
 
 def picture_model(kind):

@@ -50,11 +50,20 @@ def naive_binary_kl(p, q):
 
 
 def _naive_term(name, now, old, sampling, advantage, geometric, bounds):
-    """One token's share of the objective and its derivative by `now`, for the objectives that others use."""
+    """One token's share of the objective and its derivative by `now`."""
     is_known = not math.isnan(sampling)
     weight = math.exp(old - sampling) if is_known else 1.0
     ratio = math.exp(now - old)
-    value, slope = _clipped(ratio, advantage, 1 - bounds["epsilon"], 1 + bounds["epsilon_high"], None)
+    if name == "sapo":
+        # https://arxiv.org/abs/2511.20347, without a weight of the mismatch.
+        temperature = TEMPERATURES[0] if advantage > 0 else TEMPERATURES[1]
+        gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+        return 4 / temperature * gate * advantage, 4 * gate * (1 - gate) * ratio * advantage
+    second_clip = bounds["delta"] if name == "dual-clip" else None
+    value, slope = _clipped(ratio, advantage, 1 - bounds["epsilon"], 1 + bounds["epsilon_high"], second_clip)
+    if name not in ("icepop", "kpop", "geo-mask", "acr", "bypass", "dppo-tv"):
+        kept = min(weight, bounds["clip_max"])
+        return kept * value, kept * slope * ratio
     if name == "icepop":
         kept = weight if bounds["icepop"][0] <= weight <= bounds["icepop"][1] else 0.0
         return kept * value, kept * slope * ratio
@@ -84,28 +93,10 @@ def _naive_term(name, now, old, sampling, advantage, geometric, bounds):
     return ratio * advantage * now, ratio * advantage
 
 
-def naive_of_others(name, logps, old_logps, sampling_logps, advantages, mask, **bounds):
-    """As `naive_objective`, for `icepop`, `kpop`, `geo-mask`, `bypass`, `dppo-tv` and `acr`; bounds by their names."""
+def naive_objective(name, logps, old_logps, sampling_logps, advantages, mask, **bounds):
+    """Tensors are nested lists. Returns the loss and its gradient by `logps`, a nested list; bounds by their names."""
     batch_size, num_tokens = len(logps), len(logps[0])
-    loss, gradient = 0.0, [[0.0] * num_tokens for _ in range(batch_size)]
-    for i in range(batch_size):
-        tokens = [t for t in range(num_tokens) if mask[i][t] != 0]
-        known = [old_logps[i][t] - sampling_logps[i][t] for t in tokens if not math.isnan(sampling_logps[i][t])]
-        geometric = math.exp(sum(known) / max(len(tokens), 1))
-        for t in tokens:
-            token = (logps[i][t], old_logps[i][t], sampling_logps[i][t], advantages[i])
-            value, slope = _naive_term(name, *token, geometric, bounds)
-            loss -= value / len(tokens) / batch_size
-            gradient[i][t] = -slope / len(tokens) / batch_size
-    return loss, gradient
-
-
-def naive_objective(name, logps, old_logps, sampling_logps, advantages, mask, epsilon, epsilon_high, delta, clip_max):
-    """All tensors as nested lists. Returns the loss and its gradient by `logps`, a nested list."""
-    low, high = 1 - epsilon, 1 + epsilon_high
-    batch_size, num_tokens = len(logps), len(logps[0])
-    mode = "sequence_mask" if name == "mis-gspo" else "token_truncate"
-    weights = naive_mismatch_ratio(old_logps, sampling_logps, mask, mode, None, clip_max)
+    weights = naive_mismatch_ratio(old_logps, sampling_logps, mask, "sequence_mask", None, bounds["clip_max"])
     loss, gradient = 0.0, [[0.0] * num_tokens for _ in range(batch_size)]
     for i in range(batch_size):
         tokens = [t for t in range(num_tokens) if mask[i][t] != 0]
@@ -114,23 +105,17 @@ def naive_objective(name, logps, old_logps, sampling_logps, advantages, mask, ep
             continue
         if name in ("gspo", "mis-gspo"):
             ratio = math.exp(sum(logps[i][t] - old_logps[i][t] for t in tokens) / len(tokens))
-            value, slope = _clipped(ratio, advantage, low, high, None)
+            value, slope = _clipped(ratio, advantage, 1 - bounds["epsilon"], 1 + bounds["epsilon_high"], None)
             weight = weights[i][0] if name == "mis-gspo" else 1.0
             loss -= weight * value / batch_size
             for t in tokens:
                 gradient[i][t] = -weight * slope * ratio / len(tokens) / batch_size
-        elif name == "sapo":
-            # https://arxiv.org/abs/2511.20347, without a weight of the mismatch.
-            temperature = TEMPERATURES[0] if advantage > 0 else TEMPERATURES[1]
-            for t in tokens:
-                ratio = math.exp(logps[i][t] - old_logps[i][t])
-                gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
-                loss -= 4 / temperature * gate * advantage / len(tokens) / batch_size
-                gradient[i][t] = -4 * gate * (1 - gate) * ratio * advantage / len(tokens) / batch_size
-        else:
-            for t in tokens:
-                ratio = math.exp(logps[i][t] - old_logps[i][t])
-                value, slope = _clipped(ratio, advantage, low, high, delta if name == "dual-clip" else None)
-                loss -= weights[i][t] * value / len(tokens) / batch_size
-                gradient[i][t] = -weights[i][t] * slope * ratio / len(tokens) / batch_size
+            continue
+        known = [old_logps[i][t] - sampling_logps[i][t] for t in tokens if not math.isnan(sampling_logps[i][t])]
+        geometric = math.exp(sum(known) / len(tokens))
+        for t in tokens:
+            token = (logps[i][t], old_logps[i][t], sampling_logps[i][t], advantage)
+            value, slope = _naive_term(name, *token, geometric, bounds)
+            loss -= value / len(tokens) / batch_size
+            gradient[i][t] = -slope / len(tokens) / batch_size
     return loss, gradient

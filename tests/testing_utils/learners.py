@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_model
+from testing_utils import MIXTURES, make_tiny_mixture, make_tiny_model
 from trl_qarl import get_scheme, prepare_model
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.numerics import cpu as kernels
@@ -25,9 +25,8 @@ LENGTHS = (3, 40, 17, 130, 1, 64, 9)
 
 
 def make_model(tmp_path, arch="qwen3", scheme="bf16", **overrides):
-    model = AutoModelForCausalLM.from_pretrained(
-        make_tiny_model(tmp_path, arch, **overrides), dtype=torch.float32
-    ).eval()
+    path = (make_tiny_mixture if arch in MIXTURES else make_tiny_model)(tmp_path, arch, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     return model
 

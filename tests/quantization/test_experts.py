@@ -140,6 +140,20 @@ def test_frozen_experts_compute_what_they_did_and_hold_no_master(mixtures, arch,
         restore_model(model)
 
 
+def test_codes_that_change_are_counted_and_unchanged_experts_are_kept():
+    model = make_mixture()
+    prepare_model(model, "w4a16")
+    weight = dict(Inventory.of(model).weights())["model.layers.0.mlp.experts.down_proj"]
+    before = weight.low_bit_weight()
+    assert weight.low_bit_weight() is before
+    with torch.no_grad():
+        weight.parameter[3] = weight.parameter[3].flip(0)
+    after = weight.low_bit_weight()
+    assert after is not before and weight.num_flipped_codes > 0
+    changed = [not torch.equal(a, b) for a, b in zip(before.row_blocks(8), after.row_blocks(8), strict=True)]
+    assert changed == [expert == 3 for expert in range(8)]
+
+
 def test_one_group_size_divides_both_sizes_or_the_experts_are_refused():
     model = make_mixture(moe_intermediate_size=96)
     report = prepare_model(model, "w4a16")

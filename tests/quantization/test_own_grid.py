@@ -74,6 +74,17 @@ def test_masters_give_codes_scales_and_zero_points_back_wherever_there_are_such(
     assert 0.2 < torch.stack(shares).mean() < 1
 
 
+def test_groups_are_compared_by_scale_and_zero_point_and_by_codes():
+    scheme = get_scheme("w4a16-asym", 32)
+    theirs, _ = other_tools_weight(scheme, 0, torch.bfloat16)
+    for changed in range(3):
+        parts = [part.clone() for part in theirs.parts()]
+        parts[changed][5, 1] += 1
+        same, num_differing = compare_groups(LowBitTensor.of_parts(parts, scheme, torch.float32), theirs)
+        assert (~same).nonzero().tolist() == ([] if changed == 0 else [[5, 1]])
+        assert num_differing.nonzero().tolist() == ([[5, 0]] if changed == 0 else [])
+
+
 def test_floating_point_codes_are_refused():
     with pytest.raises(ValueError, match="'mxfp4a16'"):
         masters_on_grid(LowBitTensor.from_hp(torch.randn(4, 32), get_scheme("mxfp4a16"), torch.bfloat16))

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing_utils import make_tiny_model, make_trainer, set_engine_environment, start_engines_quickly
 from trl_qarl import QaRLConfig, export_checkpoint, load_engine, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.doctor.memory import shapes_of
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.rollout.server import start_command
 from trl_qarl.rollout.server_process import free_port
@@ -47,7 +48,7 @@ def test_the_command_of_a_plan_starts_a_server_with_the_learners_layers(tmp_path
     prepare_model(model, args.plan, exclude_modules=args.exclude_modules, scale_dtype=torch.float32)
     _, _, *argv = shlex.split(start_command(args, EngineSpec.of(model, torch.float32)))
     given = vllm_serve.make_parser("vllm-serve").parse_args(argv)
-    config = vllm_serve._quantization_config(given, vllm_serve._shapes(given))
+    config = vllm_serve._quantization_config(given, shapes_of(given.model, False, "--model"))
     assert config == quantization_config(Inventory.of(model)) and config["format"] == "mixed-precision"
     groups = [(group["format"], group["weights"].get("group_size")) for group in config["config_groups"].values()]
     assert groups == [("int-quantized", None), ("pack-quantized", 64)]

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import torch
@@ -169,8 +168,11 @@ class NCCLChannel(Channel):
         # NCCL reads them in other streams, which do not wait for the kernels that produce them.
         torch.accelerator.synchronize()
         # With this flag TRL's client sends only tensors.
-        with patch.object(self.client, "_updating_weights", True):
+        self.client._updating_weights = True
+        try:
             self._join(partial(self.client.update_named_params, metadata, iter(tensors)))
+        finally:
+            self.client._updating_weights = False
 
     def _join(self, function: Callable[[], None]) -> None:
         """Call `function`, which posts a request and joins the group; raise [`ServerLost`] if it does not end in time.

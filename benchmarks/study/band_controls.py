@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 # Generation batches whose mean reward is compared, counted from 0: updates 57 to 96, at eight updates per batch.
 COMPARED, FLIPS = slice(7, 12), "quant/code_flip_rate"
 # Pairs of patterns `STUDY LEARNER OBJECTIVE`: runs, and the runs they are compared with.
+LEARNERS = ("QaRL", "rollout-only")
 CHANGES = ("control-open", "control-kept", "control-positive", "tbpo-auto-adamw-1e-4")
 PAIRS = (
     ("length_* * tbpo", "length_* * grpo-tis"),
@@ -36,10 +37,15 @@ PAIRS = (
     ("*_1000 QaRL tbpo", "*_1000 QaRL tbpo-wide"),
     ("bands_1000 QaRL tbpo", "length_1000 QaRL tbpo"),
     *((f"*_{length} QaRL {change}", f"*_{length} QaRL tbpo") for length in (1000, 150) for change in CHANGES),
+    *(
+        (f"bands_1000_auto {learner} tbpo-auto-adamw-1e-4", f"bands_1000_auto {learner} tbpo-adamw-1e-4")
+        for learner in LEARNERS
+    ),
 )
 SHOWN = {
     "*_1000 QaRL tbpo": ("TBPO, bands by hand", "blue"),
     "*_1000 QaRL control-open": ("TBPO without bands", "vermillion"),
+    "bands_1000_auto QaRL tbpo-auto-adamw-1e-4": ("TBPO, bands that set themselves", "green"),
     "*_1000 QaRL grpo-tis": ("GRPO", "ink"),
 }
 

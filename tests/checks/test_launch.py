@@ -44,9 +44,12 @@ def refused(accelerator, message, model=None, error=ValueError, **options):
 @pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
 def test_sharding_that_accelerate_leaves_out_is_refused(monkeypatch, name):
     # With `use_cpu: true` it trains with whole masters and says nothing.
-    check_launch(launched(), config(), nn.Linear(2, 2))
+    args = config()
+    check_launch(launched(), args, nn.Linear(2, 2))
+    # A configuration that is made under this variable asks for DeepSpeed.
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    refused(launched(), f"launched with {name}")
+    with pytest.raises(ValueError, match=f"launched with {name}"):
+        check_launch(launched(), args, nn.Linear(2, 2))
 
 
 def test_what_cannot_shard_is_refused_by_name():

@@ -133,7 +133,7 @@ def _train(argv: list[str]) -> int:
     from trl.cli.commands.training import _subtract_subsequence
 
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
-    known = known_options()
+    known = known_options(parser, launch_parser)
     argv = spell(argv, known)
     with configuration_errors(), _without_warnings():
         check_names(argv, known)

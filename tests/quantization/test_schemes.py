@@ -75,7 +75,7 @@ def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
     ],
 )
 def test_a_name_that_there_is_not_is_refused_with_one_that_there_is(name, message):
-    with pytest.raises(ValueError, match=rf"'{name}'.*{message}"):
+    with pytest.raises(ValueError, match=rf"Unknown scheme '{name}'.*{message}"):
         get_scheme(name)
 
 

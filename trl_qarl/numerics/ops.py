@@ -273,7 +273,7 @@ class _AddLora(torch.autograd.Function):
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens, temperature):
-        log_probs, _ = _score(logits, tokens, temperature)
+        log_probs, _ = _score(logits, tokens, temperature, has_entropies=False)
         ctx.save_for_backward(logits, tokens, log_probs)
         ctx.temperature = temperature
         return log_probs
@@ -340,7 +340,7 @@ def _rows_in_cache(logits: torch.Tensor) -> int:
     return max(LOGITS_IN_CACHE * torch.get_num_threads() // logits.shape[1], 1)
 
 
-def _score(logits, tokens, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+def _score(logits, tokens, temperature, has_entropies=True) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs of `tokens` and entropies, both `(M,)` float32, of `logits` `(M, V)`."""
     size = _rows_in_cache(logits)
     log_probs, entropies = logits.new_empty(2, len(tokens), dtype=torch.float32)
@@ -348,7 +348,8 @@ def _score(logits, tokens, temperature) -> tuple[torch.Tensor, torch.Tensor]:
         part = slice(start, start + size)
         all_log_probs = backend_of(logits).log_softmax(logits[part], temperature)
         log_probs[part] = all_log_probs.gather(1, tokens[part, None])[:, 0]
-        entropies[part] = -all_log_probs.exp().mul_(all_log_probs).sum(dim=-1)
+        if has_entropies:
+            entropies[part] = -all_log_probs.exp().mul_(all_log_probs).sum(dim=-1)
     return log_probs, entropies
 
 

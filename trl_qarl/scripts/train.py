@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from argparse import SUPPRESS
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -69,12 +69,13 @@ def make_parser(prog: str | None = None) -> "TrlParser":
     return TrlParser(types, prog=prog, usage=USAGE, description=DESCRIPTION, epilog=EPILOG)
 
 
-def known_options() -> set[str]:
-    """Return the long options of `trl-qarl train` and of `accelerate launch`, with their dashes."""
+def known_options(*parsers: ArgumentParser) -> set[str]:
+    """Return the long options of `trl-qarl train` and of `accelerate launch`, with their dashes. The `parsers` of both
+    are made here unless they are given."""
     from accelerate.commands.launch import launch_command_parser
 
-    names = option_names(make_parser()) | option_names(launch_command_parser())
-    return names | {"--config", "--accelerate_config"}
+    names = map(option_names, parsers or (make_parser(), launch_command_parser()))
+    return {"--config", "--accelerate_config"}.union(*names)
 
 
 def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:

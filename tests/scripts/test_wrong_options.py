@@ -55,7 +55,7 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
         ("eval --zzzzzz=1", "Unknown option `--zzzzzz`.\n"),
         ("trian", "Did you mean `train`?"),
         (f"{TRAIN} --group_size 7", "group_size=7 is not supported"),
-        (f"{TRAIN} --accelerate_config no_such_config", "config"),
+        (f"{TRAIN} --accelerate_config no_such_config", "Accelerate config no_such_config"),
         (f"{TRAIN} --config no_such_file.yaml", "'no_such_file.yaml'"),
         (f"{TRAIN} --scheme W4A16", "Did you mean 'w4a16'?"),
         (f"{TRAIN} --no_such_option 3", "`--no_such_option`"),

@@ -85,7 +85,8 @@ def _sum_in_cache(words: np.ndarray) -> int:
         np.multiply(m, np.uint64(_FACTORS[0] % 2**64), out=m)
         np.bitwise_xor(np.right_shift(m, np.uint64(29), out=h), m, out=m)
         place = start % _BLOCK
-        total += int(m.dot(weights[place : place + len(part)])) * (2 * (start // _BLOCK) + 1)
+        np.multiply(m, weights[place : place + len(part)], out=m)
+        total += int(np.add.reduce(m)) * (2 * (start // _BLOCK) + 1)
     return total % 2**64
 
 

@@ -76,6 +76,27 @@ def test_a_row_has_the_same_bits_among_any_others_and_so_has_a_channel(name, sha
 
 
 @needs_vllm
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+# Rows that do not fill a block of 32 outputs are filled up.
+@pytest.mark.parametrize("num_outputs", [64, 40, 33])
+def test_int4_weights_are_packed_as_by_vllm(num_outputs, group_size):
+    if products.reason_not_to_call() is not None:
+        pytest.skip(products.reason_not_to_call())
+    import vllm._custom_ops as ops
+
+    weight = torch.randn(num_outputs, 384, generator=torch.Generator().manual_seed(0))
+    low_bit = LowBitTensor.from_hp(weight, get_scheme("w4a8-int8", group_size), torch.bfloat16)
+    padding = 0, -num_outputs % 32
+    # GPTQ stores a row of words per eight input features, and zero points, here 8, less 1.
+    words = torch.nn.functional.pad(low_bit.qdata.t(), padding).contiguous()
+    scale = torch.nn.functional.pad(low_bit.scale.t(), padding, value=1.0).contiguous()
+    zeros = words.new_full((len(scale), words.shape[1] // 8), 0x77777777)
+    expected = ops.convert_weight_packed_scale_zp(words, zeros, scale, ops.CPUQuantAlgo.GPTQ)
+    for ours, theirs in zip(products._Int4(low_bit)._operands, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@needs_vllm
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs VNNI")
 def test_what_runs_is_what_the_processor_has(processor):
     kernels = {

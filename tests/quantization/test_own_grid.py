@@ -79,10 +79,15 @@ def test_groups_are_compared_by_scale_and_zero_point_and_by_codes():
     theirs, _ = other_tools_weight(scheme, 0, torch.bfloat16)
     for changed in range(3):
         parts = [part.clone() for part in theirs.parts()]
-        parts[changed][5, 1] += 1
+        if changed == 0:
+            # Two codes of a word, in the first group of a row.
+            parts[0][5, 1] ^= 0x11
+        else:
+            parts[changed][5, 1] += 1
         same, num_differing = compare_groups(LowBitTensor.of_parts(parts, scheme, torch.float32), theirs)
         assert (~same).nonzero().tolist() == ([] if changed == 0 else [[5, 1]])
         assert num_differing.nonzero().tolist() == ([[5, 0]] if changed == 0 else [])
+        assert num_differing.sum() == (2 if changed == 0 else 0)
 
 
 def test_floating_point_codes_are_refused():

@@ -144,8 +144,8 @@ def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict
 
 
 def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> Iterator[Finding]:
-    """Assess [`kernels_here`], with one finding per scheme: a failing kernel is an error, an emulated one a warning.
-    One line lists all other schemes; with `are_chosen` each of them gets a line with its kernel."""
+    """Assess [`kernels_here`]: a failing kernel is an error. One line lists all other schemes; with `are_chosen` each of
+    them gets a line with its kernel."""
     fine = []
     for scheme, found in kernels.items():
         one = len(set(found.values())) == 1
@@ -153,8 +153,6 @@ def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = F
         text = f"kernel of {scheme}: {names}"
         if any(name.startswith("fails: ") for name in found.values()):
             yield Finding("error", text, "use another scheme; `trl-qarl env` for a bug report")
-        elif "emulated" in names:
-            yield Finding("warning", text, "slow here: use w4a16, w8a16 or w8a8")
         elif are_chosen:
             yield Finding("ok", text)
         else:

@@ -144,8 +144,8 @@ def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict
 
 
 def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> Iterator[Finding]:
-    """Assess [`kernels_here`]: a failing kernel is an error. One line lists all other schemes; with `are_chosen` each of
-    them gets a line with its kernel."""
+    """Assess [`kernels_here`]: a failing kernel is an error. One line lists all other schemes; with `are_chosen` each
+    of them gets a line with its kernel."""
     fine = []
     for scheme, found in kernels.items():
         one = len(set(found.values())) == 1

@@ -14,8 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-import torch
-from safetensors.torch import save_file
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
 from testing_utils.web_servers import complete, wait_until, write_certificate
@@ -25,7 +23,6 @@ from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
-from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")
@@ -52,7 +49,6 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self.answers, 900, self.log.read_text)
-        self.first_answer, self.first_state = self.complete(), self.state()
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -133,14 +129,6 @@ def make_trainer(server, tmp_path):
     release()
 
 
-def test_a_new_server_answers_but_does_not_generate(server):
-    assert server.first_answer.status_code == 503
-    assert "published" in server.first_answer.json()["error"]
-    assert server.first_state["is_open"] is False
-    command = server.log.read_text()
-    assert "Equivalent command:" in command and "vllm.entrypoints.openai.api_server" in command
-
-
 def test_a_stranger_changes_nothing(server):
     """Every route that this server has, as the server itself lists them."""
     server.wait_until_free()
@@ -183,6 +171,7 @@ def train_and_check(server, make_trainer, drawn_by=(0, 2), **arguments):
 
 def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
     trainer = train_and_check(server, make_trainer)
+    assert "Equivalent command:" in server.log.read_text()
     audit_in_this_process(monkeypatch)
     # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
     assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
@@ -209,23 +198,6 @@ def test_batches_drawn_ahead_over_tls_agree(server, make_trainer, caplog):
 def test_a_second_trainer_is_refused_and_named_the_first(server, client):
     with pytest.raises(RuntimeError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
         server.connect()
-
-
-@pytest.mark.parametrize(
-    "name", ["../weights.safetensors", "/etc/passwd", "link.safetensors", "weights.pt", "", ".safetensors", 7]
-)
-def test_only_files_in_the_transfer_directory_are_read(server, client, name):
-    outside = server.directory / "weights.safetensors"
-    save_file({"model.norm.weight": torch.zeros(128)}, outside)
-    link = server.transfer_dir / "link.safetensors"
-    ServerEngine(client, FileChannel(client)).begin()
-    link.symlink_to(outside)
-    try:
-        with pytest.raises(PublishError, match="not the name of a safetensors file|not a regular file"):
-            client.control("/update_weights", {"update_info": {"file": name}})
-    finally:
-        link.unlink()
-    assert server.complete().status_code == 503
 
 
 @pytest.mark.nightly

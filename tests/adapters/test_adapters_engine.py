@@ -36,12 +36,6 @@ def test_b_is_sent_with_its_scaling_in_the_engines_dtype(use_rslora, scaling):
     name = "model.layers.1.self_attn.q_proj"
     assert torch.equal(sent[f"{name}.lora_A.weight"], a.to(torch.bfloat16))
     assert torch.equal(sent[f"{name}.lora_B.weight"], (b * scaling).to(torch.bfloat16))
-    # What PEFT adds is what the engine adds.
-    x = torch.randn(3, 128)
-    added = layer(x) - layer.base_layer(x)
-    theirs = x @ dict(iter_adapter_tensors(model, torch.float32))[f"{name}.lora_A.weight"].T
-    theirs = theirs @ dict(iter_adapter_tensors(model, torch.float32))[f"{name}.lora_B.weight"].T
-    torch.testing.assert_close(added, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_without_an_adapter_beside_it_sends_none():

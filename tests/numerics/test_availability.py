@@ -82,7 +82,6 @@ REFUSED = [
     (SimpleNamespace, "SimpleNamespace is not supported"),
     (with_unknown_module, "'model.layers.1.mlp'"),
     (partial(tiny, "gemma"), "GemmaForCausalLM is not supported, only LlamaForCausalLM, "),
-    (partial(make_mixture, "olmoe"), "OlmoeForCausalLM is not supported"),
     (lambda: tiny().to("meta"), "for CPUs and for NVIDIA GPUs; the model is on meta"),
     (partial(tiny, "qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
     (partial(tiny, "qwen2", layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),

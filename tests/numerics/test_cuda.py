@@ -25,7 +25,7 @@ pytestmark = pytest.mark.vllm
 
 def paged_attention(*, q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
                     block_table, fa_version, num_splits):  # fmt: skip
-    """FlashAttention with keys and values in blocks, a query at a time."""
+    """FlashAttention with keys and values in blocks."""
     assert causal and window_size == [-1, -1] and num_splits == 1 and fa_version == 3
     assert k.shape[1] == cuda.BLOCK_SIZE and block_table.dtype == seqused_k.dtype == cu_seqlens_q.dtype == torch.int32
     output = torch.full_like(q, torch.nan)
@@ -35,12 +35,11 @@ def paged_attention(*, q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqle
     for start, end, length, blocks in zip(bounds, bounds[1:], seqused_k.tolist(), block_table.tolist(), strict=False):
         used = blocks[: -(-length // cuda.BLOCK_SIZE)]
         keys, values = (x[used].flatten(0, 1)[:length].float() for x in (k, v))
-        groups = q.shape[1] // keys.shape[1]
+        groups, seen = q.shape[1] // keys.shape[1], torch.ones(end - start, length).tril(length - end + start).bool()
         keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
-        for row in range(start, end):
-            seen = length - (end - row) + 1
-            scores = torch.einsum("hd,hkd->hk", q[row].float(), keys[:, :seen]) * softmax_scale
-            output[row] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values[:, :seen]).to(q.dtype)
+        rows = q[start:end].float().transpose(0, 1)
+        attended = F.scaled_dot_product_attention(rows, keys, values, seen, scale=softmax_scale)
+        output[start:end] = attended.transpose(0, 1)
     return output
 
 

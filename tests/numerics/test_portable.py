@@ -42,9 +42,10 @@ def test_a_processor_without_bf16_multiplies_in_float32(torch_kernels, monkeypat
 
 
 def test_rollouts_without_vllm_have_the_bits_of_scoring(tmp_path, torch_kernels):
-    """A run of `numerics="engine"` where vLLM is not installed; one that rolls out in vLLM is refused there."""
+    """In micro-batches of another size than scoring, where vLLM is not installed; what rolls out in it is refused."""
     options = {"numerics": "engine", "bf16": True, "max_completion_length": 40, "learning_rate": 1e-2}
-    trainer = make_vllm_trainer(tmp_path, use_vllm=False, **options)
+    batches = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "gradient_checkpointing": True}
+    trainer = make_vllm_trainer(tmp_path, use_vllm=False, **options, **batches)
     trainer.train()
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
     assert logged(trainer, "tbpo/dropped/total")[::2] == [0.0, 0.0]

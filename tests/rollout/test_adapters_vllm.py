@@ -122,19 +122,6 @@ class TestServer:
         check(trained)
         assert is_serving(trained)
 
-    def test_an_engine_that_loads_base_and_adapter_from_disk_computes_the_same(self, trained, monkeypatch):
-        move(trained)
-        audit_in_this_process(monkeypatch)
-        assert deep_audit(trained.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
-
-    def test_a_run_goes_on_from_a_checkpoint(self, trained, monkeypatch):
-        monkeypatch.setattr(trained.vllm_generation, "stop_server", lambda: None)
-        check_resumed(trained)
-        assert is_serving(trained)
-
-    def test_base_and_adapter_are_pushed(self, trained, hub):
-        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trained, hub).keys()
-
     def test_a_server_that_dies_between_two_updates_gets_base_and_adapter_again(self, trained, monkeypatch):
         generation = trained.vllm_generation
         monkeypatch.setattr(generation, "stop_server", lambda: None)

@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -357,27 +358,19 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
             num_updates += -(-len(order) // accumulation)
 
 
+@pytest.fixture
+def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
+    """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
+    options = {"bf16": True, "numerics": "engine", "learning_rate": 1e-2}
+    options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm_servers.serve(monkeypatch)
+    return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
+
+
 @pytest.mark.slow
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
-def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(
-    tmp_path, monkeypatch, warm_servers
-):
-    """In every batch, with an evaluation in between, which publishes other weights."""
-    trainer = make_vllm_trainer(
-        tmp_path,
-        "qwen3",
-        rollout_ahead=1,
-        bf16=True,
-        numerics="engine",
-        exact="require",
-        **warm_servers.serve(monkeypatch),
-        learning_rate=1e-2,
-        max_steps=8,
-        per_device_eval_batch_size=4,
-        eval_strategy="steps",
-        eval_steps=3,
-    )
+def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(make_exact_trainer):
+    trainer = make_exact_trainer(rollout_ahead=1, exact="require", max_steps=8, eval_steps=3)
     backend = trainer.vllm_generation
     backend.sync_weights()
     # Long enough to be aborted on the way.
@@ -408,25 +401,10 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
 def test_each_token_has_in_every_bit_the_log_prob_of_weights_of_before_or_after_an_update_in_flight(
-    tmp_path, monkeypatch, warm_servers
+    make_exact_trainer, monkeypatch
 ):
-    trainer = make_vllm_trainer(
-        tmp_path,
-        "qwen3",
-        rollout_ahead=2,
-        in_flight_updates=True,
-        numerics="engine",
-        bf16=True,
-        **warm_servers.serve(monkeypatch),
-        vllm_max_model_length=512,
-        max_completion_length=300,
-        generation_kwargs={"ignore_eos": True},
-        learning_rate=1e-2,
-        max_steps=10,
-        per_device_eval_batch_size=4,
-        eval_strategy="steps",
-        eval_steps=5,
-    )
+    lengths = {"vllm_max_model_length": 512, "max_completion_length": 300, "generation_kwargs": {"ignore_eos": True}}
+    trainer = make_exact_trainer(rollout_ahead=2, in_flight_updates=True, max_steps=10, eval_steps=5, **lengths)
     backend, drawn_by, in_flight = trainer.vllm_generation, [], []
     # However fast the learner is: a batch is asked for when weights are published, or when it is waited for.
     ask_late(monkeypatch)

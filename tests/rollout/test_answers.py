@@ -116,9 +116,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_an_answer_that_makes_no_sense_is_refused_with_what_is_wrong(name):
-    change, message = BAD[name]
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_an_answer_that_makes_no_sense_is_refused_with_what_is_wrong(change, message):
     answer = make_answer()
     change(answer)
     with pytest.raises(BadAnswer, match=message):
@@ -214,9 +213,8 @@ BAD_ROLLOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_ROLLOUTS)
-def test_a_rollout_that_cannot_be_trained_on_is_refused_with_what_is_wrong(name):
-    change, message = BAD_ROLLOUTS[name]
+@pytest.mark.parametrize(("change", "message"), BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
+def test_a_rollout_that_cannot_be_trained_on_is_refused_with_what_is_wrong(change, message):
     output = make_rollout()
     change(output)
     with pytest.raises(BadAnswer, match=message):

@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +6,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from testing_utils import dead_prefix
 from trl_qarl.rollout import channels
 from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.server import ServerEngine
@@ -49,12 +48,6 @@ def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
     finally:
         os.umask(umask)
     assert os.listdir(tmp_path) == [] and not mine.exists()
-
-
-def dead_prefix():
-    """File name prefix of a trainer that has ended."""
-    code = "from trl_qarl.wire.transfer_dir import owned_prefix; print(owned_prefix())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_only_what_dead_trainers_left_is_removed(tmp_path):

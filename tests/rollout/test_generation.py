@@ -1,6 +1,7 @@
 """Generation with a server that fails, its side played by an object: what a training survives, and what is saved."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import TrainerCallback
 
 from testing_utils import count_digits
 from testing_utils.played_server import weights
+from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.failures import MAX_ATTEMPTS, EngineLost
 from trl_qarl.rollout.http_session import ServerLost
@@ -91,6 +93,39 @@ def test_what_a_rollout_func_asks_the_client_for_is_its_own(make_played_trainer)
     assert [len(ids) for ids in answer["completion_ids"]] == [50, 50]
 
 
+def test_weights_changed_by_somebody_else_raise(make_played_trainer):
+    trainer, server = make_played_trainer()
+    publish = server.publish
+    server.publish = lambda version: publish("theirs")
+    with pytest.raises(EngineLost, match="'theirs'"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("objective", ["grpo-tis", pytest.param("mis-gspo", marks=pytest.mark.nightly)])
+def test_weight_of_the_mismatch_is_the_one_that_embedded_rollouts_get(make_played_trainer, objective):
+    trainer, server = make_played_trainer(max_completion_length=12, max_steps=1, objective=objective)
+    args = trainer.args
+    # By the token's parity, so that every mode has ratios on both sides of its bound.
+    server.spoils = [
+        lambda answer: answer.update(
+            logprobs=[[[-4.6 if token % 2 else -6.8] for token in ids] for ids in answer["completion_ids"]]
+        )
+    ]
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
+    theirs = batch["importance_sampling_ratio"]
+    ours = mismatch_ratio(
+        batch["old_per_token_logps"],
+        batch["sampling_per_token_logps"],
+        batch["completion_mask"],
+        args.vllm_importance_sampling_mode,
+        args.vllm_importance_sampling_clip_min,
+        args.vllm_importance_sampling_clip_max,
+    )
+    assert ours.shape == theirs.shape and len(theirs.unique()) > 1
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_a_seed_of_each_request_is_refused_on_a_cpu(make_played_trainer, monkeypatch, device):
     """vLLM dies of it there when a prompt is prefilled in pieces."""
@@ -99,10 +134,7 @@ def test_a_seed_of_each_request_is_refused_on_a_cpu(make_played_trainer, monkeyp
     monkeypatch.setattr(generation.Publisher, "check_engine", lambda publisher: {"device": device, "kernels": {}})
     backend._use(backend.engine)
     backend.generation_kwargs = {"seed": 1}
-    if device == "cpu":
-        with pytest.raises(ValueError, match="'seed'"):
-            backend._use(backend.engine)
-    else:
+    with pytest.raises(ValueError, match="'seed'") if device == "cpu" else nullcontext():
         backend._use(backend.engine)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from testing_utils.trainings import assert_equal
 from testing_utils.web_servers import WebServer, write_certificate
 from trl_qarl.rollout.channels import FileChannel, HTTPChannel, NCCLChannel, choose_channel, sends_changes
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost
@@ -85,12 +86,6 @@ def arrived(server, tmp_path, monkeypatch, transport):
     return seen
 
 
-def is_sent(tensors):
-    return tensors.keys() == dict(TENSORS).keys() and all(
-        torch.equal(tensors[name], tensor) for name, tensor in TENSORS
-    )
-
-
 def test_weights_reach_a_server_over_tls(serve, tmp_path, monkeypatch):
     certificate, key = write_certificate(tmp_path)
     server = serve(ssl_certfile=str(certificate), ssl_keyfile=str(key))
@@ -100,7 +95,7 @@ def test_weights_reach_a_server_over_tls(serve, tmp_path, monkeypatch):
     transport, reason = choose_channel(client, "http")
     assert type(transport) is HTTPChannel and reason == "asked for"
     transport._piece_bytes = 2**16
-    assert is_sent(arrived(server, tmp_path, monkeypatch, transport))
+    assert_equal(arrived(server, tmp_path, monkeypatch, transport), dict(TENSORS))
     assert server.between.pieces[:6] == [2**16] * 6 and len(server.between.pieces) == 7
     assert not client.has_lost_session()
     # Nothing stays in the directory but the mark.
@@ -130,7 +125,7 @@ def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_
     transport = HTTPChannel(client)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.between.limit, server.between.hiccups = 100_000, [503, 502, 504]
-    assert is_sent(arrived(server, tmp_path, monkeypatch, transport))
+    assert_equal(arrived(server, tmp_path, monkeypatch, transport), dict(TENSORS))
     assert server.between.pieces[0] > 400_000
     assert transport._piece_bytes <= 100_000
     # No piece of any size, and hiccups that do not end.

@@ -85,9 +85,18 @@ def test_an_engine_that_runs_another_kernel_is_refused(scheme, capability, kerne
         publisher.check_engine()
 
 
+def config_of(scheme):
+    return {"quantization_config": one_layer(scheme)[1]}
+
+
 @pytest.mark.parametrize(
     ("scheme", "setting", "message"),
     [
+        ("w4a16", config_of(get_scheme("w4a16", 32)), "group_size: learner 128, engine 32"),
+        ("w4a16", config_of("w8a8"), "'int-quantized'"),
+        ("w4a16", {"quantization_config": one_layer("w4a16")[1] | {"ignore": ["lm_head"]}}, "'lm_head'"),
+        ("bf16", config_of("w4a16"), "'compressed-tensors'"),
+        ("w4a16", {"dtype": "float32"}, "dtype: learner 'bfloat16', engine 'float32'"),
         ("w4a16", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
         ("w4a16", {"data_parallel_size": 4}, "data_parallel_size: 1 is .* a mixture of experts, the engine has 4"),
         ("w4a16", {"enable_expert_parallel": True}, "enable_expert_parallel: not supported, as a rank holds some"),
@@ -98,7 +107,7 @@ def test_an_engine_that_runs_another_kernel_is_refused(scheme, capability, kerne
         ("w4a8", {"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
     ],
 )
-def test_an_engine_with_settings_that_change_numbers_is_refused(scheme, setting, message):
+def test_an_engine_made_for_another_learner_or_with_settings_that_change_numbers_is_refused(scheme, setting, message):
     """However they got there: by command line, a file, the environment or a default of vLLM."""
     publisher, engine = publisher_to_one_engine(scheme)
     engine |= {"pipeline_parallel_size": 1, "data_parallel_size": 1, "kv_cache_dtype": "bfloat16"}

@@ -1,4 +1,5 @@
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import is_running
+from testing_utils import dead_prefix, is_running
 from testing_utils.web_servers import wait_until
 from trl_qarl.rollout import server_process as serve
 from trl_qarl.rollout.server_process import ServerProcess, free_port
@@ -20,17 +21,9 @@ from trl_qarl.wire.transfer_dir import owned_prefix
 def test_the_next_server_clears_what_a_killed_trainer_left(tmp_path, monkeypatch):
     """A trainer that is killed leaves its folder with a chunk of weights in it."""
     monkeypatch.setattr(transfer_dir, "transfer_bases", lambda: [tmp_path])
-    script = f"""
-        import os, signal
-        from pathlib import Path
-        from trl_qarl.wire.transfer_dir import owned_prefix
-        folder = Path({str(tmp_path)!r}, owned_prefix() + "token")
-        folder.mkdir()
-        (folder / "chunk").write_bytes(b"weights")
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
-    assert killed.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 1
+    left = tmp_path / f"{dead_prefix()}token"
+    left.mkdir()
+    (left / "chunk").write_bytes(b"weights")
     mine = tmp_path / f"{owned_prefix()}token"
     server = child_that_sleeps(tmp_path, mine)
     server.start()
@@ -42,6 +35,15 @@ def test_the_next_server_clears_what_a_killed_trainer_left(tmp_path, monkeypatch
 def child_that_sleeps(directory, transfer_dir):
     argv = [sys.executable, "-c", "import time; time.sleep(60)", "--port", str(free_port())]
     return ServerProcess(argv, {TRANSFER_DIR_VARIABLE: str(transfer_dir)}, directory / "server.log")
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_started(tmp_path):
+    server = child_that_sleeps(tmp_path, tmp_path / "transfer")
+    port = int(server.argv[-1])
+    refused = pytest.raises(ValueError, match=f"on port {port}.*`vllm_server_port`")
+    with socket.create_server(("127.0.0.1", port)), refused:
+        server.start()
+    assert list(tmp_path.iterdir()) == []
 
 
 HOLDS_A_QUEUE = """

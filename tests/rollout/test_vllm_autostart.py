@@ -73,15 +73,3 @@ def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
     assert complete == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert not trainer.vllm_generation.server.is_running
     assert (tmp_path / "output" / "vllm_server.log").is_file()
-
-
-def test_a_port_that_is_taken_is_refused_before_anything_is_started(tmp_path):
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"on port {port}.*`vllm_server_port`"):
-            make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_autostart=True, vllm_server_port=port)
-    assert not (tmp_path / "output" / "vllm_server.log").exists()

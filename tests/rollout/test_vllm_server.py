@@ -14,8 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-import torch
-from safetensors.torch import save_file
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
 from testing_utils.web_servers import complete, wait_until, write_certificate
@@ -25,7 +23,6 @@ from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
-from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")
@@ -52,7 +49,6 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self.answers, 900, self.log.read_text)
-        self.first_answer, self.first_state = self.complete(), self.state()
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -133,14 +129,6 @@ def make_trainer(server, tmp_path):
     release()
 
 
-def test_a_new_server_answers_but_does_not_generate(server):
-    assert server.first_answer.status_code == 503
-    assert "published" in server.first_answer.json()["error"]
-    assert server.first_state["is_open"] is False
-    command = server.log.read_text()
-    assert "Equivalent command:" in command and "vllm.entrypoints.openai.api_server" in command
-
-
 def test_a_stranger_changes_nothing(server):
     """Every route that this server has, as the server itself lists them."""
     server.wait_until_free()
@@ -167,22 +155,22 @@ def files_of(server):
     return sorted(path for path in server.transfer_dir.iterdir() if path.name != server.state()["transfer_mark"])
 
 
-def train_and_check(server, make_trainer, drawn_by=(0, 2), **arguments):
-    """A training after which the server has its weights, on which both agree, with batches drawn by these updates."""
+def train_and_check(server, make_trainer, **arguments):
+    """A training after which the server has its weights, on which both agree."""
     trainer = make_trainer(mismatch_probe_steps=1, **arguments)
     trainer.train()
     assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-    assert logged(trainer, "rollout/weight_version") == [*drawn_by]
+    assert logged(trainer, "rollout/weight_version") == [0, 2]
     assert server.complete().status_code == 200
-    last = 2 * (len(drawn_by) - 1)
-    assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith(f"{last}-")
+    assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith("2-")
     assert files_of(server) == [server.token_file]
     return trainer
 
 
 def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
     trainer = train_and_check(server, make_trainer)
+    assert "Equivalent command:" in server.log.read_text()
     audit_in_this_process(monkeypatch)
     # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
     assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
@@ -198,34 +186,9 @@ def test_a_training_that_sends_changes_over_tls_agrees(server, make_trainer):
         make_trainer(vllm_ssl_ca_certs=None)
 
 
-def test_batches_drawn_ahead_over_tls_agree(server, make_trainer, caplog):
-    options = {"vllm_transport": "http", "rollout_ahead": 1, "max_steps": 6}
-    trainer = train_and_check(server, make_trainer, drawn_by=(0, 0, 2), **options)
-    assert type(trainer.vllm_generation.engine.channel) is HTTPChannel
-    assert logged(trainer, "rollout/age_updates") == [0, 2, 2]
-    assert "lost" not in caplog.text
-
-
 def test_a_second_trainer_is_refused_and_named_the_first(server, client):
     with pytest.raises(RuntimeError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
         server.connect()
-
-
-@pytest.mark.parametrize(
-    "name", ["../weights.safetensors", "/etc/passwd", "link.safetensors", "weights.pt", "", ".safetensors", 7]
-)
-def test_only_files_in_the_transfer_directory_are_read(server, client, name):
-    outside = server.directory / "weights.safetensors"
-    save_file({"model.norm.weight": torch.zeros(128)}, outside)
-    link = server.transfer_dir / "link.safetensors"
-    ServerEngine(client, FileChannel(client)).begin()
-    link.symlink_to(outside)
-    try:
-        with pytest.raises(PublishError, match="not the name of a safetensors file|not a regular file"):
-            client.control("/update_weights", {"update_info": {"file": name}})
-    finally:
-        link.unlink()
-    assert server.complete().status_code == 503
 
 
 @pytest.mark.nightly

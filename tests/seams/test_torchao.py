@@ -1,26 +1,10 @@
 """Private parts of torchao that we use."""
 
-from importlib import import_module
-
-import pytest
 import torch
 from torchao.utils import TorchAOBaseTensor
 
 from seams import takes
 from trl_qarl.quantization.tensors import LowBitTensor
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        # Named in the documentation and in tests, or by a string.
-        ("torchao.quantization", "FqnToConfig"),
-        ("torchao.kernel", "int_scaled_matmul"),
-        ("torchao.optim", "AdamW8bit"),
-    ],
-)
-def test_what_is_named_otherwise_is_there(module, name):
-    assert hasattr(import_module(module), name), f"torchao moved {module}.{name}"
 
 
 def test_the_base_of_our_tensor_gives_what_we_do_not_write():

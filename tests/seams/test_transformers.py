@@ -6,16 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationMixin, Trainer
 
-from seams import without_place
 from testing_utils import make_tiny_config
 from trl_qarl.numerics.availability import COVERED_CLASSES
 from trl_qarl.numerics.modules import ENGINE_OPERATIONS
-from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
-
-
-@pytest.mark.parametrize("cls", [OwnGenerationConfig, SamplingLogProbs])
-def test_methods_that_we_override_are_called(cls):
-    assert without_place(cls, "transformers") == []
 
 
 def test_an_own_generation_configuration_is_updated_as_we_expect():
@@ -26,22 +19,17 @@ def test_an_own_generation_configuration_is_updated_as_we_expect():
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_models_are_made_of_the_modules_that_have_engine_numerics(arch):
-    """`COVERED_CLASSES`: each part of a decoder layer has the engine's operation, under the names we call."""
+    """`COVERED_CLASSES`: each part of a decoder layer has the engine's operation."""
     model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
     assert type(model).__name__ in COVERED_CLASSES
     layer = model.model.layers[0]
     for part in (layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
         assert type(part) in ENGINE_OPERATIONS, type(part)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx"):
-        assert hasattr(layer.self_attn, name), name
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        assert hasattr(layer.mlp, name), name
     rotary = model.model.rotary_emb
     assert type(rotary) in ENGINE_OPERATIONS and rotary.rope_type == "default"
     frequencies, _ = rotary.compute_default_rope_parameters(model.config)
     assert torch.equal(frequencies, rotary.inv_freq)
-    assert hasattr(layer.input_layernorm, "variance_epsilon") and model.config._attn_implementation
-    assert "rope_theta" in model.config.rope_parameters
+    assert model.config._attn_implementation
 
 
 def test_the_trainer_has_the_steps_that_we_stand_between():

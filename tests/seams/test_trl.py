@@ -14,20 +14,21 @@ from trl_qarl.checkpoint.pushes import PushesPolicy
 from trl_qarl.forward import FORWARD_KEYS
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
 from trl_qarl.saves import SavesRuns
 from trl_qarl.trainer_mixins import PreparesPolicy, TakesTurns
 
 
-@pytest.mark.parametrize("cls", [QaRLClient, QaRLVLLMGeneration])
-def test_methods_that_we_override_are_called(cls):
-    assert without_place(cls, "trl") == []
-
-
-# `_gathering` is a method of `PushesPolicy`.
 @pytest.mark.parametrize(
-    ("cls", "ours"), [(QaRLTrainer, []), (PushesPolicy, []), (SavesRuns, ["_gathering"]), (TakesTurns, [])]
+    ("cls", "ours"),
+    [
+        *((cls, []) for cls in (QaRLClient, QaRLVLLMGeneration, OwnGenerationConfig, SamplingLogProbs)),
+        *((cls, []) for cls in (QaRLTrainer, PushesPolicy, TakesTurns)),
+        # `_gathering` is a method of `PushesPolicy`.
+        (SavesRuns, ["_gathering"]),
+    ],
 )
-def test_methods_of_the_trainer_that_we_override_are_called(cls, ours):
+def test_methods_that_we_override_are_called(cls, ours):
     assert without_place(cls, "trl", "transformers") == ours
 
 

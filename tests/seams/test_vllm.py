@@ -1,6 +1,7 @@
 """
-Parts of vLLM that we use, by capability: names, arguments, registries, endpoints. Tests that its kernels compute what
-the learner does are in `tests/numerics/test_compare.py`.
+Parts of vLLM that we use, by capability: names, arguments, registries, endpoints. What GPUs need too, such as the
+fields of `EngineArgs`, is in test_rehearsal.py; tests that its kernels compute what the learner does are in
+`tests/numerics/test_compare.py`.
 """
 
 import dataclasses
@@ -173,31 +174,14 @@ def test_the_worker_has_what_the_extension_reads_and_calls():
     source = inspect.getsource(Worker)
     for name in ("self.weight_transfer_engine", "self._weight_update_active", "self.model_runner", "self.vllm_config"):
         assert name in source, name
-    for name in ("start_weight_update", "finish_weight_update"):
-        assert hasattr(Worker, name), name
 
 
 def test_an_engine_is_started_and_spoken_to_as_we_do():
     from vllm import LLM, SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    options = """model load_format hf_overrides dtype logprobs_mode enforce_eager weight_transfer_config worker_extension_cls
-        tensor_parallel_size gpu_memory_utilization max_model_len max_num_seqs enable_sleep_mode model_impl seed
-        distributed_executor_backend max_num_batched_tokens trust_remote_code skip_tokenizer_init enable_prefix_caching
-        enable_lora max_loras max_lora_rank lora_target_modules attention_backend block_size max_logprobs
-        limit_mm_per_prompt mm_device_do_normalize"""
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert set(options.split()) <= known, set(options.split()) - known
-    for name, arguments in {
-        "generate": "prompts sampling_params use_tqdm lora_request",
-        "sleep": "level",
-        "wake_up": "tags",
-        "update_weight_version": "",
-        "apply_model": "func",
-    }.items():
-        assert takes(getattr(LLM, name), *arguments.split()) == [], name
-    assert all(hasattr(LLM, name) for name in ("reset_prefix_cache", "reset_mm_cache", "get_weight_version"))
+    assert takes(LLM.generate, "prompts", "sampling_params", "use_tqdm", "lora_request") == []
+    assert takes(LLM.apply_model, "func") == [] and hasattr(LLM, "reset_mm_cache")
     assert takes(LLMEngine.abort_request, "request_ids", "internal") == []
     assert hasattr(LLMEngine, "reset_encoder_cache") and hasattr(LLMEngine, "is_sleeping")
     source = inspect.getsource(LLMEngine)
@@ -266,7 +250,6 @@ def test_variables_that_we_set_are_read():
     names = """VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE VLLM_CPU_INT4_W4A8 VLLM_CPU_ATTN_SPLIT_KV VLLM_SERVER_DEV_MODE
         VLLM_ENABLE_V1_MULTIPROCESSING VLLM_BATCH_INVARIANT VLLM_USE_V2_MODEL_RUNNER VLLM_LOGGING_LEVEL"""
     assert set(names.split()) <= set(envs.environment_variables)
-    assert callable(envs.disable_envs_cache)
 
 
 def test_the_server_has_the_endpoints_and_options_that_we_use():

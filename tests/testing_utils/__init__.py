@@ -225,6 +225,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def dead_prefix() -> str:
+    """Prefix of the names of a trainer that has ended."""
+    import subprocess
+    import sys
+
+    code = "from trl_qarl.wire.transfer_dir import owned_prefix; print(owned_prefix())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
     """Write `train.json` and `test.json` (`prompt`, `solution`); returns the directory for `load_dataset`."""
     path = Path(directory) / "dataset"

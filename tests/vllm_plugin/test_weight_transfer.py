@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from testing_utils import make_tiny_model, tampered
 from testing_utils.engines import (
@@ -14,9 +14,8 @@ from testing_utils.engines import (
     mismatch,
     update_masters,
 )
-from trl_qarl import export_checkpoint, load_engine, prepare_model
+from trl_qarl import export_checkpoint, load_engine
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
-from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.wire.delta import is_delta
@@ -262,7 +261,7 @@ def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
         engine_logps(publisher.engine.llm)
         with pytest.raises(PublishError, match="nan nats from the learner's"):
             publisher.publish("broken")
-    publisher.publish("after")
+    assert publisher.publish("after")["publish/unchanged_tensors"] == 0
     assert mismatch(publisher) < 1e-5
 
 
@@ -311,19 +310,6 @@ def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher, monkey
     publisher.publish("healed")
 
 
-def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
-    model = engine_model(publisher)
-    compute = model.compute_logits
-    assert publisher.publish("right")["publish/canary_abs_logp"] < 1e-5
-    with monkeypatch.context() as patch:
-        for factor in (1.1, 100.0, float("nan")):
-            patch.setattr(model, "compute_logits", lambda *args, factor=factor: compute(*args) * factor)
-            with pytest.raises(PublishError, match="fixed tokens are .* nats from the learner's on average"):
-                publisher.publish("wrong")
-            assert publisher._published == {}
-    assert publisher.publish("right again")["publish/unchanged_tensors"] == 0
-
-
 def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher, monkeypatch):
     from vllm import SamplingParams
 
@@ -343,24 +329,6 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher, 
         with pytest.raises(PublishError, match="could not empty its prefix cache"):
             publisher.publish("stale")
     publisher.publish("fresh")
-
-
-@pytest.mark.parametrize(
-    ("scheme", "swap", "dtype", "message"),
-    [
-        ("w4a16", {"group_size": 32}, torch.float32, "group_size: learner 32, engine 128"),
-        ("w8a8", {}, torch.float32, "'int-quantized'"),
-        ("w4a16", {"exclude_modules": ["o_proj"]}, torch.float32, "'lm_head'"),
-        ("w4a16", {}, torch.bfloat16, "'bfloat16'"),
-        ("bf16", {}, torch.float32, "'compressed-tensors'"),
-    ],
-)
-def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, dtype, message):
-    scheme = get_scheme(scheme, swap.pop("group_size", None))
-    other = AutoModelForCausalLM.from_pretrained(publisher.model.name_or_path, dtype=torch.float32)
-    prepare_model(other, scheme, scale_dtype=dtype, **swap)
-    with pytest.raises(ValueError, match=message):
-        Publisher(other, dtype, publisher.engine).check_engine()
 
 
 def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):

@@ -124,6 +124,8 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
     engine.load = received.update
     engine.receive_weights(FileUpdateInfo("x.safetensors"))
     assert received["weight"].item() == 1.0
+    with pytest.raises(ValueError, match="not the name of a safetensors file"):
+        engine.receive_weights(FileUpdateInfo("../another/x.safetensors"))
     # As long as nobody else can write to it.
     first.chmod(0o777)
     with pytest.raises(ValueError, match="others may write to it"):

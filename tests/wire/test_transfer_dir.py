@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from trl_qarl.wire import transfer_dir
-from trl_qarl.wire.transfer_dir import check_transfer_dir, default_transfer_dir, make_transfer_dir
+from trl_qarl.wire.transfer_dir import check_transfer_dir, confined_path, default_transfer_dir, make_transfer_dir
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,15 @@ def test_the_directory_is_its_owners_alone_and_one_that_others_may_change_takes_
     somebody = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: somebody)
     refused(directory, "belongs to user")
+
+
+@pytest.mark.parametrize(
+    "name", ["../weights.safetensors", "/etc/passwd", "link.safetensors", "weights.pt", "", ".safetensors", 7]
+)
+def test_only_files_in_the_transfer_directory_are_read(tmp_path, name):
+    directory, outside = tmp_path / "transfer", tmp_path / "weights.safetensors"
+    make_transfer_dir(directory)
+    outside.touch()
+    (directory / "link.safetensors").symlink_to(outside)
+    with pytest.raises(ValueError, match="not the name of a safetensors file|not a regular file"):
+        confined_path(str(directory), name)

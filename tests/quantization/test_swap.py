@@ -74,13 +74,6 @@ def test_models_that_cannot_be_prepared_are_refused(make_model, message):
         prepare_model(make_model(), "w8a8")
 
 
-def test_bf16_converts_nothing():
-    model = tiny()
-    report = prepare_model(model, "bf16")
-    assert not report.converted and not quantized_layers(model)
-    assert "high precision" in str(report)
-
-
 def test_a_restored_model_is_the_untouched_one_and_so_is_a_disabled_one_outside_of_the_context():
     model, tokens = tiny(), torch.randint(4, 200, (2, 8))
     with torch.no_grad():

@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 
@@ -51,22 +49,6 @@ def test_scheduler_reaches_both_parts():
         scheduler.step()
         groups = [group for part in optimizer.parts.values() for group in part.param_groups]
         assert {group["lr"] for group in groups} == {expected}
-
-
-def test_state_dict_round_trip_continues_identically():
-    model = tiny("qwen2")
-    optimizer = make(model)
-    update(model, optimizer)
-    other = copy.deepcopy(model)
-    resumed = make(other)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(resumed, lambda step: 1.0)
-    for _ in range(2):
-        update(model, optimizer)
-        update(other, resumed)
-        scheduler.step()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_state_of_another_optimizer_is_refused():

@@ -55,16 +55,9 @@ class Compare(TrainerCallback):
             name: LowBitTensor.from_hp(layer.weight.detach(), layer.scheme, layer.scale_dtype)
             for name, layer in layers.items()
         }
-        self.moved.append({name for name in layers if name in self.codes and self._differ(fresh, self.codes, name)})
-        used = {name: layer.low_bit_weight() for name, layer in layers.items()}
-        self.stale.append({name for name in layers if self._differ(used, fresh, name)})
+        self.moved.append({name for name in self.codes if not torch.equal(fresh[name], self.codes[name])})
+        self.stale.append({name for name in layers if not torch.equal(layers[name].low_bit_weight(), fresh[name])})
         self.codes = fresh
-
-    @staticmethod
-    def _differ(left, right, name):
-        return not (
-            torch.equal(left[name].qdata, right[name].qdata) and torch.equal(left[name].scale, right[name].scale)
-        )
 
 
 # torchao's optimizers compile their step for most of a minute, which is not what is tested.

@@ -52,8 +52,29 @@ def heed_signals():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@contextmanager
+def running(folder, prefix, arguments, is_up, environment=None):
+    """A command once it is up and, where that is another one, the process that began with `prefix`."""
+    log = folder / "log.txt"
+    with open(log, "w") as file:
+        command = [*prefix, sys.executable, "-m", "trl_qarl.cli", *arguments]
+        process = psutil.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=heed_signals)
+    try:
+        deadline = time.monotonic() + 240
+        while not is_up(found := (process.children() or [None])[0] if prefix else process):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield found, process
+    finally:
+        # What is left of it after its command has gone is found by its working directory.
+        for one in psutil.process_iter(["cwd"]):
+            if one.info["cwd"] == str(folder):
+                one.kill()
+        process.wait()
+
+
 @pytest.fixture
-def train(train_argv, tmp_path, monkeypatch):
+def train(train_argv, tmp_path):
     """A training of many steps by the command, `train(prefix, options)`, which has saved two checkpoints."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     options = dict(zip(train_argv[::2], train_argv[1::2], strict=True))
@@ -61,25 +82,9 @@ def train(train_argv, tmp_path, monkeypatch):
     words = [word for option in options.items() for word in option]
     environment = {**os.environ, "PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
 
-    @contextmanager
     def start(prefix=(), options=()):
-        command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "train", *words, *options]
-        with open(tmp_path / "log.txt", "w") as log:
-            process = psutil.Popen(
-                command, cwd=tmp_path, env=environment, stdout=log, stderr=log, preexec_fn=heed_signals
-            )
-        try:
-            deadline = time.monotonic() + 240
-            while not is_complete(tmp_path / "run" / "checkpoint-2"):
-                assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
-                time.sleep(0.1)
-            yield process.children()[0] if prefix else process, process
-        finally:
-            # What is left of it after its command has gone is found by its working directory.
-            for one in psutil.process_iter(["cwd"]):
-                if one.info["cwd"] == str(tmp_path):
-                    one.kill()
-            process.wait()
+        is_up = lambda _: is_complete(tmp_path / "run" / "checkpoint-2")  # noqa: E731
+        return running(tmp_path, prefix, ["train", *words, *options], is_up, environment)
 
     return start
 
@@ -198,22 +203,10 @@ def test_a_child_ends_with_its_parent(tmp_path):
 def test_a_server_ends_by_sigterm_before_it_is_up(tiny_model, tmp_path, prefix):
     """vLLM has a handler of its own once it is up; process 1 without one would not hear of the signal until then."""
     options = ["--model", tiny_model, "--port", str(free_port()), "--transfer_dir", str(tmp_path / "transfer")]
-    command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "vllm-serve", *options]
-    with open(tmp_path / "log.txt", "w") as log:
-        process = psutil.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 120
-        while prefix and not process.children() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        server = process.children()[0] if prefix else process
-        while "vllm.entrypoints.openai.api_server" not in server.cmdline():
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
-            time.sleep(0.1)
+    is_up = lambda server: server and "vllm.entrypoints.openai.api_server" in server.cmdline()  # noqa: E731
+    with running(tmp_path, prefix, ["vllm-serve", *options], is_up) as (server, process):
         time.sleep(2)
         everything = [server, *server.children(recursive=True)]
         server.terminate()
         assert ended(everything, 30)
         assert process.wait() == 143
-    finally:
-        for one in [*process.children(recursive=True), process] if process.is_running() else []:
-            one.kill()

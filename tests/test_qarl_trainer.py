@@ -125,16 +125,6 @@ def test_synchronised_reference_is_quantized_anew_where_the_optimizers_step_was_
         assert torch.equal(after, trainer.model(tokens).logits) and not torch.equal(after, before)
 
 
-def test_scoring_in_train_and_eval_mode_is_identical(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path)
-    trainer.model.train()
-    inputs = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 4)
-    with torch.no_grad():
-        training, _, _ = trainer._score(trainer.model.train(), inputs)
-        evaluating, _, _ = trainer._score(trainer.model.eval(), inputs)
-    assert torch.equal(training, evaluating)
-
-
 def test_an_environment_may_supply_the_prompts(tiny_model, tmp_path):
     pytest.importorskip("jmespath", reason="TRL asks for it before transformers 5.13")
 

@@ -6,7 +6,6 @@ import re
 
 import numpy
 import pytest
-import torch
 from trl import GRPOConfig
 
 from testing_utils.trainings import SIGNED, config
@@ -122,18 +121,6 @@ def test_a_value_that_cannot_be_is_refused_by_name(tmp_path, options, names):
 def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, objective, options, names):
     with pytest.raises(ValueError, match=names):
         config(tmp_path, use_vllm=True, objective=objective, **options)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_masters_below_float32_are_refused_unless_allowed(tmp_path, dtype):
-    # By the trainer, which knows whether an adapter leaves them as they are.
-    options = {"model_init_kwargs": {"dtype": dtype}, "learning_rate": 3e-6}
-    problem = low_precision_masters(config(tmp_path, **options), dtype)
-    assert re.search(r"masters are bfloat16.*0.02 moves in steps of 1.2e-04.*=3e-06.*remove `dtype`", problem)
-    assert low_precision_masters(config(tmp_path, **options, allow_low_precision_masters=True), dtype) is None
-    # Those that may be float32 pass.
-    for may_be_float32 in ("auto", None, "float32", torch.float64):
-        assert low_precision_masters(config(tmp_path), may_be_float32) is None
 
 
 def test_float16_masters_are_refused_for_every_quantized_scheme(tmp_path):

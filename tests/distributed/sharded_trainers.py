@@ -185,15 +185,6 @@ def assert_agrees(trainer, ddp):
     return rows
 
 
-def colocated_engines_are_filled_by_every_process(folder):
-    """Each with one of its own; and with the learner's arithmetic, log-probs are the engine's."""
-    if find_spec("vllm") is None:
-        return
-    numerics = {"bf16": True, "numerics": "engine"} if has_engine_kernels() else {}
-    for trainer in train(folder, "colocated", launch={}, **COLOCATED, **numerics):
-        assert_follows(trainer, bound=0.0 if numerics else 1e-5)
-
-
 SERVED = {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
 SERVED |= {"max_completion_length": 4}
 
@@ -353,3 +344,12 @@ def processes_that_disagree_are_told_so(folder):
         next(train(folder, "merged", launch=launch, lora=LORA, lora_mode="merged"))
     with pytest.raises(ValueError, match="'model.layers.0.mlp' is gathered apart"):
         next(train(folder, "split", launch={"transformer_cls_to_wrap": "Qwen2MLP"}))
+
+
+def colocated_engines_are_filled_by_every_process(folder):
+    """Each with one of its own; and with the learner's arithmetic, log-probs are the engine's."""
+    if find_spec("vllm") is None:
+        return
+    numerics = {"bf16": True, "numerics": "engine"} if has_engine_kernels() else {}
+    for trainer in train(folder, "colocated", launch={}, **COLOCATED, **numerics):
+        assert_follows(trainer, bound=0.0 if numerics else 1e-5)

@@ -7,6 +7,7 @@ Checks claims about DDP, FSDP2 and DeepSpeed on several processes. Each rank wri
 import datetime
 import importlib
 import json
+import re
 import sys
 import time
 import traceback
@@ -14,36 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-CLAIMS = (
-    "codes_are_those_of_one_process",
-    "one_process_gathers_codes_and_scales",
-    "writes_are_seen_without_a_step",
-    "training_equals_one_process",
-    "a_trainer_trains_what_it_trains_with_whole_masters",
-    "a_mixture_trains_what_it_trains_with_whole_masters",
-    "an_adapter_trains_what_it_trains_beside_a_whole_base",
-    "precisions_in_turn_train_what_they_train_with_whole_masters",
-    "engine_numerics_train_what_they_train_with_whole_masters",
-    "operations_are_put_into_sharded_modules",
-    "batches_drawn_ahead_train_what_they_train_with_whole_masters",
-    "a_reference_is_low_bit_and_sharded_too",
-    "a_run_goes_on_from_its_checkpoint",
-    "one_process_goes_on_from_a_checkpoint_of_two",
-    "two_processes_go_on_from_a_checkpoint_of_one",
-    "processes_that_disagree_are_told_so",
-    "zero_trains_what_it_trains_with_whole_state",
-    "zero_resumes_its_own_checkpoints_alone",
-    "colocated_engines_are_filled_by_every_process",
-    "zero_fills_colocated_engines",
-    "zero_trains_batches_drawn_ahead",
-    "processes_train_the_same_weights_and_go_on_from_a_checkpoint",
-    "two_processes_train_with_engine_numerics",
-    "one_process_trains_with_engine_numerics_what_two_did",
-    "two_processes_share_one_server",
-    "what_fails_on_one_process_ends_both_with_a_checkpoint",
-    "pictures_train_what_they_train_with_whole_masters",
-    "processes_that_have_pictures_or_none_are_told_so",
-)
+MODULES = ("sharded_codes", "sharded_checkpoints", "sharded_trainers", "zero", "ddp", "fail_ddp", "sharded_pictures")
 NIGHTLY = (
     "zero_trains_pictures",
     "pictures_are_shown_to_an_engine_in_every_process",
@@ -54,6 +26,13 @@ NIGHTLY = (
     "a_killed_process_leaves_a_checkpoint",
     "zero_leaves_a_checkpoint_when_a_process_is_killed",
 )
+CLAIMS = [
+    claim
+    for path in (Path(__file__).with_name(f"{module}.py") for module in MODULES)
+    for claim in re.findall(r"^def (\w+)\(folder\):", path.read_text(), re.MULTILINE)
+    if claim not in NIGHTLY
+]
+"""Functions of a folder alone, found without an import of their modules, which takes long."""
 AFTER = {
     "one_process_goes_on_from_a_checkpoint_of_two": ["a_run_goes_on_from_its_checkpoint"],
     "two_processes_go_on_from_a_checkpoint_of_one": [
@@ -68,7 +47,6 @@ AFTER = {
 """Claims that go on from the files of others."""
 ALONE = ("one_process_goes_on_from_a_checkpoint_of_two", "one_process_trains_with_engine_numerics_what_two_did")
 BY_ONE = (*ALONE, "zero_resumes_its_own_checkpoints_alone")
-MODULES = ("ddp", "fail_ddp", "sharded_checkpoints", "sharded_codes", "sharded_pictures", "sharded_trainers", "zero")
 
 
 def check(names, folder, rank, path):

@@ -131,6 +131,7 @@ def test_frozen_experts_compute_what_they_did_and_hold_no_master(mixtures, arch,
     masters = sum(weight.parameter.nbytes for _, weight in Inventory.of(model).weights())
     expected = model(ids).logits
     assert change(model) == (masters if change is freeze_model else len(report.converted))
+    assert change is convert_model or (report.master_bytes, freeze_model(model)) == (masters, 0)
     assert [*quantized_layers(model)] == [*(report.converted if change is freeze_model else report.num_experts)]
     logits = model(ids).logits
     assert torch.equal(logits, expected)

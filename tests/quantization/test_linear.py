@@ -115,11 +115,6 @@ def held(layer):
     return low_bit
 
 
-def assert_not_stale(layer, weight, low_bit):
-    expected = LowBitTensor.from_hp(weight, layer.scheme, layer.scale_dtype)
-    assert torch.equal(low_bit.qdata, expected.qdata) and torch.equal(low_bit.scale, expected.scale)
-
-
 def test_functional_call_with_fresh_weights_is_never_stale():
     layer, x = make(bias=False), torch.eye(256)
     addresses = []
@@ -139,12 +134,12 @@ def test_another_tensor_on_the_same_memory_is_never_stale():
         alias = weight.data
         alias.mul_(1)  # one write is counted for each alias
         torch.func.functional_call(layer, {"weight": alias}, (torch.randn(1, 256),))
-        assert_not_stale(layer, alias, held(layer))
+        assert torch.equal(held(layer), LowBitTensor.from_hp(alias, layer.scheme, layer.scale_dtype))
         alias.neg_()
         again = alias.data
         again.mul_(1)
         torch.func.functional_call(layer, {"weight": again}, (torch.randn(1, 256),))
-        assert_not_stale(layer, again, held(layer))
+        assert torch.equal(held(layer), LowBitTensor.from_hp(again, layer.scheme, layer.scale_dtype))
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -171,14 +166,6 @@ def test_weight_made_in_inference_mode_says_what_to_do():
         linear = nn.Linear(256, 96)
     with pytest.raises(ValueError, match="inference_mode"):
         QuantizedLinear.from_linear(linear, get_scheme("w4a16"))
-
-
-def test_quantized_in_inference_mode_then_trained():
-    layer = make(dtype=torch.bfloat16)
-    with torch.inference_mode():
-        layer(torch.randn(4, 256, dtype=torch.bfloat16))
-    layer(torch.randn(4, 256, dtype=torch.bfloat16)).sum().backward()
-    assert layer.weight.grad is not None
 
 
 def test_write_through_data_needs_invalidate():

@@ -77,9 +77,3 @@ def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
 def test_a_name_that_there_is_not_is_refused_with_one_that_there_is(name, message):
     with pytest.raises(ValueError, match=rf"Unknown scheme '{name}'.*{message}"):
         get_scheme(name)
-
-
-def test_another_grid_is_described_as_what_it_is_stored_in():
-    for name in ("w3a16", "w2a16", "w4a16-observer", "w3a16-observer", "w2a16-observer"):
-        assert get_scheme(name).weight_args(32) == get_scheme("w4a16").weight_args(32)
-        assert get_scheme(name).weight_args(32)["num_bits"] == 4

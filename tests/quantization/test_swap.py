@@ -6,7 +6,8 @@ from torch import nn
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM
 
-from testing_utils.layers import LAYERS, tiny
+from testing_utils.layers import LAYERS, bits, tiny
+from testing_utils.trainings import assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.gemm import has_fast_bf16
@@ -72,13 +73,6 @@ def prepared():
 def test_models_that_cannot_be_prepared_are_refused(make_model, message):
     with pytest.raises(ValueError, match=message):
         prepare_model(make_model(), "w8a8")
-
-
-def test_bf16_converts_nothing():
-    model = tiny()
-    report = prepare_model(model, "bf16")
-    assert not report.converted and not quantized_layers(model)
-    assert "high precision" in str(report)
 
 
 def test_a_restored_model_is_the_untouched_one_and_so_is_a_disabled_one_outside_of_the_context():
@@ -148,10 +142,6 @@ def is_projection(module, name):
     return name.endswith("_proj")
 
 
-def bits(tensors):
-    return {name: (tensor.dtype, tensor.view(torch.uint8).tolist()) for name, tensor in tensors}
-
-
 def test_quantize_prepares_the_same_parameters_and_gives_what_prepare_model_gives():
     ours, theirs = tiny("qwen2"), tiny("qwen2")
     parameters = dict(theirs.named_parameters())
@@ -191,23 +181,8 @@ def test_a_converted_model_computes_publishes_and_exports_what_the_prepared_one_
     assert bits(iter_checkpoint_tensors(model, dtype)) == published
     assert quantization_config(Inventory.of(model)) == config
     export_checkpoint(model, tmp_path / "converted")
-    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / step).state_dict() for step in ("prepared", "converted")]
-    assert loaded[0].keys() == loaded[1].keys()
-    assert all(torch.equal(tensor, loaded[1][name]) for name, tensor in loaded[0].items())
-
-
-def test_a_state_dict_restores_a_converted_model():
-    model, other = tiny(), tiny()
-    for m in (model, other):
-        prepare_model(m, "w8a8")
-    with torch.no_grad():
-        for layer in quantized_layers(other).values():
-            layer.weight.mul_(2).add_(0.01)
-    convert_model(model), convert_model(other)
-    tokens = torch.randint(4, 200, (2, 8))
-    assert not torch.equal(model(tokens).logits, other(tokens).logits)
-    model.load_state_dict(other.state_dict())
-    assert torch.equal(model(tokens).logits, other(tokens).logits)
+    steps = ("prepared", "converted")
+    assert_equal(*(AutoModelForCausalLM.from_pretrained(tmp_path / step).state_dict() for step in steps))
 
 
 def test_conversion_without_preparation_or_twice_is_refused():

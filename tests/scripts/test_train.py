@@ -8,11 +8,11 @@ import sys
 from argparse import Namespace
 
 import pytest
-import torch
 import yaml
 from trl import GRPOConfig
 
 from testing_utils import path_without
+from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
 from trl_qarl.cli import main
 from trl_qarl.options import own_options
@@ -122,9 +122,7 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
     assert main([*command, *options]) == 0
     assert "7 linear layers quantized (4 w8a8 per output channel, 3 w4a16 group 32)" in capsys.readouterr().out
     for name, tensors in exported.items():
-        again = load_file(out / name)
-        assert again.keys() == tensors.keys()
-        assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
+        assert_equal(load_file(out / name), tensors)
 
 
 def test_training_ends_with_an_export_of_the_policy_unless_told_otherwise(train_argv, tmp_path, capsys):

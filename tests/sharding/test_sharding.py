@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trl_qarl.quantization.storage import is_sharded, num_elements, shapes_of, storage_of
-from trl_qarl.sharding.accelerate import shard_when_prepared, sharded_by
+from trl_qarl.sharding.accelerate import sharded_by
 from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
 
 
@@ -44,10 +44,3 @@ def test_the_forward_computes_in_bfloat16_and_returns_float32():
 )
 def test_who_shards_is_said_by_name(state, expected):
     assert sharded_by(SimpleNamespace(state=SimpleNamespace(**state))) == expected
-
-
-def test_models_that_stay_whole_are_left_alone():
-    model, seen = nn.Linear(2, 2), []
-    accelerator = SimpleNamespace(prepare=lambda *models: models)
-    shard_when_prepared(accelerator, seen.append)
-    assert accelerator.prepare(model, None) == (model, None) and not seen and type(model.weight.data) is torch.Tensor

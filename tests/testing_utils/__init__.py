@@ -295,31 +295,15 @@ ADAPTED_PLAN = {
 }
 
 
-def make_trainer(
-    model,
-    output_dir,
-    reward=spread,
-    train_dataset=None,
-    eval_dataset=None,
-    callbacks=None,
-    peft_config=None,
-    rollout_func=None,
-    **arguments,
-):
-    """A [`QaRLTrainer`] with the arguments [`TRAINING`], by default with rollouts of the learner itself."""
+def make_trainer(model, output_dir, reward=spread, train_dataset=None, eval_dataset=None, **options):
+    """A [`QaRLTrainer`] with the arguments [`TRAINING`], by default with rollouts of the learner itself. Its other
+    objects are told from options by their names."""
     from trl_qarl import QaRLConfig, QaRLTrainer
 
-    args = QaRLConfig(str(output_dir), **(TRAINING | arguments))
-    return QaRLTrainer(
-        model,
-        reward,
-        args,
-        train_dataset or make_problems(),
-        eval_dataset,
-        callbacks=callbacks,
-        peft_config=peft_config,
-        rollout_func=rollout_func,
-    )
+    names = {"callbacks", "peft_config", "rollout_func", "quantization_config"} & options.keys()
+    objects = {name: options.pop(name) for name in names}
+    args = QaRLConfig(str(output_dir), **(TRAINING | options))
+    return QaRLTrainer(model, reward, args, train_dataset or make_problems(), eval_dataset, **objects)
 
 
 def fixed_completions(prompts, trainer):
@@ -355,7 +339,7 @@ def stop_at(step: int):
     return StopAt()
 
 
-def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, peft_config=None, **arguments):
+def make_vllm_trainer(directory, arch: str = "llama", **arguments):
     """A [`QaRLTrainer`] with float32 rollouts in vLLM on the CPU, on a tiny model and dataset made in `directory`."""
     from datasets import load_dataset
 
@@ -368,8 +352,6 @@ def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, peft_confi
         count_digits,
         dataset["train"],
         dataset["test"].select(range(2)),
-        callbacks,
-        peft_config,
         **(defaults | arguments),
     )
 

@@ -30,6 +30,11 @@ def tiny(arch="llama", seed=0, **overrides):
     return AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
 
 
+def bits(tensors):
+    """Dtypes and bytes of tensors, which come with their names."""
+    return {name: (tensor.dtype, tensor.view(torch.uint8).tolist()) for name, tensor in tensors}
+
+
 @torch.no_grad()
 def logits(model, tokens=TOKENS):
     return model(tokens).logits

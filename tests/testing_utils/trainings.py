@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from testing_utils import TRAINING, make_problems, spread
+from testing_utils import TRAINING, make_trainer, spread
 from trl_qarl.qarl_config import QaRLConfig
-from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.schemes import SCHEMES
 
 
@@ -34,27 +33,20 @@ def config(output_dir, **kwargs):
     return QaRLConfig(str(output_dir), use_cpu=True, **kwargs)
 
 
+def _options(objective="tbpo", **given):
+    names = ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high")
+    bands = dict.fromkeys(names, 0.1) if objective == "tbpo" else {}
+    # The same on every processor.
+    return {"bf16": True, "objective": objective} | bands | given
+
+
 def arguments(output_dir, **kwargs):
-    defaults = {
-        # The same on every processor.
-        "bf16": True,
-        "negative_epsilon_low": 0.1,
-        "negative_epsilon_high": 0.1,
-        "positive_epsilon_high": 0.1,
-    }
-    if kwargs.get("objective", "tbpo") != "tbpo":
-        for name in ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"):
-            del defaults[name]
-    return QaRLConfig(str(output_dir), **(TRAINING | defaults | kwargs))
+    return QaRLConfig(str(output_dir), **(TRAINING | _options(**kwargs)))
 
 
 def make(model, output_dir, reward=spread, train_dataset=None, **kwargs):
-    """A trainer with [`arguments`]; its other objects are told from options by their names."""
-    objects = {
-        name: kwargs.pop(name) for name in ("callbacks", "peft_config", "quantization_config") if name in kwargs
-    }
-    args = arguments(output_dir, **kwargs)
-    return QaRLTrainer(model, reward, args, train_dataset or make_problems(), **objects)
+    """A trainer with [`arguments`], and its other objects."""
+    return make_trainer(model, output_dir, reward, train_dataset, **_options(**kwargs))
 
 
 def lora(**kwargs):

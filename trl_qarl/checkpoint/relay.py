@@ -120,7 +120,10 @@ class Relay:
             self._versions, self._held = [], PatchBook()
         last = self._versions[-1] if self._versions else None
         if last is not None and last["version"] == version:
-            if not self._held.tensors and last["weights"] != weights:
+            if self._held.tensors:
+                # The next patch begins with the tensors that were written.
+                return
+            if last["weights"] != weights:
                 raise ValueError(
                     f"publish_dir={str(self._folder)!r} has version {version} with other weights than those from which this run "
                     "continues: it belongs to another run. Choose an empty folder."

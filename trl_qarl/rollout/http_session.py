@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import requests
 from typing_extensions import override
 
+from ..wire.handshake import json_object
 from ..wire.protocol import PublishError
 
 
@@ -118,8 +119,5 @@ def check_finished(url: str, answer: Any) -> Any:
 
 def error_text(response: requests.Response) -> str:
     """Return the error message of a response."""
-    try:
-        error = response.json().get("error", response.text)
-    except ValueError:
-        return response.text.strip()[:2000]
+    error = json_object(response.content).get("error", response.text.strip()[:2000])
     return error.get("message", str(error)) if isinstance(error, dict) else str(error)

@@ -210,7 +210,7 @@ def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor],
     problems = [*_different_settings(base, model.config), *_different_tensors(base, model.config, policy)]
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is not None:
-        theirs, added = _metadata(base, "tokenizer.ggml.tokens"), tokenizer.get_added_vocab()
+        theirs, added = _metadata(base, "tokenizer.ggml.tokens", []), tokenizer.get_added_vocab()
         ours = {token: index for token, index in tokenizer.get_vocab().items() if token not in added}
         differing = [token for token, index in ours.items() if index >= len(theirs) or theirs[index] != token]
         if differing:

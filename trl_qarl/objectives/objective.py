@@ -177,6 +177,12 @@ class Objective:
             yield (
                 f"importance_sampling_level={config.importance_sampling_level!r} is unknown. Choose 'token' or 'sequence'."
             )
+        for name in ("epsilon", "epsilon_high"):
+            if not (getattr(config, name) or 0.0) >= 0.0:
+                yield f"{name}={getattr(config, name)!r} must be at least 0: it is an offset from a ratio of 1."
+        cap = config.vllm_importance_sampling_clip_max
+        if cap is not None and not cap > 0.0:
+            yield f"vllm_importance_sampling_clip_max={cap!r} must be greater than 0: it bounds a ratio of probabilities."
 
     def problems_of_batch(self, config: Any) -> Iterator[str]:
         """Yield problems of generation batches, once their size is known."""

@@ -184,7 +184,7 @@ def test_a_list_is_a_cycle_over_batches_and_a_mapping_a_schedule_over_updates(pr
         ({False: 4}, "numbers of updates"),
         ({0: 4, 9: {}}, "neither a list of bits"),
         ([{"a": "3"}], "neither a list of bits.*numbers by patterns"),
-        ([{"re:(": 3}], "precisions: 're:\\(' holds no regular expression"),
+        ([{"re:(": 3}], "precisions: 're:\\(' is not a valid regular expression"),
         ([{3: 3}], "precisions: 3 is not a pattern"),
     ],
 )

@@ -192,7 +192,7 @@ def _add_grid(digest, weight: LowBitTensor) -> None:
         if operand.per_group:
             _add(digest, tensor)
         else:
-            # Twice the base may have the same codes and scales.
+            # A base and its double may have the same codes and scales, and differ only in this number.
             digest.update(str(tensor[0].item()).encode())
 
 

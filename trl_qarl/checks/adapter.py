@@ -16,7 +16,7 @@ from .refused import REFUSED_BY_LORA
 _HONOURED = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"),
     *("layers_to_transform", "layers_pattern", "task_type"),
-    # Contradictions inside the configuration.
+    # PEFT's own entries, without effect on the training.
     *("peft_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
     "runtime_config",
 )
@@ -60,6 +60,7 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
 
 
 def is_nf4(quantization_config: Any) -> bool:
+    """Return whether a `quantization_config` loads a model in bitsandbytes' 4 bits."""
     return bool(getattr(quantization_config, "load_in_4bit", False))
 
 

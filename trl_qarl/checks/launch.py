@@ -170,7 +170,7 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
             "broadcast it to the other ranks. Use fsdp_cpu_ram_efficient_loading: false"
         )
     if args.sync_ref_model:
-        yield ("sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it")
+        yield "sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it"
     kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
         yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"

@@ -47,8 +47,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     TRL's backend for a learner prepared by [`prepare_model`]. `options`, a [`QaRLConfig`], are those of server and
     connection, `dtype` is the engine's, and `weight_version` returns the name of the learner's current weights.
 
-    The main process has the `engine` of a server, and other processes do not; `description` is what it was built for.
-    A `server` that was started here is restarted when it ends. `publication` are measurements of the last publication,
+    Only the main process has the `engine` of a server and its `description` ([`Engine.describe`]). A `server` that was
+    started here is restarted when it ends. `publication` has the measurements of the last publication, and
     `published_version` is the version that it has stamped on the engine's weights.
     """
 

@@ -57,8 +57,8 @@ class Publisher:
     `model` is a learner, prepared by [`prepare_model`] or unquantized; tensors that are not quantized are rounded to
     the engine's `dtype`. A process that only takes part in gathering ([`~Publisher.join`]) has no `engine`. A
     `tokenizer` or processor is compared with the engine's, and log-probs after each publication. With `delta` only
-    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised by
-    [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
+    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised for a model
+    with a [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
     """
 
     def __init__(

@@ -45,8 +45,7 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any
 
 
 def padded_logps(rows: Sequence[Sequence[float | None]], length: int) -> torch.Tensor:
-    """Return the log-probs of completions as a tensor `(B, length)`, padded with zeros; `None` stands for NaN, as in
-    TRL."""
+    """Return the log-probs of completions, `(B, length)` float32, padded with zeros; `None` stands for NaN."""
     logps = torch.zeros(len(rows), length)
     for target, row in zip(logps, rows, strict=True):
         target[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])

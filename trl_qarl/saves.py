@@ -63,8 +63,7 @@ class SavesRuns(PushesPolicy):
         else:
             start, random_state = self._epoch_start
             if self.state.global_step == start:
-                # Iterating a loader draws a seed for its workers, and a resumed run draws it again when the epoch
-                # begins.
+                # Iterating a loader draws a seed for its workers; a resumed run draws it again as the epoch begins.
                 torch.set_rng_state(random_state)
             try:
                 self._save_checkpoint(self.model, trial=None)
@@ -235,8 +234,7 @@ class SavesRuns(PushesPolicy):
             logger.warning(message, checkpoint, len(batch.ahead))
 
     def _check_folders_are_free(self) -> None:
-        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Called before a server
-        starts."""
+        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`, before a server starts."""
         args = self.args
         with all_or_none(self.accelerator):
             if self.accelerator.is_main_process:

@@ -126,8 +126,7 @@ def export_gguf(
     writer = gguf.GGUFWriter(partial, _metadata(base, "general.architecture"))
     writer.data_alignment = base.alignment
     for field in base.fields.values():
-        # Skip fields of the reader and the writer, and fields about the original weights. The writer refuses empty
-        # arrays.
+        # Skip fields of reader and writer or about the original weights, and empty arrays, which the writer refuses.
         is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
         if not is_about_weights and (value := field.contents()) != []:
             kinds = field.types

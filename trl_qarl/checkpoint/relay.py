@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 
 class Relay:
     """
-    Writer of the folder of a run during training. It keeps a copy of the last version, as large as an export, in host
-    memory.
+    Writer of the folder of a run during training. It holds the last version, as large as an export, in host memory.
 
     `output_dir` identifies the run. Versions after update `resumed_at`, at which the run is resumed, are dropped. A
     run that starts again without a complete checkpoint drops all versions. `ValueError` is raised if another trainer
@@ -206,8 +205,7 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
     README.md, which is the base's, equal the original export byte for byte. `folder` was written by a [`Relay`], or is
     a copy of such a folder; `output_dir` is as for [`export_checkpoint`].
 
-    `ValueError` is raised if there is no such version, and names a file that is missing, damaged or belongs to another
-    version.
+    `ValueError` is raised if there is no such version, and names a missing or damaged file, or one of another version.
     """
     folder = Path(folder)
     entries = _read_manifest(folder)["versions"]

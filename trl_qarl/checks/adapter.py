@@ -65,8 +65,7 @@ def is_nf4(quantization_config: Any) -> bool:
 
 
 def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool) -> Iterator[str]:
-    """Yield problems of a base that is loaded quantized, which is only possible with bitsandbytes' 4 bits below an
-    adapter (QLoRA)."""
+    """Yield problems of a base that is loaded quantized, which is supported only for QLoRA (bitsandbytes' 4 bits)."""
     if quantization_config is None:
         return
     if not is_nf4(quantization_config):
@@ -95,8 +94,7 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
 
 
 def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
-    """Yield problems of `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and with `is_served` for
-    vLLM."""
+    """Yield problems of a `PeftConfig` for a base that stays frozen and low-bit, and with `is_served` for vLLM."""
     peft_type = getattr(config, "peft_type", None)
     if getattr(peft_type, "value", peft_type) != "LORA":
         yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."

@@ -53,8 +53,7 @@ LAUNCHES_BY_FILES = {
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
-    Check the settings of `accelerate launch`, make FSDP2 add up gradients in float32, and make DeepSpeed keep masters
-    in float32.
+    Check the settings of `accelerate launch`, and have FSDP2 add up gradients and DeepSpeed keep masters in float32.
 
     Raises:
         NotImplementedError: for unsupported settings.

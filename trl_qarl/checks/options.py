@@ -298,8 +298,7 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:
-    """Return an option that is a dictionary, `{}` for `None`. The command line gives JSON text, which the base class
-    parses later."""
+    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed."""
     value = getattr(config, name)
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):

@@ -1,5 +1,4 @@
-"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with the weight sync of this
-package."""
+"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with this package's weight sync."""
 
 import logging
 import secrets

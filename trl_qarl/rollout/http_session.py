@@ -30,8 +30,7 @@ class ServerLost(ConnectionError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn the error of a request that the server refuses into [`PublishError`], unless the session is not valid
-    (409)."""
+    """Turn a server's refusal of a request into [`PublishError`], unless the session is invalid (status 409)."""
     try:
         yield
     except ServerLost as error:

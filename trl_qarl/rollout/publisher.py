@@ -248,8 +248,7 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
     """Make one call of an engine at a time. After an exception no call is left running, for the next attempt."""
     call, num_threads = BackgroundCall(in_thread=engine.works_meanwhile), torch.get_num_threads()
     if engine.works_meanwhile:
-        # Leave cores to the engine: with more threads than cores, threads busy-wait, and quantizing takes several
-        # times as long.
+        # Leave cores to the engine: more threads than cores busy-wait, and quantizing takes several times as long.
         torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield call

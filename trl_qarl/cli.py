@@ -94,8 +94,7 @@ def _run(argv: list[str]) -> int:
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """Return the arguments of `accelerate launch` that run the training script with `script_args`. `launch_args` may
-    contain TRL's `--accelerate_config`. `num_cpus` is the number of threads of one process on a CPU, `None` with an
-    accelerator."""
+    contain TRL's `--accelerate_config`. `num_cpus` is the number of threads of a process on a CPU, else `None`."""
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     launch_args = resolve_accelerate_config_argument(launch_args)

@@ -29,8 +29,8 @@ COMMANDS = {
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
     "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
     "report": "Write an HTML page that compares training runs",
-    "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before a training does",
-    "estimate": "Add up what a training takes of each GPU's memory, and say which launch fits",
+    "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before training",
+    "estimate": "Estimate the memory of a training on each GPU, and name the launches that fit",
     "env": "Print versions, hardware and the kernel of each scheme",
 }
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Another pipe may have broken: is it standard output that nobody reads any more, as after `| head`?
+        # Any pipe may have broken: check that it is standard output whose reader has gone, as after `| head`.
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         if not any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -94,8 +94,7 @@ def _run(argv: list[str]) -> int:
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """Return the arguments of `accelerate launch` that run the training script with `script_args`. `launch_args` may
-    contain TRL's `--accelerate_config`. `num_cpus` is the number of threads of one process on a CPU, `None` with an
-    accelerator."""
+    contain TRL's `--accelerate_config`. `num_cpus` is the number of threads of a process on a CPU, else `None`."""
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     launch_args = resolve_accelerate_config_argument(launch_args)

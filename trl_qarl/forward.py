@@ -28,7 +28,8 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any
     Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
 
     Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
-    counts its own, in several dimensions; empty pixel tensors, which TRL passes if no row has a picture, are left out.
+    computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
+    are left out.
     """
     is_text_model = unwrapped.config.get_text_config() is unwrapped.config
     takes_positions = is_text_model and "position_ids" in inspect.signature(unwrapped.forward).parameters
@@ -44,8 +45,7 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any
 
 
 def padded_logps(rows: Sequence[Sequence[float | None]], length: int) -> torch.Tensor:
-    """Return the log-probs of completions as a tensor `(B, length)`, padded with zeros; `None` stands for NaN, as in
-    TRL."""
+    """Return the log-probs of completions, `(B, length)` float32, padded with zeros; `None` stands for NaN."""
     logps = torch.zeros(len(rows), length)
     for target, row in zip(logps, rows, strict=True):
         target[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])

@@ -1,7 +1,7 @@
 """
-One optimizer of Muon (https://kellerjordan.github.io/posts/muon/) for the hidden matrices and AdamW for everything
-else. The update of a matrix is scaled to AdamW's root mean square (https://huggingface.co/papers/2502.16982), so both
-parts share a learning rate.
+Optimizer that combines Muon (https://kellerjordan.github.io/posts/muon/) for the hidden matrices with AdamW for all
+other parameters. The update of a matrix is scaled to AdamW's root mean square
+(https://huggingface.co/papers/2502.16982), so both parts share a learning rate.
 
 Only whole matrices are orthogonalized. With FSDP2 the momentum stays sharded, each update is gathered, and every
 process computes the whole update and keeps its own rows. An update computed from one shard would be off by 2 %.
@@ -17,7 +17,7 @@ from .quantization.storage import storage_of, whole
 
 
 class _MuonOfWhole(torch.optim.Muon):
-    """`torch.optim.Muon` that also takes sharded matrices, with the same bits."""
+    """`torch.optim.Muon` that also takes sharded matrices, with the same updates bit for bit."""
 
     @override
     @torch.no_grad()

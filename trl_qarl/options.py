@@ -31,9 +31,8 @@ def _one_of(name: str, default: str | None) -> Any:
 
 def describe_options(cls: type) -> type:
     """
-    Set `help`, which the command line shows, of the options that a dataclass declares to their text in its docstring.
-
-    Backticks and the brackets of links are removed, and percent signs are doubled for argparse.
+    Copy the text of each option that a dataclass declares from its docstring to `help` in the field's metadata, for
+    the command line. Backticks and the brackets of links are removed, percent signs are doubled for argparse.
     """
     texts = {}
     # An entry is indented by four columns, its text by eight.
@@ -48,8 +47,8 @@ def describe_options(cls: type) -> type:
 
 
 def own_options(cls: type, inherited: type) -> list[str]:
-    """Return the names of options that a configuration adds to those of its base class `inherited`, or redefines;
-    those of its other bases come first."""
+    """Return the names of the options that `cls` adds to those of its base class `inherited`, or redefines, beginning
+    with those of its other bases."""
     bases = [base for base in cls.__mro__ if not issubclass(inherited, base)]
     declared = [name for base in (*bases[1:], cls) for name in vars(base).get("__annotations__", {})]
     known = {option.name for option in fields(cls)}

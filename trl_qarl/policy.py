@@ -80,8 +80,7 @@ class Policy:
         self.precision: int | dict[str, int] | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
-        """Load a model in place of TRL's `create_model_from_path`, which takes neither an adapter's folder nor a
-        low-bit base."""
+        """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
         model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         if is_adapter_folder(name_or_path):
             self._adapter_folder = name_or_path
@@ -176,8 +175,7 @@ class Policy:
         return {"exclude_modules": self.args.exclude_modules, "scale_dtype": self.dtype}
 
     def attach_numerics(self, model: Any) -> None:
-        """Make `model` compute with the numerics of the run, after TRL has installed the head that computes
-        log-probs."""
+        """Make `model` compute with the run's numerics; call it after TRL has installed its head for log-probs."""
         if self.numerics == "engine":
             attach_engine_numerics(
                 model,
@@ -187,8 +185,7 @@ class Policy:
             )
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
-        """Raise if exactness is required and the engine with this description computes differently from the
-        learner."""
+        """Raise if exactness is required and the engine with this description computes unlike the learner."""
         if self.exactness.is_required:
             rank = lora_arguments(self.model).get("max_lora_rank")
             check_arithmetic(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)

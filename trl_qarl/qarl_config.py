@@ -18,6 +18,7 @@ from .checks.options import (
     check_precision,
     check_probe,
     check_scheme,
+    check_turns,
     check_vllm,
     raise_problems,
     refused_by_all,
@@ -122,7 +123,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
-        raise_problems(objective.problems_of_batch(self))
+        raise_problems([*objective.problems_of_batch(self), *check_turns(self)])
         # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
         raise_problems(refused_by_all(self))
 

@@ -202,7 +202,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tokenize_prompts(self, prompts):
-        """Adds the tokens for vLLM, which expands placeholders itself, and an empty list to rows without pictures."""
+        """Builds prompts for vLLM too, which expands placeholders itself; rows without pictures get empty lists."""
         counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)

@@ -63,8 +63,7 @@ class SavesRuns(PushesPolicy):
         else:
             start, random_state = self._epoch_start
             if self.state.global_step == start:
-                # Iterating a loader draws a seed for its workers, and a resumed run draws it again when the epoch
-                # begins.
+                # Iterating a loader draws a seed for its workers; a resumed run draws it again as the epoch begins.
                 torch.set_rng_state(random_state)
             try:
                 self._save_checkpoint(self.model, trial=None)
@@ -81,8 +80,8 @@ class SavesRuns(PushesPolicy):
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        """Leaves no epoch to a run resumed at its last update, where transformers would train one more, and finds the
-        position in a streamed dataset, of which transformers takes all updates for one epoch."""
+        """Ends a run that is resumed at its last update, where transformers would train another epoch, and finds the
+        position in a streamed dataset, for which transformers counts all updates as one epoch."""
         position = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -133,7 +132,7 @@ class SavesRuns(PushesPolicy):
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         allow_as_umask(folder.glob("*.safetensors"))
-        # TRL's copy of the initial adapter is not a result, and transformers would not resume the adapter with it.
+        # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
         # Next to a checkpoint TRL has already written the same card.
@@ -213,7 +212,7 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _load_best_model(self) -> None:
-        """As [`~SavesRuns._load_from_checkpoint`]."""
+        """Also loads renamed tensors, like [`~SavesRuns._load_from_checkpoint`]."""
         super()._load_best_model()
         load_renamed(self.model, self.state.best_model_checkpoint)
 
@@ -235,8 +234,7 @@ class SavesRuns(PushesPolicy):
             logger.warning(message, checkpoint, len(batch.ahead))
 
     def _check_folders_are_free(self) -> None:
-        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Called before a server
-        starts."""
+        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`, before a server starts."""
         args = self.args
         with all_or_none(self.accelerator):
             if self.accelerator.is_main_process:

@@ -2,8 +2,10 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from testing_utils import layers, product_reference, relative_error, trainings
+from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import QUANTIZED, RECORD
 from trl_qarl.adapters.base import base_fingerprint, prepare_base
 from trl_qarl.adapters.merge_at_export import merge_adapter
@@ -89,9 +91,9 @@ def test_bases_whose_scales_are_the_same_have_other_fingerprints(scheme, factor)
 PLAN = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
 
 
-def low_bit_base(folder, scheme):
+def low_bit_base(folder, scheme, model=None):
     """A model whose layers come from a low-bit checkpoint."""
-    model = layers.tiny("qwen2")
+    model = layers.tiny("qwen2") if model is None else model
     prepare_model(model, scheme)
     return load_frozen_model(str(export_checkpoint(model, folder, dtype=torch.float32)))
 
@@ -111,6 +113,14 @@ def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
     ):
         with pytest.raises(ValueError, match="'w8a8'"):
             prepare(base, other)
+
+
+def test_a_low_bit_base_of_pictures_and_text_is_taken_by_the_plan_that_made_it(tmp_path):
+    model = AutoModelForImageTextToText.from_config(make_picture_config("qwen2_vl"))
+    base = low_bit_base(tmp_path, PLAN, model)
+    # The patterns match layers of the vision tower too, which stay in high precision.
+    report = prepare(base, PLAN)
+    assert len(report.converted) == 14 and any("visual" in name for name in report.skipped)
 
 
 OTHER = {"base": "f" * 16, "scheme": "w8a16", "group_size": 64, "scale_dtype": "float32", "high_precision_last": 1}

@@ -1,6 +1,7 @@
 """Model cards of masters and of exports."""
 
 import json
+import shlex
 
 import pytest
 import yaml
@@ -66,6 +67,11 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
     assert f"```sh\n{command}\n```" in text and f"| `scheme` | w8a16 |\n| everything else | {dtype} |\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
     assert serve_command(folder) == command.replace("DIR", str(folder))
+
+
+def test_the_command_of_a_folder_with_a_space_is_one_for_a_shell():
+    words = ["vllm", "serve", "my runs/w4a16", "--enable-lora", "--lora-modules", "adapter=my runs/w4a16/adapter"]
+    assert shlex.split(serve_command("my runs/w4a16", "bfloat16", 8)) == words
 
 
 def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path, hub):

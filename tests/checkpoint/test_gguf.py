@@ -78,7 +78,7 @@ def make_base(path, model, metadata=(), without=(), **tensors):
         "tokenizer.ggml.add_bos_token": False,
     }
     for key, value in (values | dict(metadata)).items():
-        if key != "general.architecture":
+        if key != "general.architecture" and value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     given = {name_in_gguf(n): np.ones(tuple(p.shape), np.float16) for n, p in model.state_dict().items()}
     tied = {"output.weight"} if config.tie_word_embeddings else set()
@@ -210,6 +210,7 @@ BAD_BASES = {
     "more layers": ({"metadata": {"llama.block_count": 3}}, "block_count is 3"),
     "another architecture": ({"metadata": {"general.architecture": "qwen2"}}, "architecture is 'qwen2'"),
     "another vocabulary": ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 260}}, "tokens differ"),
+    "no vocabulary": ({"metadata": {"tokenizer.ggml.tokens": None}}, "tokens differ"),
     "a tensor too few": ({"without": ["blk.1.ffn_up.weight"]}, "'blk.1.ffn_up.weight'"),
     "a tensor too many": ({"blk.0.attn_q.bias": np.ones(128, np.float32)}, "'blk.0.attn_q.bias'"),
     "another shape": ({"token_embd.weight": np.ones((99, 128), np.float16)}, r"\(99, 128\)"),

@@ -160,6 +160,15 @@ def test_only_changes_are_written(written, tmp_path):
     assert patch["qarl.delta.layers.0"].nbytes < 400
 
 
+def test_weights_that_change_between_two_updates_come_with_the_next_version(tmp_path):
+    relay = Relay(tmp_path / "relay", tmp_path / "run")
+    relay.write(0, policy(0), lambda folder: (folder.mkdir(), save_file(policy(0), folder / "model.safetensors")))
+    # As by a callback after an evaluation.
+    relay.write(0, policy(5), None)
+    write(relay, 1, 2)
+    assert [rebuilt(tmp_path / "relay", tmp_path / "out", version) for version in (0, 1, 2)] == [0, 1, 2]
+
+
 def test_two_trainers_do_not_share_a_folder(written, tmp_path):
     relay = Relay(written, tmp_path / "run", 3)
     with pytest.raises(ValueError, match=r"belongs to process \d+ on .*, which is still training"):

@@ -95,3 +95,8 @@ def test_plan_is_that_of_the_documentation(hub_export):
     kinds = {"the policy": Path("out/w4a16"), "masters": Path("out"), "the PEFT adapter": Path("out")}
     expected = [("USER/NAME", kinds[first])] + [("USER/NAME-masters", kinds[kind]) for kind in [second] if kind]
     assert [(upload.repo_id, upload.folder) for upload in uploads] == expected
+
+
+def test_masters_are_pushed_without_an_export_inside_them_however_the_two_folders_are_written():
+    for policy, masters in ((Path("out/w4a16"), Path("out")), (Path("out/w4a16").absolute(), Path("out"))):
+        assert plan("both", "USER/NAME", policy, masters)[1].exclude[-1] == "w4a16/*"

@@ -17,6 +17,7 @@ from trl_qarl.rollout.gpu_kernels import Gpu
 SERVER = {"vllm_mode": "server"}
 AHEAD = SERVER | {"use_vllm": True, "bf16": True, "rollout_ahead": 1}
 IN_FLIGHT = AHEAD | {"in_flight_updates": True, "numerics": "engine"}
+TURNS = {"precisions": [4, 3], "scheme": SIGNED[4], "gradient_accumulation_steps": 2}
 REFUSED = [
     ({"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'"),
     ({"mismatch_probe_steps": -1}, "mismatch_probe_steps=-1"),
@@ -79,6 +80,13 @@ REFUSED = [
     ({"objective_kwargs": "[1]"}, "objective_kwargs"),
     # Annotated anew, as `None` stands for the value of the objective.
     ({"epsilon": "0.2"}, "epsilon"),
+    ({"objective": "grpo", "epsilon": -0.5}, "epsilon=-0.5"),
+    ({"objective": "gspo", "epsilon_high": -2.0}, "epsilon_high=-2.0"),
+    ({"objective": "acr", "vllm_importance_sampling_clip_max": 0.0}, "clip_max=0.0"),
+    ({"objective": "grpo-tis", "vllm_importance_sampling_clip_max": math.nan}, "clip_max=nan"),
+    ({"temperature": 0.0}, "temperature=0.0"),
+    (TURNS | {"steps_per_generation": 1}, "steps_per_generation=1.*multiple of gradient_accumulation_steps=2"),
+    (TURNS | {"steps_per_generation": 3}, "the 3 micro-batches of a generation batch"),
 ]
 REFUSED_WITH_VLLM = [
     ({"mismatch_probe_steps": 5, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),

@@ -77,6 +77,8 @@ def test_an_object_may_be_named_in_place_of_a_class(my_losses):
         ({"objective": "tpbo"}, "'tpbo'"),
         ({"objective": "my_losses:Sharpe"}, "cannot be imported.*Sharpe"),
         ({"objective": "nowhere:Sharp"}, "cannot be imported.*nowhere"),
+        ({"objective": ":Sharp"}, "':Sharp' cannot be imported.*'module:Name'"),
+        ({"objective": ".here:Sharp"}, "'.here:Sharp' cannot be imported.*'module:Name'"),
         ({"objective": "my_losses:SOMETHING"}, "is a int.*subclass"),
         ({"objective": "my_losses:Sharp", "objective_kwargs": {"tao": 1}}, "does not take objective_kwargs.*tao"),
         ({"objective": "my_losses:NARROW", "objective_kwargs": {"tau": 1}}, "Name its class"),

@@ -98,7 +98,7 @@ def test_plans_that_do_not_fit_the_layers_are_refused(scheme, edges, names, mess
         (None, {}, "scheme=None is neither"),
         ({}, {}, "quantizes nothing"),
         ({"_default": "w5a16"}, {}, "'_default'"),
-        ({"re:(": "w4a16"}, {}, "holds no regular expression"),
+        ({"re:(": "w4a16"}, {}, "is not a valid regular expression"),
         ({"": "w4a16"}, {}, "is not a pattern"),
         ({"_default": {"group_size": 32}}, {}, "is neither a scheme's name"),
         ({"_default": {"scheme": "w4a16", "size": 32}}, {}, "is neither a scheme's name"),

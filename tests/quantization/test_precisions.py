@@ -180,9 +180,11 @@ def test_a_list_is_a_cycle_over_batches_and_a_mapping_a_schedule_over_updates(pr
         ({60: 3}, "from update 0 on"),
         ({0: 4, -1: 3}, "from update 0 on"),
         ({"soon": 3, 0: 4}, "numbers of updates"),
+        ({0: 4, 60.9: 3}, "numbers of updates"),
+        ({False: 4}, "numbers of updates"),
         ({0: 4, 9: {}}, "neither a list of bits"),
         ([{"a": "3"}], "neither a list of bits.*numbers by patterns"),
-        ([{"re:(": 3}], "precisions: 're:\\(' holds no regular expression"),
+        ([{"re:(": 3}], "precisions: 're:\\(' is not a valid regular expression"),
         ([{3: 3}], "precisions: 3 is not a pattern"),
     ],
 )

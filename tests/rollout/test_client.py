@@ -4,12 +4,13 @@ import threading
 import time
 
 import pytest
+import requests
 
 from testing_utils.failing_server import make_server
 from testing_utils.pictures import draw
 from trl_qarl.rollout import client as client_module
 from trl_qarl.rollout.client import QaRLClient
-from trl_qarl.rollout.http_session import CheckedSession, ServerLost, check_finished
+from trl_qarl.rollout.http_session import CheckedSession, ServerLost, check_finished, error_text
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 
@@ -71,6 +72,21 @@ def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, 
         is_generating = path in ("/v1/completions", "/inference/v1/generate")
         option, seconds = ("vllm_generation_timeout", 0.6) if is_generating else ("vllm_request_timeout", 0.3)
         assert f"within {seconds:g} s" in str(caught.value) and f"raise `{option}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b'{"error": {"message": "no"}}', "no"),
+        (b'{"error": "no"}', "no"),
+        (b'["no"]', '["no"]'),
+        (b"<p>no</p>\n", "<p>no</p>"),
+    ],
+)
+def test_the_error_in_an_answer_is_read_whatever_the_answer_is(content, text):
+    response = requests.Response()
+    response._content = content
+    assert error_text(response) == text
 
 
 def test_completions_that_were_cut_short_are_a_lost_server():

@@ -61,6 +61,11 @@ def test_a_row_without_pictures_is_refused_by_name_where_it_cannot_be_told_apart
     check_rows(count_pictures([PICTURE, PICTURE]), processor, num_processes)
 
 
+def test_a_message_without_content_has_no_picture():
+    calls = [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "3"}]
+    assert count_pictures([calls, PICTURE]) == [0, 1]
+
+
 class Engine:
     """`LLM.generate` whose completions are given."""
 

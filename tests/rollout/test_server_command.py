@@ -76,6 +76,7 @@ def test_on_one_host_weights_go_through_files_unless_asked_for(host):
         # vLLM's parser takes the beginning of a name, and single entries of a dictionary.
         ({"vllm_args": ["--load-f", "auto"]}, "weights come from the trainer"),
         ({"vllm_args": ["--hf-overrides.rope_theta", "7"]}, "carries the scheme"),
+        ({"vllm_args": ["-qfp8"]}, "it follows from --scheme"),
     ],
 )
 def test_what_would_break_publication_is_refused(arguments, message):
@@ -90,7 +91,17 @@ def test_what_would_break_publication_is_refused(arguments, message):
         ["--data_parallel_size=2"],
         ["-dp", "2"],
         # Only look like forbidden ones.
-        ["--config-format", "hf", "--tensor-parallel-size", "2", "--kv-cache-metrics", "--seed=3", "-tp", "2"],
+        [
+            "--config-format",
+            "hf",
+            "--tensor-parallel-size",
+            "2",
+            "--kv-cache-metrics",
+            "--seed=3",
+            "-tp",
+            "2",
+            "-dp=2",
+        ],
     ],
 )
 def test_options_that_break_nothing_are_passed_on(arguments):

@@ -53,6 +53,7 @@ def test_a_learner_in_high_precision_is_told_to_quantize():
     assert "`quantize_learner=True`" in judge("mismatch", metrics, quantize_learner=False).advice
     assert "`quantize_learner=True`" not in judge("mismatch", metrics).advice
     assert "grpo-tis" in judge("mismatch", metrics, objective="grpo").advice
+    assert "grpo-tis" not in judge("mismatch", metrics, objective="grpo-tis").advice
     assert mismatch_bands({"scheme": "not one"}) == mismatch_bands({}) == (0.06, 0.3)
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from testing_utils import make_problems, make_trainer, stop_at
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
-from trl_qarl.telemetry.run_log import to_row
+from trl_qarl.telemetry.run_log import _fingerprint_of_model, to_row
 
 
 def make(*args, **kwargs):
@@ -111,6 +111,18 @@ def test_run_file_knows_a_copy_of_a_model_as_the_same_and_changed_weights_as_ano
         make(str(model), output, max_steps=1).train()
         found.append(json.loads((output / "run.json").read_text())["model_sha256"])
     assert found[0] == found[1] != found[2] and re.fullmatch("[0-9a-f]{64}", found[0])
+
+
+def test_only_configuration_and_weights_of_a_model_are_in_its_fingerprint(tiny_model, tmp_path, monkeypatch):
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    (copy / "training_args.bin").write_bytes(b"of a run")
+    assert _fingerprint_of_model(str(copy)) == _fingerprint_of_model(tiny_model) != {}
+    monkeypatch.chdir(copy)
+    # A model made in memory, whose name is not this folder's.
+    assert _fingerprint_of_model("") == {}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.safetensors").touch()
+    assert _fingerprint_of_model(".") == {}
 
 
 @pytest.mark.slow

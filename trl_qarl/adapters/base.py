@@ -20,7 +20,7 @@ from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
-from ..quantization.selection import layer_format, parts_of_experts, reasons_to_skip
+from ..quantization.selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, report_frozen
 from ..quantization.tensors import LowBitTensor
 from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
@@ -138,7 +138,8 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
         ours = dict.fromkeys(layers, plan.schemes[0])
     else:
         candidates = {name: m for name, m in inventory.modules.items() if name in {**layers, **inventory.quantizable}}
-        ours, _ = plan.assign(candidates, reasons_to_skip(inventory, None), parts_of_experts(candidates))
+        reasons, around = reasons_to_skip(inventory, None), layers_around(inventory)
+        ours, _ = plan.assign(candidates, reasons, parts_of_experts(candidates), around)
     differing = [name for name in dict.fromkeys([*layers, *ours]) if not _has_scheme(layers, name, ours, scale_dtype)]
     if differing:
         layer = layers.get(differing[0]) or next(iter(layers.values()))
@@ -192,7 +193,7 @@ def _add_grid(digest, weight: LowBitTensor) -> None:
         if operand.per_group:
             _add(digest, tensor)
         else:
-            # Twice the base may have the same codes and scales.
+            # A base and its double may have the same codes and scales, and differ only in this number.
             digest.update(str(tensor[0].item()).encode())
 
 

@@ -15,8 +15,7 @@ class MergeLoss:
     Effect of quantizing the merged weight on an adapter `D` that was trained next to the low-bit base `Q(W)`.
 
     `relative_error` is `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized layers: 0 if the merged policy is the
-    trained one, 1 if nothing is left of the adapter. `flipped_share` is the share of codes in which `Q(W + D)` and
-    `Q(W)` differ.
+    trained one, 1 if nothing is left of the adapter. `flipped_share` is the share of codes of `Q(W)` that change.
     """
 
     relative_error: float

@@ -52,8 +52,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38
 
 
 def blocks(weight: LowBitTensor) -> torch.Tensor:
-    """Return the blocks of a weight `(N, K)` as in the table above, uint8 `(N, K / 32 * bytes)`. Scales must be
-    numbers in fp16."""
+    """Return the blocks of a weight `(N, K)`, with scales that fp16 represents, as uint8 `(N, K / 32 * bytes)`."""
     scale = weight.scale.half() if weight.scale.is_floating_point() else weight.scale
     codes = weight.qdata.view(torch.uint8)
     if weight.scheme.container.num_bits == 4:
@@ -126,8 +125,7 @@ def export_gguf(
     writer = gguf.GGUFWriter(partial, _metadata(base, "general.architecture"))
     writer.data_alignment = base.alignment
     for field in base.fields.values():
-        # Skip fields of the reader and the writer, and fields about the original weights. The writer refuses empty
-        # arrays.
+        # Skip fields of reader and writer or about the original weights, and empty arrays, which the writer refuses.
         is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
         if not is_about_weights and (value := field.contents()) != []:
             kinds = field.types
@@ -210,7 +208,7 @@ def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor],
     problems = [*_different_settings(base, model.config), *_different_tensors(base, model.config, policy)]
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is not None:
-        theirs, added = _metadata(base, "tokenizer.ggml.tokens"), tokenizer.get_added_vocab()
+        theirs, added = _metadata(base, "tokenizer.ggml.tokens", []), tokenizer.get_added_vocab()
         ours = {token: index for token, index in tokenizer.get_vocab().items() if token not in added}
         differing = [token for token, index in ours.items() if index >= len(theirs) or theirs[index] != token]
         if differing:

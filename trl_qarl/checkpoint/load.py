@@ -79,8 +79,7 @@ def load_frozen_model(
     [`~trl_qarl.quantization.swap.prepare_model`] and [`~trl_qarl.quantization.swap.freeze_model`]. Tensors that are
     not quantized are in `dtype`, with `"auto"` in the checkpoint's; the other options are those of `from_pretrained`.
 
-    `ValueError` is raised if the checkpoint was quantized with schemes that this package does not have, or lacks
-    tensors.
+    `ValueError` is raised if the checkpoint has schemes that this package does not have, or lacks tensors.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():

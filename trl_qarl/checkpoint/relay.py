@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 
 class Relay:
     """
-    Writer of the folder of a run during training. It keeps a copy of the last version, as large as an export, in host
-    memory.
+    Writer of the folder of a run during training. It holds the last version, as large as an export, in host memory.
 
     `output_dir` identifies the run. Versions after update `resumed_at`, at which the run is resumed, are dropped. A
     run that starts again without a complete checkpoint drops all versions. `ValueError` is raised if another trainer
@@ -120,7 +119,10 @@ class Relay:
             self._versions, self._held = [], PatchBook()
         last = self._versions[-1] if self._versions else None
         if last is not None and last["version"] == version:
-            if not self._held.tensors and last["weights"] != weights:
+            if self._held.tensors:
+                # The next patch begins with the tensors that were written.
+                return
+            if last["weights"] != weights:
                 raise ValueError(
                     f"publish_dir={str(self._folder)!r} has version {version} with other weights than those from which this run "
                     "continues: it belongs to another run. Choose an empty folder."
@@ -203,8 +205,7 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
     README.md, which is the base's, equal the original export byte for byte. `folder` was written by a [`Relay`], or is
     a copy of such a folder; `output_dir` is as for [`export_checkpoint`].
 
-    `ValueError` is raised if there is no such version, and names a file that is missing, damaged or belongs to another
-    version.
+    `ValueError` is raised if there is no such version, and names a missing or damaged file, or one of another version.
     """
     folder = Path(folder)
     entries = _read_manifest(folder)["versions"]

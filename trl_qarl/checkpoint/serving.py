@@ -1,6 +1,7 @@
 """The command that serves an export with vLLM, and the ranks of adapters that vLLM supports."""
 
 import json
+import shlex
 from pathlib import Path
 
 from ..packages import installed
@@ -36,13 +37,14 @@ def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int |
         lora_rank = adapter_rank(folder)
     if dtype is None:
         dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
-    command = f"vllm serve {folder}{dtype_option(dtype)}"
+    name = shlex.quote(str(folder))
+    command = f"vllm serve {name}{dtype_option(dtype)}"
     if lora_rank is None:
         return command
     # vLLM's default is 16. A rank that is too large for vLLM has no valid value.
     rank = lora_rank if lora_rank > ENGINE_RANKS[-1] else engine_rank(lora_rank)
     size = f" --max-lora-rank {rank}" if rank > 16 else ""
-    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={folder}/{ADAPTER_FOLDER}"
+    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={name}/{ADAPTER_FOLDER}"
 
 
 def describe_export(folder: str | Path) -> str:

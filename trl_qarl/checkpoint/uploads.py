@@ -94,8 +94,8 @@ def plan(hub_export: str, name: str, policy: Path, masters: Path, checkpoint: st
         uploads.append(Upload(repo_id, policy, exclude=(".*",), delete=_STALE))
     if hub_export != "low-bit":
         exclude = (*_PRIVATE, *_CHECKPOINT_STATE, "checkpoint-*")
-        if policy.is_relative_to(masters):
-            exclude += (f"{policy.relative_to(masters)}/*",)
+        if policy.absolute().is_relative_to(masters.absolute()):
+            exclude += (f"{policy.absolute().relative_to(masters.absolute())}/*",)
         delete = _STALE if hub_export != "adapter" else _STALE[:2]
         uploads.append(Upload(masters_id, masters, exclude=exclude, delete=delete))
     if checkpoint is not None:

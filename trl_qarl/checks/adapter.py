@@ -16,7 +16,7 @@ from .refused import REFUSED_BY_LORA
 _HONOURED = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"),
     *("layers_to_transform", "layers_pattern", "task_type"),
-    # Contradictions inside the configuration.
+    # PEFT's own entries, without effect on the training.
     *("peft_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
     "runtime_config",
 )
@@ -60,12 +60,12 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
 
 
 def is_nf4(quantization_config: Any) -> bool:
+    """Return whether a `quantization_config` loads a model in bitsandbytes' 4 bits."""
     return bool(getattr(quantization_config, "load_in_4bit", False))
 
 
 def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool) -> Iterator[str]:
-    """Yield problems of a base that is loaded quantized, which is only possible with bitsandbytes' 4 bits below an
-    adapter (QLoRA)."""
+    """Yield problems of a base that is loaded quantized, which is supported only for QLoRA (bitsandbytes' 4 bits)."""
     if quantization_config is None:
         return
     if not is_nf4(quantization_config):
@@ -94,8 +94,7 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
 
 
 def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
-    """Yield problems of `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and with `is_served` for
-    vLLM."""
+    """Yield problems of a `PeftConfig` for a base that stays frozen and low-bit, and with `is_served` for vLLM."""
     peft_type = getattr(config, "peft_type", None)
     if getattr(peft_type, "value", peft_type) != "LORA":
         yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."

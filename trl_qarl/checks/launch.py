@@ -53,8 +53,7 @@ LAUNCHES_BY_FILES = {
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
-    Check the settings of `accelerate launch`, make FSDP2 add up gradients in float32, and make DeepSpeed keep masters
-    in float32.
+    Check the settings of `accelerate launch`, and have FSDP2 add up gradients and DeepSpeed keep masters in float32.
 
     Raises:
         NotImplementedError: for unsupported settings.
@@ -170,7 +169,7 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
             "broadcast it to the other ranks. Use fsdp_cpu_ram_efficient_loading: false"
         )
     if args.sync_ref_model:
-        yield ("sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it")
+        yield "sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it"
     kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
         yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"

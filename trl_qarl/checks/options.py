@@ -50,6 +50,16 @@ def check_scheme(config) -> Iterator[str]:
             yield from problems_of_precisions(config.precisions, plan, config.max_steps)
 
 
+def check_turns(config) -> Iterator[str]:
+    num_micro_batches = config.steps_per_generation * config.num_iterations
+    if config.precisions is not None and num_micro_batches % config.gradient_accumulation_steps != 0:
+        yield (
+            f"{said(config, 'precisions', 'steps_per_generation', 'num_iterations')}: the {num_micro_batches} micro-batches of a generation "
+            "batch are not a whole number of updates, so one update would add gradients at different bits. Give a multiple of "
+            f"{said(config, 'gradient_accumulation_steps')}."
+        )
+
+
 def check_numerics(config) -> Iterator[str]:
     if config.numerics == "engine":
         for problem in contradicting_options(config):
@@ -233,6 +243,8 @@ def check_inherited(config) -> Iterator[str]:
             f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
             "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
         )
+    if not config.temperature > 0:
+        yield f"{said(config, 'temperature')} must be greater than 0: the learner divides its logits by it. Use 1.0, or a small number for nearly greedy rollouts."
     if config.optim in ("lomo", "adalomo"):
         yield (
             f"optim={str(config.optim)!r} is not supported: it writes to the weights during the backward pass, while low-bit "
@@ -286,8 +298,7 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:
-    """Return an option that is a dictionary, `{}` for `None`. The command line gives JSON text, which the base class
-    parses later."""
+    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed."""
     value = getattr(config, name)
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):

@@ -12,7 +12,7 @@ GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     ]
 )
 
-# Of vLLM's SamplingParams: what reshapes the distribution, and what the trainer sets.
+# Parameters of vLLM's SamplingParams that reshape the distribution or that the trainer sets.
 VLLM_SAMPLING_KWARGS = frozenset(
     [
         *("allowed_token_ids", "bad_words", "logit_bias", "frequency_penalty", "presence_penalty", "min_tokens"),

@@ -68,8 +68,7 @@ def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
 
 
 def score_mathematics(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Score a completion of a problem of [`OWN_TASKS`] with TRL's `accuracy_reward`; answers may be enclosed in
-    `$`."""
+    """Score a completion for [`OWN_TASKS`] with TRL's `accuracy_reward`; answers may be enclosed in `$`."""
     answer = doc["final_answer"][0] if "final_answer" in doc else doc["answer"]
     return {"exact_match": is_right(results[0], f"${str(answer).strip('$')}$")}
 

@@ -145,8 +145,7 @@ class PackedLinear:
 
 
 def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
-    """[`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch; `x` `(M, K)`
-    bfloat16."""
+    """[`~trl_qarl.quantization.gemm.low_bit_linear`] of bfloat16 `x`, `(M, K)`, with the same bits in any batch."""
     scheme = weight.scheme
     if scheme.activation is None:
         y = linear(x, weight.dequantize(x.dtype), bias)

@@ -201,7 +201,7 @@ def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Ten
                 if isinstance(operation_of(module), Router):
                     hook = module.register_forward_hook(lambda _, args, output, keep=keep_routes: keep(output[2]))
                     stack.callback(hook.remove)
-                # vLLM's.
+                # The router of a layer in vLLM.
                 elif hasattr(router := getattr(module, "router", None), "set_capture_fn"):
                     router.set_capture_fn(keep_routes)
                     stack.callback(router.set_capture_fn, None)

@@ -91,8 +91,7 @@ class _Expanded:
         if self.scheme.activation is None:
             return self._product(rows.to(self.dtype), bias).to(rows.dtype)
         scale = e4m3_scale(rows)
-        # The values of `quantize_activation`'s codes, without the codes. PyTorch's mixed `bfloat16 * float32` is
-        # slower.
+        # The values of `quantize_activation`'s codes. PyTorch's mixed `bfloat16 * float32` would be slower.
         values = round_to_grid(rows.float().mul_(scale.reciprocal()))
         y = self._product(values.to(self.dtype)).float().mul_(scale).to(rows.dtype)
         return y if bias is None else y.add_(bias)

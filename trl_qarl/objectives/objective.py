@@ -1,6 +1,5 @@
 """
-Defines [`Objective`], the single interface through which configuration, trainer and telemetry see a training
-objective.
+Defines [`Objective`], the only interface to a training objective for configuration, trainer and telemetry.
 
 An objective is one file with an instance of this class, or of a subclass, and its computations. `registry.py` lists
 all objectives. An instance of the class itself is one of TRL's losses, by its `loss_type` name. Needs no torch.
@@ -37,8 +36,7 @@ class Loss(NamedTuple):
 @dataclass(frozen=True)
 class Objective:
     """
-    A training objective. The base class is one of TRL's losses, with TRL's correction of the mismatch of vLLM
-    rollouts.
+    A training objective. The base class is a loss of TRL, with TRL's correction of the mismatch of vLLM rollouts.
 
     - `name`: value of the option `objective`.
     - `options`: options of TRL that define the objective; any other value contradicts its name.
@@ -91,14 +89,12 @@ class Objective:
     def end_update(self, gather: "Callable[[torch.Tensor], torch.Tensor]", is_on_policy: bool) -> dict[str, float]:
         """
         Finish an update whose losses have been computed, and return its metrics. Every process calls this: `gather`
-        concatenates a tensor over processes. With `is_on_policy` the learner still had the weights of the old
-        log-probs.
+        concatenates a tensor over processes. With `is_on_policy` the learner had the weights of the old log-probs.
         """
         return {}
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state for a resumed run, the same in every process, made of numbers, tensors and lists; `None`
-        without state."""
+        """Return the state for a resumed run, the same numbers, tensors and lists in every process, or `None`."""
         return None
 
     def load(self, state: dict[str, Any] | None) -> None:
@@ -177,6 +173,12 @@ class Objective:
             yield (
                 f"importance_sampling_level={config.importance_sampling_level!r} is unknown. Choose 'token' or 'sequence'."
             )
+        for name in ("epsilon", "epsilon_high"):
+            if not (getattr(config, name) or 0.0) >= 0.0:
+                yield f"{name}={getattr(config, name)!r} must be at least 0: it is an offset from a ratio of 1."
+        cap = config.vllm_importance_sampling_clip_max
+        if cap is not None and not cap > 0.0:
+            yield f"vllm_importance_sampling_clip_max={cap!r} must be greater than 0: it bounds a ratio of probabilities."
 
     def problems_of_batch(self, config: Any) -> Iterator[str]:
         """Yield problems of generation batches, once their size is known."""

@@ -154,8 +154,7 @@ class _Bypass(_SamplerRule):
 
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Replaces the learner's log-probs at rollout by the sampler's; a token without a sampling log-prob gets
-        advantage 0."""
+        """Replaces the learner's log-probs at rollout by the sampler's; a token without one gets advantage 0."""
         sampling = inputs["sampling_per_token_logps"]
         advantages = inputs["advantages"].unsqueeze(1) * ~sampling.isnan()
         return inputs | {"old_per_token_logps": sampling.nan_to_num(0.0), "advantages": advantages}

@@ -1,6 +1,6 @@
 r"""
-The objectives that the [QaRL paper](https://huggingface.co/papers/2604.07853) compares with TBPO, as presets of TRL's
-loss.
+Presets of TRL's loss for the objectives that the [QaRL paper](https://huggingface.co/papers/2604.07853) compares with
+TBPO.
 
 With the token ratio `r = pi_learner(theta) / pi_learner(theta_old)`, the token mismatch
 `w = pi_learner(theta_old) / pi_sampler(theta_old)` and their products or means over a completion of `L` tokens:

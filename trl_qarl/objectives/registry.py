@@ -64,7 +64,7 @@ def _of_user(name: str, options: str) -> Objective:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"objective={name!r} cannot be imported: {error}. Write 'module:Name'.") from error
     if isinstance(found, type) and issubclass(found, Objective):
         try:

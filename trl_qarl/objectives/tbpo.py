@@ -104,8 +104,7 @@ def tbpo_loss(
     mismatch_cap: float,
 ) -> tuple[torch.Tensor, TBPOOutput]:
     """
-    Return the TBPO loss of a batch, to be minimised, and its effect on each sequence. The module docstring has the
-    equations.
+    Return the TBPO loss of a batch, to be minimised, and its effect on each sequence (equations at the top).
 
     Tensors are those of a [`~trl_qarl.forward.Batch`]; only `per_token_logps` receives gradient. Without
     `sampling_per_token_logps` every mismatch weight is 1. The epsilons are arguments of [`trust_band_clip`],

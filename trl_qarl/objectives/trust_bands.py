@@ -7,8 +7,7 @@ With `x = r - 1` of the completions of recent updates, and `Q` the quantile that
     negative_epsilon_low  = 3 s                      s = max(0, Q(max(-x / 3, x / 7))) over those with A < 0
     negative_epsilon_high = 7 s
 
-The bands of negative advantages thus keep the proportion of the paper's, 3e-4 to 7e-4. Every band includes the ratio
-1.
+The bands of negative advantages keep the proportion of the paper's, 3e-4 to 7e-4. Every band includes the ratio 1.
 """
 
 import math

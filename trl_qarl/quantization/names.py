@@ -4,8 +4,8 @@ experts.
 
 PEFT puts a model into `base_model.model` and an adapted layer into `base_layer` of a wrapper that holds the adapters.
 Both are detected by their attributes, because PEFT is optional. transformers stacks the matrices of experts, which are
-separate in a checkpoint, and renames modules around them (Mixtral's `mlp` is `block_sparse_moe` in a checkpoint). Its
-conversion of each model is called here with marks in place of tensors.
+separate in a checkpoint, and renames modules around them (Mixtral's `mlp` is `block_sparse_moe` in a checkpoint). The
+names are found by calling transformers' conversion of a model with marks in place of tensors.
 """
 
 import re

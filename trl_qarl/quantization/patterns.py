@@ -24,7 +24,9 @@ def check_pattern(pattern: Any, option: str) -> None:
         try:
             re.compile(pattern[len(_EXPRESSION) :])
         except re.error as error:
-            raise ValueError(f"{option}: {pattern!r} holds no regular expression ({error}).") from error
+            raise ValueError(
+                f"{option}: {pattern!r} is not a valid regular expression ({error}). Correct what follows 're:'."
+            ) from error
 
 
 def fits(pattern: str) -> Callable[[str], Any]:
@@ -50,8 +52,8 @@ def covered_names(
     parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> list[str]:
     """Return the `names` that a pattern of `option` covers; all for `"_default"`. `parts` has, for layers with parts,
-    alternative lists of the parts' names. `ValueError`, which calls the names `of`, is raised if the pattern covers no
-    name, or only some parts of a layer."""
+    alternative lists of the parts' names. `ValueError` is raised if the pattern covers no name, or only some parts of
+    a layer; its message calls the names `of`."""
     if pattern == DEFAULT:
         return list(names)
     said = f"{option}: pattern {pattern!r}"
@@ -67,7 +69,7 @@ def covered_names(
 
 def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:
     """Return whether a pattern matches the name of a layer, or the names of all parts in one of the lists `parts`.
-    `ValueError`, which calls the pattern `said`, is raised if it matches only some parts."""
+    `ValueError` is raised if it matches only some parts; the message calls the pattern `said`."""
     if fits(name):
         return True
     fitting = [[part for part in way if fits(part)] for way in parts]

@@ -41,7 +41,7 @@ def parse_precisions(value: Any) -> Precisions | None:
             ) from error
     if isinstance(value, Mapping):
         try:
-            value = dict(sorted((int(update), bits) for update, bits in value.items()))
+            value = dict(sorted((int(str(update)), bits) for update, bits in value.items()))
         except (TypeError, ValueError):
             raise ValueError(f"precisions={written!r}: keys are numbers of updates, as in {{0: 4, 60: 3}}.") from None
         if 0 not in value or min(value) < 0:

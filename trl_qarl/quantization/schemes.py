@@ -23,8 +23,8 @@ class Grid:
 
     By default the largest magnitude is half the range of codes. With `has_signed_scales` the number of largest
     magnitude, with its sign, is the smallest code. With `has_zero_points` codes go from the smallest number to the
-    largest, and the numbers share the code of zero too. `type` is compressed-tensors' word; `num_bits` tell the codes
-    apart.
+    largest, and the numbers share the code of zero too. `type` is compressed-tensors' term for the codes, which have
+    `num_bits` bits.
     """
 
     name: str

@@ -49,11 +49,11 @@ class Storage:
             tensor.data = held
 
     def rows(self, tensor: torch.Tensor) -> range:
-        """Return the rows `(..., K)` of the whole parameter, experts counted on, that this process quantizes."""
+        """Return the rows of the whole parameter that this process quantizes, counted through all stacked experts."""
         return range(self.shape(tensor)[:-1].numel())
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these rows in high precision: the tensor itself, with gradients, if it has them."""
+        """Return these rows in high precision, with gradients; the tensor itself if it consists of them."""
         return tensor
 
     def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """
-Replaces a model's linear layers and experts by quantized ones and back, or by frozen low-bit ones, and reports the
-result.
+Replaces a model's linear layers and experts by quantized ones and back, or by frozen low-bit ones, with a report.
 
 The weight of a *prepared* layer is the master, which the forward quantizes; that of a *converted* one is a frozen
 [`LowBitTensor`] in an ordinary `nn.Linear`. torchao's `quantize_` (https://github.com/pytorch/ao) passes every linear

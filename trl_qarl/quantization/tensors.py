@@ -144,10 +144,10 @@ class LowBitTensor(TorchAOBaseTensor):
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def coarser(self, scheme: QuantScheme) -> "LowBitTensor":
-        """Return the weight in the fewer bits of `scheme`, made from its codes: for each bit less codes are halved,
-        rounded (ties to even) and clamped, and scales are doubled. Where the first rounding makes a tie, the result is
-        a step off the one made from the master. `ValueError` is raised if the grid of `scheme` does not nest in its
-        own, or if the larger scales overflow their dtype."""
+        """Return the weight in the fewer bits of `scheme`, made from its codes: for each bit codes are halved, rounded
+        (ties to even) and clamped, and scales are doubled. Where the first rounding makes a tie, the result is one
+        step off the one made from the master. `ValueError` is raised if the grid of `scheme` does not nest in its own,
+        or if the larger scales overflow their dtype."""
         ours, theirs = self.scheme.grid, scheme.grid
         if (
             not (self.scheme.has_signed_scales and scheme.has_signed_scales)

@@ -186,8 +186,7 @@ class Ahead:
         return batch
 
     def measure(self, now: int, seconds: float) -> dict[str, float]:
-        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`
-        seconds."""
+        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
             "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),

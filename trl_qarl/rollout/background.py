@@ -40,8 +40,7 @@ class BackgroundCall:
             wait([self._outcome], timeout)
 
     def answer(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it, or raise the error of the call, or `TimeoutError` after `timeout`
-        seconds."""
+        """Wait at most `timeout` seconds and return the result, or raise the call's error or `TimeoutError`."""
         self.wait(timeout)
         return None if self._outcome is None else self._outcome.result(0)
 

@@ -151,8 +151,7 @@ class QaRLClient(VLLMClient):
         self.transfer_mark = state.get("transfer_mark")
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
-        """Return the secret and its source in words. A file is read each time, as a restarted server may have another
-        secret."""
+        """Return the secret and its source in words. A file is read each time: a restarted server may have another."""
         if self._token is not None:
             return self._token, "the server's start"
         path = self._token_file or named_by_server
@@ -270,8 +269,7 @@ class QaRLClient(VLLMClient):
 
 
 class _SessionAdapter(HTTPAdapter):
-    """Sends requests only while the server keeps the session's connection open; without a session, only those of the
-    handshake."""
+    """Sends requests only while the server keeps the session's connection open; without one, only a handshake's."""
 
     def __init__(self, client: QaRLClient, **kwargs):
         super().__init__(**kwargs)

@@ -74,8 +74,8 @@ class Engine(Protocol):
 
 
 class Channel:
-    """Carries tensors to a server with which `client` has a session. `works_meanwhile` if a thread may send tensors. A
-    subclass defines `send` and overrides the other methods if needed."""
+    """Carries tensors to a server with which `client` has a session. `works_meanwhile` is true if a thread may send
+    tensors. A subclass defines `send` and overrides the other methods if needed."""
 
     works_meanwhile = False
 

@@ -1,5 +1,4 @@
-"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with the weight sync of this
-package."""
+"""Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with this package's weight sync."""
 
 import logging
 import secrets
@@ -47,8 +46,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     TRL's backend for a learner prepared by [`prepare_model`]. `options`, a [`QaRLConfig`], are those of server and
     connection, `dtype` is the engine's, and `weight_version` returns the name of the learner's current weights.
 
-    The main process has the `engine` of a server, and other processes do not; `description` is what it was built for.
-    A `server` that was started here is restarted when it ends. `publication` are measurements of the last publication,
+    Only the main process has the `engine` of a server and its `description` ([`Engine.describe`]). A `server` that was
+    started here is restarted when it ends. `publication` has the measurements of the last publication, and
     `published_version` is the version that it has stamped on the engine's weights.
     """
 
@@ -183,8 +182,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         return attempt(0) if self.mode == "colocate" else persistently(_GENERATING, attempt)
 
     def launch(self, prompts: list[list[int]], num_generations: int) -> InFlight:
-        """Have a thread of the main process ask the server for completions of the prompts of all processes, which all
-        have to call."""
+        """Have a thread of the main process ask the server for completions for all processes, which all have to call."""
         in_flight = InFlight(prompts, num_generations)
         self.collect(in_flight)
         return in_flight

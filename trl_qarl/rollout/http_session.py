@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import requests
 from typing_extensions import override
 
+from ..wire.handshake import json_object
 from ..wire.protocol import PublishError
 
 
@@ -29,8 +30,7 @@ class ServerLost(ConnectionError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn the error of a request that the server refuses into [`PublishError`], unless the session is not valid
-    (409)."""
+    """Turn a server's refusal of a request into [`PublishError`], unless the session is invalid (status 409)."""
     try:
         yield
     except ServerLost as error:
@@ -118,8 +118,5 @@ def check_finished(url: str, answer: Any) -> Any:
 
 def error_text(response: requests.Response) -> str:
     """Return the error message of a response."""
-    try:
-        error = response.json().get("error", response.text)
-    except ValueError:
-        return response.text.strip()[:2000]
+    error = json_object(response.content).get("error", response.text.strip()[:2000])
     return error.get("message", str(error)) if isinstance(error, dict) else str(error)

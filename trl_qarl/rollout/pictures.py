@@ -91,7 +91,7 @@ def check_prompt(theirs: list[int] | None, ours: list[int]) -> None:
 def count_pictures(prompts: Sequence[Any]) -> list[int]:
     """Return the number of pictures of each prompt."""
     messages = [prompt if isinstance(prompt, list) else [] for prompt in prompts]
-    parts = [[part for message in prompt for part in message["content"] or ()] for prompt in messages]
+    parts = [[part for message in prompt for part in message.get("content") or ()] for prompt in messages]
     return [sum(isinstance(part, dict) and part.get("type") == "image" for part in row) for row in parts]
 
 
@@ -167,8 +167,7 @@ def draw_again(
 
 
 def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -> Callable[..., list]:
-    """Return an `LLM.generate` that sends an [`ExpandedPrompt`] with one placeholder for each picture, and uses
-    [`draw_again`]."""
+    """Return an `LLM.generate` that sends one placeholder for each picture, and uses [`draw_again`]."""
 
     def generate_with_pictures(prompts, sampling_params, **kwargs):
         has_pictures = any("multi_modal_data" in prompt for prompt in prompts)

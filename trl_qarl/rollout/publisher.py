@@ -57,8 +57,8 @@ class Publisher:
     `model` is a learner, prepared by [`prepare_model`] or unquantized; tensors that are not quantized are rounded to
     the engine's `dtype`. A process that only takes part in gathering ([`~Publisher.join`]) has no `engine`. A
     `tokenizer` or processor is compared with the engine's, and log-probs after each publication. With `delta` only
-    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised by
-    [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
+    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised for a model
+    with a [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
     """
 
     def __init__(
@@ -248,8 +248,7 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
     """Make one call of an engine at a time. After an exception no call is left running, for the next attempt."""
     call, num_threads = BackgroundCall(in_thread=engine.works_meanwhile), torch.get_num_threads()
     if engine.works_meanwhile:
-        # Leave cores to the engine: with more threads than cores, threads busy-wait, and quantizing takes several
-        # times as long.
+        # Leave cores to the engine: more threads than cores busy-wait, and quantizing takes several times as long.
         torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield call

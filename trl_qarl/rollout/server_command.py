@@ -54,7 +54,10 @@ def _reason_against(argument: str) -> str | None:
     # `--name=value`, and `--name.key value` for one entry of a dictionary.
     name = argument.partition("=")[0].partition(".")[0]
     if not name.startswith("--"):
-        return _IMPOSED.get(name)
+        # argparse takes a value without a space: `-qfp8`.
+        return next(
+            (reason for option, reason in _IMPOSED.items() if option[1] != "-" and name.startswith(option)), None
+        )
     name = name.replace("_", "-")
     if name in _IMPOSED or len(name) < 4:
         return _IMPOSED.get(name)

@@ -1,4 +1,4 @@
-"""Shared by the commands: errors of a configuration in one line, spellings of options, options of the plan."""
+"""Helpers of all commands: configuration errors in one line, spellings of options, and the options of a plan."""
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError

@@ -1,4 +1,4 @@
-"""`trl-qarl doctor`: checks this machine before a training does."""
+"""`trl-qarl doctor`: checks this machine before training."""
 
 from argparse import ArgumentParser, Namespace
 

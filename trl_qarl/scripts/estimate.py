@@ -1,7 +1,8 @@
 """`trl-qarl estimate`: memory of a training on each GPU, and the launches that fit."""
 
 import math
-from argparse import ArgumentParser, Namespace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from ..quantization.plan import plan_of
 from .command_line import add_plan_options, check_folder, configuration_errors
@@ -45,19 +46,22 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def _capability(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")
-    return int(major), int(minor)
+    if (found := re.fullmatch(r"(\d+)\.(\d+)", text)) is None:
+        raise ArgumentTypeError(f"{text!r} is not a compute capability, such as 9.0.")
+    return int(found[1]), int(found[2])
 
 
 def main(args: Namespace) -> int:
     """Print the memory of each part by launch. Return 0 if a launch fits and vLLM runs every scheme, else 1."""
     with configuration_errors():
-        positive = min(args.gpus, args.gpu_memory, args.tokens, args.lora_r, args.gradient_accumulation_steps) > 0
-        if not positive or not 0 <= args.vllm_gpu_memory_utilization < 1 or args.rollout_ahead < 0:
-            raise ValueError(
-                "--gpus, --gpu_memory, --tokens, --lora_r and --gradient_accumulation_steps are positive, "
-                "--vllm_gpu_memory_utilization is from 0 to 1, --rollout_ahead is not negative."
-            )
+        for name in ("gpus", "gpu_memory", "tokens", "lora_r", "gradient_accumulation_steps"):
+            if not getattr(args, name) > 0:
+                raise ValueError(f"--{name}={getattr(args, name)} must be greater than 0.")
+        if not 0 <= args.vllm_gpu_memory_utilization < 1:
+            share = f"--vllm_gpu_memory_utilization={args.vllm_gpu_memory_utilization}"
+            raise ValueError(f"{share} must be at least 0, for a server elsewhere, and less than 1, a whole GPU.")
+        if args.rollout_ahead < 0:
+            raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be at least 0.")
         from ..doctor.memory import Run, launch_configuration, parts_of_memory, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)

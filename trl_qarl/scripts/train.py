@@ -42,8 +42,7 @@ MAIN_OPTIONS = (
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
-    """Return the parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`, and of
-    `--export_dir`."""
+    """Return the parser of the options of `trl grpo`, with [`QaRLConfig`] for `GRPOConfig`, and of `--export_dir`."""
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
     from trl.scripts.grpo import GRPOScriptArguments
 

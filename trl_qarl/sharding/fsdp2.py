@@ -38,8 +38,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 class MasterShard(torch.Tensor):
     """
     This process' shard of a master, rows `(rows, K)` or experts `(E, N, K)`, or of a low-bit weight without a master:
-    a plain tensor with FSDP2's hooks around an all-gather. It is a part of `weight`; `padded_rows` is the number of
-    rows of the largest shard, experts counted on, which every process sends.
+    a plain tensor with FSDP2's hooks around an all-gather. It is a part of `weight`. Every process sends `padded_rows`
+    rows, as many as the largest shard has in all of its experts.
     """
 
     # Results of operations are not shards.

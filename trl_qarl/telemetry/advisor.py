@@ -26,6 +26,8 @@ EFFECTIVE_FINE, EFFECTIVE_BAD = 0.90, 0.75
 ENTROPY_LEFT, ENTROPY_UP, ENTROPY_FAR_UP = 0.10, 2.0, 4.0
 UNSOUND_WATCH, UNSOUND_BAD = 0.05, 0.20
 ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD = 0.50, 0.90
+# Objectives that do not correct the mismatch, at least of rollouts without vLLM.
+_UNCORRECTED = ("gspo", "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 Rows = Iterable[Mapping[str, float | None]]
 Judged = tuple[str, str, str, str]
@@ -135,7 +137,7 @@ def _realign(settings: Mapping[str, Any]) -> str:
         return "Set exact='require': it names the first token and layer that differ."
     if settings.get("quantize_learner") is False and settings.get("scheme") != "bf16":
         return "The learner differentiates another policy than the one that samples. Set `quantize_learner=True`."
-    if settings.get("objective") != "tbpo":
+    if settings.get("objective") in _UNCORRECTED:
         return (
             "Use an objective that corrects the mismatch (`tbpo`, `grpo-tis`), and compare with the table of your scheme on the "
             "page about alignment."

@@ -1,5 +1,4 @@
-"""Measurements of the low-bit weights (`quant/*`): code flips, updates relative to a quantization step, quantization
-error."""
+"""Measurements of low-bit weights (`quant/*`): code flips, updates in quantization steps, and quantization error."""
 
 import math
 from collections import defaultdict

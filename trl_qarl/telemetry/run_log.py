@@ -43,13 +43,15 @@ _INCIDENTAL = (
 )
 
 
-def _fingerprint_of_model(folder: Path) -> dict[str, str]:
-    """Return `model_sha256` of configuration and weights of a model in a folder; nothing for a name on the Hub."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    if not files:
+def _fingerprint_of_model(name_or_path: str) -> dict[str, str]:
+    """Return `model_sha256` of configuration and weights of a model in a folder; nothing for a name on the Hub, or for
+    the empty name of a model made in memory."""
+    folder = Path(name_or_path)
+    config, files = folder / "config.json", [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    if not name_or_path or not files or not config.is_file():
         return {}
     digest = hashlib.sha256()
-    for path in (folder / "config.json", *files):
+    for path in (config, *sorted(files)):
         with open(path, "rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
     return {"model_sha256": digest.hexdigest()}
@@ -117,7 +119,7 @@ class RunLog(TrainerCallback):
             "group_size": args.plan.group_size,
             "seed": args.seed,
             **self.described,
-            **_fingerprint_of_model(Path(str(self.described.get("model")))),
+            **_fingerprint_of_model(self.described.get("model", "")),
             "num_processes": args.world_size,
             "use_vllm": args.use_vllm,
             "learning_rate": args.learning_rate,

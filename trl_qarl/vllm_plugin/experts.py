@@ -40,7 +40,7 @@ from .linear_kernels import is_our_engine
 
 
 def register_experts() -> None:
-    """Register both with vLLM; calling it again changes nothing."""
+    """Register low-bit and unquantized experts with vLLM; calling it again changes nothing."""
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
         CustomOp.register_oot(RepackedExperts, name=UnquantizedFusedMoEMethod.__name__)

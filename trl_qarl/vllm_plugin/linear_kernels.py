@@ -207,8 +207,7 @@ class QaRLNvFp4Kernel(_Fp4Kernel, NvFp4LinearKernel):
 
 
 def _has_activations(weight_type: str) -> bool:
-    """Return whether the checkpoint being loaded has low-bit activations with 4-bit weights of this type, "int" or
-    "float"."""
+    """Return whether the checkpoint being loaded has low-bit activations with 4-bit "int" or "float" weights."""
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}

@@ -61,7 +61,7 @@ def pack_delta(tensors: Sequence[tuple[str, str, np.ndarray, np.ndarray]]) -> tu
     entries, left_out = [], []
     for name, base, old, new in tensors:
         split = {stream: np.concatenate(pieces) for stream, pieces in _changes(old, new).items()}
-        # Zeros come in runs, which cost next to nothing. Less than an eighth is not worth the work.
+        # Runs of zeros cost next to nothing. A block that saves less than an eighth is not worth the work.
         num_bytes = sum(np.count_nonzero(numbers) for stream, numbers in split.items() if stream != "far")
         if 8 * num_bytes >= 7 * old.nbytes or len(old) >= 2**32:
             left_out.append(name)
@@ -94,7 +94,8 @@ def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping
                 f"{name}: the changes are for {base}, but {confirmed.get(name, 'nothing')} was confirmed last."
             )
         if (length, itemsize) != (len(held[name]), held[name].itemsize):
-            raise ValueError(f"The changes do not fit: {name} has another size.")
+            theirs, ours = f"{length} elements of {itemsize} bytes", f"{len(held[name])} of {held[name].itemsize}"
+            raise ValueError(f"{name} has another size: the changes are for {theirs}, and {ours} are held.")
     streams = {}
     for stream, size in zip(_STREAMS, header["streams"], strict=True):
         numbers = zlib.decompress(content[start : start + size], wbits=-15)
@@ -122,7 +123,7 @@ def _changes(old: np.ndarray, new: np.ndarray) -> dict[str, list[np.ndarray]]:
     for start in range(0, len(old), _BLOCK):
         before = old[start : start + _BLOCK]
         after = new[start : start + _BLOCK]
-        # numpy finds booleans ten times as fast.
+        # NumPy finds the places of booleans ten times as fast as those of numbers.
         has_changed = after != before
         if not has_changed.any():
             continue

@@ -8,7 +8,7 @@ from typing import Any
 from ..quantization.schemes import SCHEMES, QuantScheme
 
 
-# Of weights and activations.
+# Compared settings of weights and activations.
 _ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
 
 
@@ -118,7 +118,7 @@ def describe_model(config) -> dict[str, Any]:
         if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
     }
     if settings.get("sliding_window") == 0:
-        # vLLM replaces one by the other.
+        # 0 and `None` both stand for no window, and vLLM replaces one by the other.
         settings["sliding_window"] = None
     return json.loads(json.dumps(settings, default=str))
 

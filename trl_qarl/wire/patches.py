@@ -30,7 +30,7 @@ class PatchBook:
         all of them, else the empty string."""
         self.is_kept, self.fingerprints = True, dict(fingerprints)
         for name in self.tensors.keys() - fingerprints.keys():
-            # From another plan.
+            # Tensors of another scheme, which are no longer published.
             del self.tensors[name], self._elements[name]
         return base_digest(fingerprints) if fingerprints.keys() <= self.tensors.keys() else ""
 

@@ -1,5 +1,4 @@
-"""Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Has no
-imports."""
+"""Names, paths, headers and the error of a weight sync, for trainer, server and vLLM's processes. No imports."""
 
 SESSION_PATH = "/qarl/session"
 STATE_PATH = "/qarl/state"

@@ -74,7 +74,7 @@ def confined_path(directory: str | None, name: str) -> Path:
     check_transfer_dir(directory)
     path = Path(directory) / name
     if not path.exists() and not path.is_symlink():
-        raise ValueError(f"{name!r} is not in {directory!r}: is that the same directory on the trainer's host?")
+        raise ValueError(f"{name!r} is not in {directory!r}, which must be the same directory on the trainer's host.")
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError(f"{name!r} in {directory!r} is not a regular file.")
     return path

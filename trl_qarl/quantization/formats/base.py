@@ -64,8 +64,7 @@ class KernelChoice:
 
 class Format:
     """
-    Storage and arithmetic of one container. The base class stores INT8 codes one per byte; subclasses override what
-    differs.
+    Storage and arithmetic of one container. The base class stores INT8 codes one per byte.
 
     *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get
     the tensors in the order of the attribute.

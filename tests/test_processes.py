@@ -83,7 +83,9 @@ def train(train_argv, tmp_path):
     environment = {**os.environ, "PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
 
     def start(prefix=(), options=()):
-        is_up = lambda _: is_complete(tmp_path / "run" / "checkpoint-2")  # noqa: E731
+        def is_up(_):
+            return is_complete(tmp_path / "run" / "checkpoint-2")
+
         return running(tmp_path, prefix, ["train", *words, *options], is_up, environment)
 
     return start
@@ -203,7 +205,10 @@ def test_a_child_ends_with_its_parent(tmp_path):
 def test_a_server_ends_by_sigterm_before_it_is_up(tiny_model, tmp_path, prefix):
     """vLLM has a handler of its own once it is up; process 1 without one would not hear of the signal until then."""
     options = ["--model", tiny_model, "--port", str(free_port()), "--transfer_dir", str(tmp_path / "transfer")]
-    is_up = lambda server: server and "vllm.entrypoints.openai.api_server" in server.cmdline()  # noqa: E731
+
+    def is_up(server):
+        return server and "vllm.entrypoints.openai.api_server" in server.cmdline()
+
     with running(tmp_path, prefix, ["vllm-serve", *options], is_up) as (server, process):
         time.sleep(2)
         everything = [server, *server.children(recursive=True)]

@@ -49,6 +49,7 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self.answers, 900, self.log.read_text)
+        self.first_answer, self.first_state = self.complete(), self.state()
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -129,6 +130,14 @@ def make_trainer(server, tmp_path):
     release()
 
 
+def test_a_new_server_answers_but_does_not_generate(server):
+    assert server.first_answer.status_code == 503
+    assert "published" in server.first_answer.json()["error"]
+    assert server.first_state["is_open"] is False
+    command = server.log.read_text()
+    assert "Equivalent command:" in command and "vllm.entrypoints.openai.api_server" in command
+
+
 def test_a_stranger_changes_nothing(server):
     """Every route that this server has, as the server itself lists them."""
     server.wait_until_free()
@@ -170,7 +179,6 @@ def train_and_check(server, make_trainer, **arguments):
 
 def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
     trainer = train_and_check(server, make_trainer)
-    assert "Equivalent command:" in server.log.read_text()
     audit_in_this_process(monkeypatch)
     # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
     assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5

@@ -9,27 +9,6 @@ from testing_utils.trainings import make
 from trl_qarl.forward import scoring_forward
 
 
-def padded_batch(num_pads, num_completion=12):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(4, 200, (1, 20 + num_completion), generator=generator)
-    ids = torch.nn.functional.pad(ids, (num_pads, 0))
-    mask = torch.ones_like(ids)
-    mask[:, :num_pads] = 0
-    return ids, mask, num_completion
-
-
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "bf16"])
-def test_padding_of_the_prompt_does_not_move_the_log_probs(tiny_model, tmp_path, scheme):
-    # PyTorch's own attention sums masked keys in another order, which leaves a rounding of 5e-7.
-    trainer = make(tiny_model, tmp_path, scheme=scheme, bf16=False, model_init_kwargs={"attn_implementation": "eager"})
-    with torch.no_grad():
-        scored, padded = (
-            trainer._get_per_token_logps_and_entropies(trainer.model, *padded_batch(num_pads), batch_size=1)[0]
-            for num_pads in (0, 40)
-        )
-    assert torch.equal(scored, padded)
-
-
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective):
     prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})

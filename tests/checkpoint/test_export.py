@@ -237,15 +237,6 @@ def test_exports_are_overwritten_and_masters_are_not(tmp_path, name):
         export_checkpoint(model, folder)
 
 
-def test_the_models_own_config_is_not_changed(tmp_path):
-    model, _ = load(tmp_path)
-    prepare_model(model, "w4a16")
-    export_checkpoint(model, tmp_path / "export")
-    assert getattr(model.config, "quantization_config", None) is None
-    model.save_pretrained(tmp_path / "masters")
-    assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())
-
-
 def complaint(masters, folder, capsys, name, content):
     """The line on stderr, but for a progress bar's, of `trl-qarl export` of a run's masters with a file changed."""
     shutil.copytree(masters, folder)

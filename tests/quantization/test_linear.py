@@ -168,14 +168,6 @@ def test_weight_made_in_inference_mode_says_what_to_do():
         QuantizedLinear.from_linear(linear, get_scheme("w4a16"))
 
 
-def test_quantized_in_inference_mode_then_trained():
-    layer = make(dtype=torch.bfloat16)
-    with torch.inference_mode():
-        layer(torch.randn(4, 256, dtype=torch.bfloat16))
-    layer(torch.randn(4, 256, dtype=torch.bfloat16)).sum().backward()
-    assert layer.weight.grad is not None
-
-
 def test_write_through_data_needs_invalidate():
     layer = make()
     x = torch.randn(8, 256)

@@ -70,26 +70,5 @@ def test_loops_are_blocks_that_repeat_in_a_row(ids, expected):
     assert has_loop(ids) is expected
 
 
-def naive_has_loop(ids):
-    return any(
-        all(ids[i] == ids[i + period] for i in range(start, start + length - period))
-        for period in range(1, 65)
-        for length in [max(4 * period, 16)]
-        for start in range(len(ids) - length + 1)
-    )
-
-
-def test_loops_equal_a_naive_search():
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for length in range(10, 70):
-        ids = torch.randint(0, 2, (length,), generator=generator).tolist()
-        block = ids[: length % 7 + 1]
-        ids += block * (length % 6)
-        found.append(has_loop(ids))
-        assert found[-1] == naive_has_loop(ids)
-    assert 5 < sum(found) < 55
-
-
 def test_garbled_text_has_bytes_that_are_no_character_before_its_end():
     assert is_garbled("a\ufffdb") and not is_garbled("ab") and not is_garbled("") and not is_garbled("ab\ufffd\ufffd")

@@ -7,7 +7,6 @@ from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 
-from trl_qarl.quantization.formats.fp4 import MAGNITUDES, Mxfp4
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -66,18 +65,6 @@ def test_scales_codes_and_weights_equal_compressed_tensors_on_a_thousand_matrice
             assert torch.equal(
                 rounded.qdata, LowBitTensor.from_hp(weight.bfloat16().float(), scheme, torch.bfloat16).qdata
             )
-
-
-def test_every_quotient_goes_to_the_nearest_code_and_ties_to_the_even_one():
-    quotients = torch.arange(-7 * 256, 7 * 256).view(1, -1) / 256
-    codes = Mxfp4().unpack(Mxfp4().pack(quotients), torch.float32)
-    magnitudes = torch.tensor(MAGNITUDES)
-    distances = (quotients.abs().unsqueeze(-1) - magnitudes).abs()
-    assert torch.equal((codes.abs() - quotients.abs()).abs(), distances.amin(-1))
-    tied = distances.sort(-1).values[..., :2].diff(dim=-1)[..., 0] == 0
-    index = (codes.abs().unsqueeze(-1) == magnitudes).int().argmax(-1)
-    assert tied.sum() == 14 and (index[tied] % 2 == 0).all()
-    assert (codes[quotients < 0] <= 0).all() and (codes[quotients > 0] >= 0).all()
 
 
 def test_numbers_beyond_the_largest_scale_are_clamped():

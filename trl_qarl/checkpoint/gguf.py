@@ -52,8 +52,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38
 
 
 def blocks(weight: LowBitTensor) -> torch.Tensor:
-    """Return the blocks of a weight `(N, K)` as in the table above, uint8 `(N, K / 32 * bytes)`. Scales must be
-    numbers in fp16."""
+    """Return the blocks of a weight `(N, K)`, with scales that fp16 represents, as uint8 `(N, K / 32 * bytes)`."""
     scale = weight.scale.half() if weight.scale.is_floating_point() else weight.scale
     codes = weight.qdata.view(torch.uint8)
     if weight.scheme.container.num_bits == 4:

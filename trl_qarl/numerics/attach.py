@@ -50,7 +50,7 @@ def attach_engine_numerics(
         ValueError: from [`~trl_qarl.numerics.availability.check_engine_numerics`], or if they are attached already.
     """
     if has_engine_numerics(model):
-        raise ValueError("Engine numerics are attached to this model already.")
+        raise ValueError("Engine numerics are attached to this model already. Call `detach_engine_numerics` first.")
     check_engine_numerics(model, dtype)
     model = base_model(model)
     device = next(model.parameters()).device.type

@@ -167,8 +167,7 @@ def draw_again(
 
 
 def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -> Callable[..., list]:
-    """Return an `LLM.generate` that sends an [`ExpandedPrompt`] with one placeholder for each picture, and uses
-    [`draw_again`]."""
+    """Return an `LLM.generate` that sends one placeholder for each picture, and uses [`draw_again`]."""
 
     def generate_with_pictures(prompts, sampling_params, **kwargs):
         has_pictures = any("multi_modal_data" in prompt for prompt in prompts)

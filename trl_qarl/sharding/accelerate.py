@@ -67,8 +67,7 @@ def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], No
 
 def _gather_head(model: nn.Module) -> None:
     """
-    Have FSDP2 gather the head of `model` after the rest of the forward, because the loss reads its weight without
-    calling it.
+    Have FSDP2 gather the head of `model` after the rest of the forward, because the loss reads its weight directly.
 
     accelerate shards the head together with the final norm, whose call gathers both, but finds that norm only in
     models of text. Otherwise each process would get the gradient of its own tokens (accelerate 1.15, TRL 1.16).

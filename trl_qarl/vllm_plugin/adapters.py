@@ -92,12 +92,13 @@ class PublishedAdapter:
         return sorted(self.tensors) if self._live != self._fingerprints() else []
 
     def activate(self) -> None:
-        """Put the adapter into the engine's buffers; `RuntimeError` is raised if they do not hold exactly the adapter
-        afterwards."""
+        """Put the adapter into the engine's buffers, or raise `RuntimeError` if they then hold anything else."""
         manager = getattr(self.model, "lora_manager", None)
         if manager is None:
             if self.tensors:
-                raise RuntimeError("An adapter was published to an engine that was started without LoRA.")
+                raise RuntimeError(
+                    "An adapter was published to an engine without LoRA. Start the engine with `--max_lora_rank`."
+                )
             return
         manager.remove_adapter(_ADAPTER_ID)
         self._live = []
@@ -106,7 +107,8 @@ class PublishedAdapter:
         rank = max(min(tensor.shape) for tensor in self.tensors.values())
         if rank > manager.lora_config.max_lora_rank:
             raise RuntimeError(
-                f"An adapter of rank {rank} was published; max_lora_rank={manager.lora_config.max_lora_rank}."
+                f"An adapter of rank {rank} was published, and the engine has max_lora_rank={manager.lora_config.max_lora_rank}. "
+                f"Start it with at least {rank}."
             )
         # B was multiplied by the scaling before it was sent.
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])

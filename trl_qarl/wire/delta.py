@@ -94,7 +94,8 @@ def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping
                 f"{name}: the changes are for {base}, but {confirmed.get(name, 'nothing')} was confirmed last."
             )
         if (length, itemsize) != (len(held[name]), held[name].itemsize):
-            raise ValueError(f"The changes do not fit: {name} has another size.")
+            theirs, ours = f"{length} elements of {itemsize} bytes", f"{len(held[name])} of {held[name].itemsize}"
+            raise ValueError(f"{name} has another size: the changes are for {theirs}, and {ours} are held.")
     streams = {}
     for stream, size in zip(_STREAMS, header["streams"], strict=True):
         numbers = zlib.decompress(content[start : start + size], wbits=-15)

@@ -69,7 +69,7 @@ def read_token_file(path: str | Path) -> str:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"The token file {str(path)!r} is not a regular file.")
+                raise ValueError(f"The token file {str(path)!r} is not a regular file. Name the file itself.")
             if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o077:
                 raise ValueError(
                     f"The token file {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o} and belongs to user "

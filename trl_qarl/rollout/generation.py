@@ -182,7 +182,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         return attempt(0) if self.mode == "colocate" else persistently(_GENERATING, attempt)
 
     def launch(self, prompts: list[list[int]], num_generations: int) -> InFlight:
-        """Have a thread of the main process ask the server for completions for all processes, which all call it."""
+        """Have a thread of the main process ask the server for the completions of all processes, which all call."""
         in_flight = InFlight(prompts, num_generations)
         self.collect(in_flight)
         return in_flight

@@ -269,6 +269,7 @@ def complaint(masters, folder, capsys, name, content):
         (json.dumps({**RECORD, "group_size": "128"}), "group_size='128'"),
         (json.dumps({**RECORD, "group_size": 100}), "group_size=100"),
         (json.dumps({**RECORD, "exclude_modules": [1]}), "exclude_modules=[1]"),
+        (json.dumps({**RECORD, "exclude_modules": {}}), "exclude_modules={}"),
     ],
 )
 def test_a_broken_record_is_one_line_and_exit_code_2(masters, tmp_path, capsys, content, message):

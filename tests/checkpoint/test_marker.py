@@ -66,6 +66,9 @@ def test_a_file_that_is_cut_emptied_or_removed_afterwards_is_named(folder, name)
         (folder / name).write_bytes(whole[:size])
         expected = f"{name} has {size} of 10 bytes" if name != COMPLETE_FILE else f"{name} cannot be read ("
         assert problem_of(folder).startswith(f"damaged: {expected}") and not is_complete(folder)
+    if name == COMPLETE_FILE:
+        (folder / name).write_text("[]")
+        assert problem_of(folder) == f"damaged: {name} holds no sizes of files"
     (folder / name).unlink()
     if name != COMPLETE_FILE:
         assert problem_of(folder) == f"damaged: {name} cannot be read (No such file or directory)"

@@ -81,6 +81,7 @@ def test_an_object_may_be_named_in_place_of_a_class(my_losses):
         ({"objective": ".here:Sharp"}, "'.here:Sharp' cannot be imported.*'module:Name'"),
         ({"objective": "my_losses:SOMETHING"}, "is a int.*subclass"),
         ({"objective": "my_losses:Sharp", "objective_kwargs": {"tao": 1}}, "does not take objective_kwargs.*tao"),
+        ({"objective": "my_losses:Sharp", "objective_kwargs": {"tau": {1}}}, "objective_kwargs=.*set is not JSON"),
         ({"objective": "my_losses:NARROW", "objective_kwargs": {"tau": 1}}, "Name its class"),
         ({"objective_kwargs": {"tau": 1}}, "objective_kwargs.*'tbpo'"),
         ({"objective": "my_losses:Sharp", "mismatch_cap": 3.0}, "mismatch_cap"),

@@ -1,3 +1,6 @@
+import math
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -278,6 +281,17 @@ def test_a_master_of_any_strides_gives_the_codes_of_its_contiguous_copy(name):
         expected = LowBitTensor.from_hp(weight.clone(memory_format=torch.contiguous_format), scheme, torch.bfloat16)
         ours, theirs = low_bit.checkpoint_tensors(), expected.checkpoint_tensors()
         assert all(tensor.is_contiguous() for tensor in ours.values()) and bits(ours.items()) == bits(theirs.items())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+def test_a_master_that_is_no_number_is_seen_in_the_low_bit_weight(name, value):
+    weight = torch.ones(8, 256)
+    weight[3, 5] = value
+    # Beyond NVFP4's global scale.
+    is_refused = name == "nvfp4a16" and value == math.inf
+    with pytest.raises(ValueError, match="grown to inf") if is_refused else nullcontext():
+        assert not LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16).dequantize()[3].isfinite().all()
 
 
 @pytest.mark.parametrize("in_features", [1, 2, 6, 98, 101])

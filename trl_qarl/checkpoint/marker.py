@@ -68,6 +68,8 @@ def problem_of(folder: str | Path) -> str | None:
         return None if is_whole else "incomplete: it was not written to its end"
     except (OSError, ValueError) as error:
         return f"damaged: {COMPLETE_FILE} cannot be read ({error})"
+    if not isinstance(sizes, dict):
+        return f"damaged: {COMPLETE_FILE} holds no sizes of files"
     for name, size in sizes.items():
         try:
             found = _size(folder / name)

@@ -138,8 +138,8 @@ def read_record(path: str | Path) -> dict[str, Any]:
 
 
 def _is_names(value: Any) -> bool:
-    names = value if isinstance(value, list) else [value or ""]
-    return all(isinstance(name, str) for name in names)
+    names = value if isinstance(value, list) else [value]
+    return value is None or all(isinstance(name, str) for name in names)
 
 
 def _is_scales(value: Any) -> bool:

@@ -43,7 +43,11 @@ def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
     addition to `name`. `ValueError` is raised if there is no such objective, or if it does not take the options.
     """
     if ":" in name:
-        return _of_user(name, json.dumps(dict(options or {}), sort_keys=True))
+        try:
+            text = json.dumps(dict(options or {}), sort_keys=True)
+        except TypeError as error:
+            raise ValueError(f"objective_kwargs={options!r}: {error}. Give values that JSON can hold.") from error
+        return _of_user(name, text)
     if name not in OBJECTIVES:
         raise ValueError(
             f"Unknown objective {name!r}. Choose one of {list(OBJECTIVES)}, or name your own as 'module:Name'."

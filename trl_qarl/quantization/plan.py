@@ -192,6 +192,8 @@ def get_plan(
         if type(count) is not int or count < 0:
             raise ValueError(f"{option}={count!r} must be a number of decoder layers, 0 or more.")
     if isinstance(scheme, QuantPlan):
+        if group_size is not None:
+            raise ValueError(f"group_size={group_size}: the schemes of a plan have theirs. Remove it.")
         rules = scheme.rules
         high_precision_first = high_precision_first or scheme.high_precision_first
         high_precision_last = high_precision_last or scheme.high_precision_last

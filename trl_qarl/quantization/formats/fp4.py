@@ -49,8 +49,10 @@ class Mxfp4(HalfBytes):
 
     def choose_scales(self, groups, scheme, global_scale=None):
         # The exponent of `amax`, and one more from 1.75 on: a quarter carries over into it.
-        exponent = (groups.abs().amax(dim=-1).view(torch.int32) + (1 << 21)) >> 23
-        return ((exponent - 2).clamp_(0, 252).to(torch.uint8),)
+        amax = groups.abs().amax(dim=-1)
+        exponent = (amax.view(torch.int32) + (1 << 21)) >> 23
+        # 255 is NaN.
+        return ((exponent - 2).clamp_(0, 252).to(torch.uint8).masked_fill_(~amax.isfinite(), 255),)
 
     def scale_values(self, dtype, scale, *operands):
         return scale.view(torch.float8_e8m0fnu).to(dtype)
@@ -88,7 +90,7 @@ class Nvfp4(Mxfp4):
 
     def choose_global_scale(self, weight):
         amax = weight.abs().amax().float().item()
-        exponent = math.floor(math.log2(2688.0 / amax)) - 2 if amax > 0 else 0
+        exponent = math.floor(math.log2(2688.0 / amax)) - 2 if 0 < amax < math.inf else 0
         # Scales of 2^-9 to 448 divided by it are numbers in bf16.
         return 2.0 ** max(-100, min(exponent, 100))
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,15 +79,13 @@ def differing_settings(groups: Iterable[Group]) -> list[str]:
     return list(settings.columns[settings.nunique(dropna=False) > 1])
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            texts = map(str, value if isinstance(value, list) else [value])
-            flat[prefix + name] = "-" if value is None else ", ".join(texts)
-    return flat
+def _flatten(config: dict[str, Any]) -> dict[str, str]:
+    def text(value: Any) -> str:
+        texts = map(str, value if isinstance(value, list) else [value])
+        return "-" if value is None else ", ".join(texts)
+
+    (flat,) = pandas.json_normalize(config).to_dict("records")
+    return {str(name): text(value) for name, value in flat.items()}
 
 
 def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:

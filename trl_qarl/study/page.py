@@ -24,7 +24,7 @@ from .groups import (
     format_number,
     summarize_differences,
 )
-from .plots import Figure, draw_finals, printable
+from .plots import Figure, draw_finals, printable, to_svg
 from .runs import Run
 
 
@@ -64,6 +64,7 @@ def make_page(groups: list[Group], figures: list[Figure], notes: list[str], refr
     )
     # Names between backticks are code; the span that a completion is shown for is marked.
     environment.filters["prose"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    environment.filters["svg"] = to_svg
     environment.filters["mark"] = lambda text: Markup(re.sub("⟦[^⟦⟧]*⟧", r"<mark>\g<0></mark>", str(escape(text))))
     runs = [run for group in groups for run in group.runs]
     findings = [assess_group(group) for group in groups]

@@ -53,6 +53,10 @@ class Run:
         return int(self.metrics.index[-1])
 
     @property
+    def progress(self) -> str:
+        return f"{self.last_step} of {self.config.get('max_steps', '?')}"
+
+    @property
     def is_finished(self) -> bool:
         """True if training has ended normally: transformers logs its duration last."""
         return self.last_step in self.values("train_runtime")

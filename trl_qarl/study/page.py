@@ -5,7 +5,7 @@ wrote. The template escapes it. At its top: is the run healthy, and is one setti
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,6 @@ def write_page(
         title=_title(groups),
         subtitle=_subtitle(runs),
         groups=groups,
-        warnings=_warnings(groups),
         sentence=sentence,
         finals=draw_finals(groups) if differences and any(FINAL_REWARD in run.results for run in runs) else None,
         cards=[{card: [pair for pair in found if pair[0].card == card] for card in cards} for found in findings],
@@ -145,14 +144,6 @@ def _subtitle(runs: list[Run]) -> str:
     times = [datetime.fromtimestamp(time, UTC) for run in runs for time in run.values("time")]
     when = [f"{min(times):%Y-%m-%d %H:%M} to {max(times):%Y-%m-%d %H:%M} UTC"] if times else []
     return ", ".join(when + _unique(run.path.parent if len(runs) > 1 else run.path for run in runs))
-
-
-def _warnings(groups: list[Group]) -> Iterator[str]:
-    for name, what in (("model", "models"), ("reward_funcs", "reward functions")):
-        values = _unique(group.settings.get(name, "not recorded") for group in groups)
-        if len(values) > 1:
-            about = f"These runs have {len(values)} {what}: {'; '.join(values)}."
-            yield f"{about} Their groups are shown side by side and not compared with each other."
 
 
 def _evaluation(runs: list[Run]) -> pandas.DataFrame:

@@ -54,9 +54,9 @@ def main(args: Namespace) -> None:
             if not path.is_dir():
                 raise ValueError(f"{path} is not a directory; give directories that training runs write.")
         output.parent.mkdir(parents=True, exist_ok=True)
-        from ..study.page import write_page
-
         if not args.follow:
+            from ..study.page import write_page
+
             _, lines = write_page(args.run_dirs, output, args.png)
             print(*lines, output.resolve().as_uri(), sep="\n")
             return

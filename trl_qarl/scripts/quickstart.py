@@ -6,7 +6,6 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
-from . import report
 from .command_line import configuration_errors
 
 
@@ -63,6 +62,7 @@ def main(args: Namespace) -> None:
     from ..checkpoint.load import load_deployed
     from ..numerics.attach import detach_engine_numerics, has_engine_numerics
     from ..quantization.swap import engine_precision
+    from ..study.page import write_page
 
     with configuration_errors():
         trainer, held_out = _build(args)
@@ -85,7 +85,7 @@ def main(args: Namespace) -> None:
     exported = load_deployed(str(low_bit_dir), torch.float32).to(model.device)
     answers_again, reloaded = _solve(trainer, exported, held_out)
     same = sum(a == b for a, b in zip(answers, answers_again, strict=True))
-    report.write_page([folder], folder / "report.html")
+    write_page([folder], folder / "report.html")
 
     print("\nHeld-out problems, greedy decoding of the low-bit policy")
     print(f"  before training                  {before}")

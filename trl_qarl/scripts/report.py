@@ -1,19 +1,14 @@
-"""
-`trl-qarl report`: an HTML page about training runs.
-
-The page is one file: styles and figures inline, no script, nothing loaded. Whatever the runs wrote is escaped.
-"""
+"""`trl-qarl report`: an HTML page about training runs."""
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..telemetry.run_files import METRICS_FILE
 from .command_line import configuration_errors
 
 
-_POLL_SECONDS, _REFRESH_SECONDS = 1.0, 10
+_POLL_SECONDS = 1.0
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -60,6 +55,8 @@ def main(args: Namespace) -> None:
                 raise ValueError(f"{path} is not a directory; give directories that training runs write.")
         output.parent.mkdir(parents=True, exist_ok=True)
         if not args.follow:
+            from ..study.page import write_page
+
             _, lines = write_page(args.run_dirs, output, args.png)
             print(*lines, output.resolve().as_uri(), sep="\n")
             return
@@ -69,46 +66,15 @@ def main(args: Namespace) -> None:
         print("Stopped.")
 
 
-def write_page(
-    run_dirs: Iterable[str | Path], output: Path, with_png: bool = False, is_followed: bool = False
-) -> tuple[bool, list[str]]:
-    """
-    Write the page about runs in directories. Return whether all of them are finished, and lines about them for the
-    console. With `is_followed` a browser loads the page again while they are not, and PNG files wait for their end.
-    """
-    from ..study.groups import describe_differences, make_groups, summarize_differences
-    from ..study.page import assess_group, make_page, summarize_findings
-    from ..study.plots import make_figures, save_pngs
-    from ..study.runs import read_runs
-
-    runs, notes = read_runs(run_dirs)
-    is_finished = not notes and all(run.is_finished for run in runs)
-    is_final = is_finished or not is_followed
-    groups = make_groups(runs)
-    figures = make_figures(groups)
-    if with_png and is_final:
-        save_pngs(figures, output)
-    # A browser must not read half a page.
-    draft = output.with_name(f".{output.name}.part")
-    draft.write_text(make_page(groups, figures, notes, None if is_final else _REFRESH_SECONDS), encoding="utf-8")
-    draft.replace(output)
-    lines = []
-    for group in groups:
-        steps = ", ".join(f"{run.last_step} of {run.config.get('max_steps', '?')}" for run in group.runs)
-        lines.append(f"{group.label}, step {steps}: {summarize_findings(assess_group(group))}")
-    if len(groups) > 1:
-        lines.append(summarize_differences(describe_differences(groups)))
-    return is_finished, lines
-
-
 def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: bool) -> None:
     """Write the page whenever metrics have grown. A run that has not logged yet is waited for."""
+    from ..study.page import write_page
+
     print(f"Following: {output.resolve().as_uri()}", flush=True)
     seen, changed = None, time.monotonic()
     while timeout is None or time.monotonic() - changed < timeout:
-        files = [
-            file for folder in map(Path, run_dirs) for at in (".", "*") for file in folder.glob(f"{at}/{METRICS_FILE}")
-        ]
+        patterns = (METRICS_FILE, f"*/{METRICS_FILE}")
+        files = [file for folder in run_dirs for pattern in patterns for file in Path(folder).glob(pattern)]
         sizes = {file: file.stat().st_size for file in files}
         if sizes == seen:
             time.sleep(_POLL_SECONDS)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,15 +79,13 @@ def differing_settings(groups: Iterable[Group]) -> list[str]:
     return list(settings.columns[settings.nunique(dropna=False) > 1])
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            texts = map(str, value if isinstance(value, list) else [value])
-            flat[prefix + name] = "-" if value is None else ", ".join(texts)
-    return flat
+def _flatten(config: dict[str, Any]) -> dict[str, str]:
+    def text(value: Any) -> str:
+        texts = map(str, value if isinstance(value, list) else [value])
+        return "-" if value is None else ", ".join(texts)
+
+    (flat,) = pandas.json_normalize(config).to_dict("records")
+    return {str(name): text(value) for name, value in flat.items()}
 
 
 def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
@@ -129,11 +127,10 @@ def describe_differences(groups: list[Group], name: str = FINAL_REWARD) -> dict[
             means = [format_number(group.results(name).mean()) for group in (high, low)]
             size, noise = format_number(abs(difference)), format_number(judged["noise"])
             single = " and of ".join(group.label for group in (high, low) if len(group.results(name)) == 1)
-            verdict = {
-                "exceeds": f"the difference of {size} exceeds the seed noise of {noise}",
-                "within": f"the difference of {size} does not exceed the seed noise of {noise}",
-                "unknown": f"the seed noise of this difference of {size} cannot be judged, with one seed of {single}",
-            }[judged["verdict"]]
+            exceeds = "exceeds" if judged["verdict"] == "exceeds" else "does not exceed"
+            verdict = f"the difference of {size} {exceeds} the seed noise of {noise}"
+            if judged["verdict"] == "unknown":
+                verdict = f"the seed noise of this difference of {size} cannot be judged, with one seed of {single}"
             sentence = f"{high.label} {ends} {means[0]}, {low.label} {ends.split()[-1]} {means[1]}: {verdict}."
         distance = sum(a.config.get(key) != b.config.get(key) for key in a.config.keys() | b.config.keys())
         found[judged["verdict"]].append((distance, -abs(difference or 0.0), sentence))

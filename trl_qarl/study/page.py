@@ -5,7 +5,7 @@ wrote. The template escapes it. At its top: is the run healthy, and is one setti
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,24 @@ from .groups import (
     describe_differences,
     differing_settings,
     format_number,
+    make_groups,
     summarize_differences,
 )
-from .plots import Figure, draw_finals, printable
-from .runs import Run
+from .plots import draw_finals, make_figures, printable, save_pngs, to_svg
+from .runs import Run, read_runs
 
 
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+)
+_ENVIRONMENT.filters |= {
+    "svg": to_svg,
+    # Names between backticks are code; the span that a completion is shown for is marked.
+    "prose": lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text)))),
+    "mark": lambda text: Markup(re.sub("⟦[^⟦⟧]*⟧", r"<mark>\g<0></mark>", str(escape(text)))),
+}
+
+_REFRESH_SECONDS = 10
 _MAIN_CARDS = ("Learning", "Aligned", "Updating")
 _WORDS = {"fine": "fine", "watch": "look at it", "bad": "not healthy"}
 _TIMES = {
@@ -42,43 +54,34 @@ _TIMES = {
 }
 
 
-def assess_group(group: Group) -> list[tuple[Finding, str]]:
-    """Return the worst finding of each rule about the runs of a group, and the run that it is about."""
-    found = [(finding, run.name) for run in group.runs for finding in assess(run.rows(), group.config)]
-    rules = dict.fromkeys(finding.rule for finding, _ in found)
-    return [max((pair for pair in found if pair[0].rule == rule), key=_level_of) for rule in rules]
-
-
-def summarize_findings(findings: list[tuple[Finding, str]]) -> str:
-    """Return one line for the console: the main numbers, and what is not fine."""
-    main = [finding.value for finding, _ in findings if finding.card in _MAIN_CARDS]
-    troubled = list(dict.fromkeys(f"{f.card} ({_WORDS[f.level]})" for f, _ in findings if f.level != "fine"))
-    return "; ".join(main) + (f". Not fine: {', '.join(troubled)}" if troubled else ". All fine" if main else "")
-
-
-def make_page(groups: list[Group], figures: list[Figure], notes: list[str], refresh: int | None = None) -> str:
-    """Return the page with what [`~trl_qarl.study.plots.make_figures`] made, and notes on what is missing. A browser
-    loads it again after `refresh` seconds, while a run goes on."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    # Names between backticks are code; the span that a completion is shown for is marked.
-    environment.filters["prose"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
-    environment.filters["mark"] = lambda text: Markup(re.sub("⟦[^⟦⟧]*⟧", r"<mark>\g<0></mark>", str(escape(text))))
+def write_page(
+    run_dirs: Iterable[str | Path], output: Path, with_png: bool = False, is_followed: bool = False
+) -> tuple[bool, list[str]]:
+    """
+    Write the page about runs in directories. Return whether all of them are finished, and lines about them for the
+    console. With `is_followed` a browser loads the page again while they are not, and PNG files wait for their end.
+    """
+    read, notes = read_runs(run_dirs)
+    is_finished = not notes and all(run.is_finished for run in read)
+    is_final = is_finished or not is_followed
+    groups = make_groups(read)
+    figures = make_figures(groups)
+    if with_png and is_final:
+        save_pngs(figures, output)
     runs = [run for group in groups for run in group.runs]
-    findings = [assess_group(group) for group in groups]
+    findings = [_assess_group(group) for group in groups]
     cards = _unique(finding.card for found in findings for finding, _ in found)
     scores = sorted({name for run in runs for name in run.evaluation}, key=lambda name: (name != "before", name))
     judged = [FINAL_REWARD, *(name for name in scores if name in ("greedy", "sampled"))] if len(groups) > 1 else []
     differences = {name: describe_differences(groups, name) for name in judged}
-    page = environment.get_template("page.html").render(
-        refresh=refresh,
+    sentence = summarize_differences(differences[FINAL_REWARD]) if differences else ""
+    page = _ENVIRONMENT.get_template("page.html").render(
+        refresh=None if is_final else _REFRESH_SECONDS,
         title=_title(groups),
         subtitle=_subtitle(runs),
         groups=groups,
-        warnings=_warnings(groups),
-        sentence=summarize_differences(differences[FINAL_REWARD]) if differences else "",
-        finals=draw_finals(groups) if differences and any(FINAL_REWARD in run.results for run in runs) else "",
+        sentence=sentence,
+        finals=draw_finals(groups) if differences and any(FINAL_REWARD in run.results for run in runs) else None,
         cards=[{card: [pair for pair in found if pair[0].card == card] for card in cards} for found in findings],
         level_of=lambda found: max(found, key=_level_of)[0].level if found else "",
         words=_WORDS,
@@ -93,7 +96,29 @@ def make_page(groups: list[Group], figures: list[Figure], notes: list[str], refr
         irregularities=notes + [f"{run.name}: {note}" for run in runs for note in run.irregularities()],
         configs=[(group.title, json.dumps(group.config, indent=2, ensure_ascii=False)) for group in groups],
     )
-    return printable(page)
+    # A browser must not read half a page.
+    draft = output.with_name(f".{output.name}.part")
+    draft.write_text(printable(page), encoding="utf-8")
+    draft.replace(output)
+    lines = [
+        f"{group.label}, step {', '.join(run.progress for run in group.runs)}: {_summarize_findings(found)}"
+        for group, found in zip(groups, findings, strict=True)
+    ]
+    return is_finished, lines + [sentence] * (len(groups) > 1)
+
+
+def _assess_group(group: Group) -> list[tuple[Finding, str]]:
+    """Return the worst finding of each rule about the runs of a group, and the run that it is about."""
+    found = [(finding, run.name) for run in group.runs for finding in assess(run.rows(), group.config)]
+    rules = dict.fromkeys(finding.rule for finding, _ in found)
+    return [max((pair for pair in found if pair[0].rule == rule), key=_level_of) for rule in rules]
+
+
+def _summarize_findings(findings: list[tuple[Finding, str]]) -> str:
+    """Return one line for the console: the main numbers, and what is not fine."""
+    main = [finding.value for finding, _ in findings if finding.card in _MAIN_CARDS]
+    troubled = list(dict.fromkeys(f"{f.card} ({_WORDS[f.level]})" for f, _ in findings if f.level != "fine"))
+    return "; ".join(main) + (f". Not fine: {', '.join(troubled)}" if troubled else ". All fine" if main else "")
 
 
 def _level_of(pair: tuple[Finding, str]) -> int:
@@ -119,14 +144,6 @@ def _subtitle(runs: list[Run]) -> str:
     times = [datetime.fromtimestamp(time, UTC) for run in runs for time in run.values("time")]
     when = [f"{min(times):%Y-%m-%d %H:%M} to {max(times):%Y-%m-%d %H:%M} UTC"] if times else []
     return ", ".join(when + _unique(run.path.parent if len(runs) > 1 else run.path for run in runs))
-
-
-def _warnings(groups: list[Group]) -> Iterator[str]:
-    for name, what in (("model", "models"), ("reward_funcs", "reward functions")):
-        values = _unique(group.settings.get(name, "not recorded") for group in groups)
-        if len(values) > 1:
-            about = f"These runs have {len(values)} {what}: {'; '.join(values)}."
-            yield f"{about} Their groups are shown side by side and not compared with each other."
 
 
 def _evaluation(runs: list[Run]) -> pandas.DataFrame:
@@ -179,7 +196,7 @@ def _run_table(groups: list[Group]) -> pandas.DataFrame:
             "run": run.name,
             "group": group.label,
             "seed": run.config.get("seed", "-"),
-            "last step": f"{run.last_step} of {run.config.get('max_steps', '?')}",
+            "last step": run.progress,
             FINAL_REWARD: format_number(run.results.get(FINAL_REWARD)),
             **{
                 name: f"{of['correct']} of {of['total']} ({run.results[name]:.1%})"

@@ -7,21 +7,19 @@ import io
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
-
-
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Picture
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..quantization.precisions import NESTING_BITS
@@ -31,6 +29,7 @@ from .groups import Group
 from .runs import EVERY_BATCH, find_holes
 
 
+_styled = matplotlib.rc_context(fname=Path(__file__).with_name("figures.mplstyle"))
 LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
 
 
@@ -59,26 +58,20 @@ class Figure:
     panels: list[tuple[str, Callable]] = field(default_factory=list)
     exact: list[str] = field(default_factory=list)
 
-    @contextmanager
-    def draw(self) -> Iterator[plt.Figure]:
+    @_styled
+    def draw(self) -> Picture:
         """Draw all panels, at most three side by side, under a legend of several groups."""
         columns = min(len(self.panels), 2 + len(self.panels) % 2)
         rows = -(-len(self.panels) // columns)
-        size = (11 * columns / max(columns, 2), 2.6 * rows + 0.12 * len(self.groups))
-        with _figure(size, rows, columns) as (figure, grid):
-            for axes in grid[len(self.panels) :]:
-                axes.remove()
-            for axes, (title, draw) in zip(grid, self.panels, strict=False):
-                draw(axes)
-                axes.set_title(title)
-            lines = [plt.Line2D([], [], color=of.color, ls=of.line, label=_plain(of.title)) for of in self.groups]
-            if len(lines) > 1:
-                figure.legend(handles=lines, loc="outside upper left", ncols=columns)
-            yield figure
-
-    def svg(self) -> str:
-        with self.draw() as figure:
-            return _svg(figure)
+        picture = Picture((11 * columns / max(columns, 2), 2.6 * rows + 0.12 * len(self.groups)))
+        for place, (title, draw) in enumerate(self.panels, 1):
+            axes = picture.add_subplot(rows, columns, place)
+            draw(axes)
+            axes.set_title(title)
+        lines = [Line2D([], [], color=of.color, ls=of.line, label=_plain(of.title)) for of in self.groups]
+        if len(lines) > 1:
+            picture.legend(handles=lines, loc="outside upper left", ncols=columns)
+        return picture
 
 
 _SHARE = (0.0, 1.0)
@@ -149,6 +142,7 @@ def make_figures(groups: list[Group]) -> list[Figure]:
     return [figure for figure in figures.values() if figure.panels or figure.exact]
 
 
+@_styled
 def save_pngs(figures: list[Figure], output: Path) -> None:
     """Draw figures as files next to `output`."""
     for name in _HEADINGS:
@@ -156,11 +150,10 @@ def save_pngs(figures: list[Figure], output: Path) -> None:
         output.with_name(f"{output.stem}-{name}.png").unlink(missing_ok=True)
     for drawn in figures:
         if drawn.panels:
-            with drawn.draw() as figure:
-                figure.savefig(output.with_name(f"{output.stem}-{drawn.name}.png"), dpi=120)
+            drawn.draw().savefig(output.with_name(f"{output.stem}-{drawn.name}.png"), dpi=120)
 
 
-def _draw_metric(axes: plt.Axes, groups: list[Group], metric: Metric) -> None:
+def _draw_metric(axes: Axes, groups: list[Group], metric: Metric) -> None:
     """Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest.
     A cross marks a value that is not finite."""
     axes.set_yscale(metric.scale)
@@ -189,7 +182,7 @@ def _draw_metric(axes: plt.Axes, groups: list[Group], metric: Metric) -> None:
     axes.set_xlabel("update")
 
 
-def _draw_distribution(axes: plt.Axes, groups: list[Group], kind: tuple[str, str]) -> None:
+def _draw_distribution(axes: Axes, groups: list[Group], kind: tuple[str, str]) -> None:
     """Draw the distribution of the logarithm of one quantity with one sign of the advantage, all steps and seeds of a
     group together, with the clip bounds of the last step."""
     for group in groups:
@@ -205,33 +198,28 @@ def _draw_distribution(axes: plt.Axes, groups: list[Group], kind: tuple[str, str
     axes.minorticks_off()
 
 
-def draw_finals(groups: list[Group]) -> str:
-    """Draw final rewards by group as SVG: a dot for the mean, a whisker from the smallest to the largest seed, a ring
-    for each."""
-    with _figure((6.5, 0.8 + 0.34 * len(groups))) as (figure, (axes,)):
-        for index, group in enumerate(groups):
-            seeds, color = group.results(), group.color
-            axes.plot(seeds, [index] * len(seeds), color=color, markerfacecolor="none", markersize=5, lw=2)
-            axes.plot([seeds.mean()], [index], color=color, markersize=8)
-        names = [textwrap.fill(_plain(group.label), 32, break_long_words=False) for group in groups]
-        axes.set(yticks=range(len(groups)), yticklabels=names, ylim=(len(groups) - 0.5, -0.5), xlabel="final reward")
-        axes.margins(x=0.08)
-        axes.grid(visible=False, axis="y")
-        return _svg(figure)
+@_styled
+def draw_finals(groups: list[Group]) -> Picture:
+    """Draw final rewards by group: a dot for the mean, a whisker from the smallest to the largest seed, a ring for
+    each."""
+    picture = Picture((6.5, 0.8 + 0.34 * len(groups)))
+    axes = picture.subplots()
+    for index, group in enumerate(groups):
+        seeds, color = group.results(), group.color
+        axes.plot(seeds, [index] * len(seeds), color=color, markerfacecolor="none", markersize=5, lw=2)
+        axes.plot([seeds.mean()], [index], color=color, markersize=8)
+    names = [textwrap.fill(_plain(group.label), 32, break_long_words=False) for group in groups]
+    axes.set(yticks=range(len(groups)), yticklabels=names, ylim=(len(groups) - 0.5, -0.5), xlabel="final reward")
+    axes.margins(x=0.08)
+    axes.grid(visible=False, axis="y")
+    return picture
 
 
-@contextmanager
-def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> Iterator[tuple[plt.Figure, list[plt.Axes]]]:
-    with plt.style.context(Path(__file__).with_name("figures.mplstyle")):
-        figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False)
-        yield figure, list(grid.flat)
-        plt.close(figure)
-
-
-def _svg(figure: plt.Figure) -> Markup:
+@_styled
+def to_svg(picture: Picture) -> Markup:
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    picture.savefig(file, format="svg", transparent=True, metadata=nothing)
     return Markup(file.getvalue()[file.getvalue().index("<svg") :])
 
 

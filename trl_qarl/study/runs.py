@@ -53,6 +53,10 @@ class Run:
         return int(self.metrics.index[-1])
 
     @property
+    def progress(self) -> str:
+        return f"{self.last_step} of {self.config.get('max_steps', '?')}"
+
+    @property
     def is_finished(self) -> bool:
         """True if training has ended normally: transformers logs its duration last."""
         return self.last_step in self.values("train_runtime")
@@ -171,39 +175,36 @@ def read_evals(path: Path, notes: list[str]) -> list[dict[str, str]]:
     found, patterns = [], ("eval.json", "eval-*.json", "*/eval.json", "*/eval-*.json")
     for file in sorted(file for pattern in patterns for file in path.glob(pattern)):
         try:
-            found += _eval_rows(json.loads(file.read_text(encoding="utf-8")))
+            result = json.loads(file.read_text(encoding="utf-8"))
+            options, first, differences = result["options"], result["results"][0], result.get("differences", {})
+            found += [
+                _eval_row(row, options, differences if row["model"] == first["model"] else {})
+                for row in result["results"]
+            ]
         except _UNREADABLE:
             notes.append(f"{file.relative_to(path)} has another form than `trl-qarl eval` writes and is not used.")
     return found
 
 
-def _eval_rows(result: dict[str, Any]) -> list[dict[str, str]]:
-    """Return cells by the name of their column, a row for each model and task; raises what a file of another form
-    raises."""
+def _eval_row(row: dict[str, Any], options: dict[str, Any], differences: dict[str, Any]) -> dict[str, str]:
+    """Return cells by the name of their column; raises what a file of another form raises."""
 
     def percent(mean: float, error: float | None, sign: str = "") -> str:
         return f"{mean:{sign}.1%}" + ("" if error is None else f" ±{error:.1%}")
 
-    options, rows, first = result["options"], [], result["results"][0]["model"]
-    sampling = "greedy"
-    if options["temperature"]:
-        sampling = f"temperature {options['temperature']:g}, top_p {options['top_p']:g}"
-    for row in result["results"]:
-        model, task = row["model"], row["task"]
-        difference = result.get("differences", {}).get(task) if model == first else None
-        rows.append(
-            {
-                # Of a folder on this machine the last two names say enough.
-                "model": "/".join(model.rstrip("/").split("/")[-2:]) if model.startswith(("/", ".")) else model,
-                "task": Path(task).name,
-                "pass@1": percent(row["pass@1"], row["standard_error"]),
-                "difference": percent(difference["mean"], difference["standard_error"], "+") if difference else "-",
-                "problems": str(len(row["scores"])),
-                "samples of each": str(options["samples"]),
-                "sampling": f"{'vLLM' if options['vllm'] else 'transformers'}, {sampling}",
-            }
-        )
-    return rows
+    model, task = row["model"], row["task"]
+    difference = differences.get(task)
+    how = "temperature {temperature:g}, top_p {top_p:g}" if options["temperature"] else "greedy"
+    return {
+        # Of a folder on this machine the last two names say enough.
+        "model": "/".join(model.rstrip("/").split("/")[-2:]) if model.startswith(("/", ".")) else model,
+        "task": Path(task).name,
+        "pass@1": percent(row["pass@1"], row["standard_error"]),
+        "difference": percent(difference["mean"], difference["standard_error"], "+") if difference else "-",
+        "problems": str(len(row["scores"])),
+        "samples of each": str(options["samples"]),
+        "sampling": f"{'vLLM' if options['vllm'] else 'transformers'}, {how.format(**options)}",
+    }
 
 
 def _read_rows(path: Path, kind_of: Callable[[dict], Any], notes: list[str]) -> list[dict[str, Any]]:

@@ -279,43 +279,6 @@ class ChangeArithmetic(TrainerCallback):
             model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.01)
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "gspo"])
-def test_the_first_update_of_a_batch_is_exactly_on_policy(tmp_path, monkeypatch, objective):
-    """In micro-batches of another size than scoring, under gradient checkpointing."""
-    trainer = make_trainer(
-        tmp_path,
-        use_vllm=False,
-        vllm_mode="server",
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        steps_per_generation=4,
-        gradient_checkpointing=True,
-        learning_rate=1e-4,
-        objective=objective,
-    )
-    ratios, score = [], trainer._get_per_token_logps_and_entropies
-    monkeypatch.setattr(
-        trainer,
-        "_get_per_token_logps_and_entropies",
-        lambda *args, **kwargs: ratios.append(score(*args, **kwargs)) or ratios[-1],
-    )
-    batches = record_batches(trainer)
-    trainer.train()
-    assert len(batches) == 2
-    # TRL is told the sampler's log-probs. A batch is scored by this test, and a sequence of it by the trainer; then
-    # come two micro-batches of each of its two updates.
-    of_batch = [[logps.detach() for logps, *_ in ratios[i : i + 7]] for i in (0, 7)]
-    for batch, (told, scored, alone, *updates) in zip(batches, of_batch, strict=True):
-        assert torch.equal(told, scored)
-        rows = {tuple(row.tolist()) for row in scored}
-        assert len(alone) == 1 and tuple(alone[0].tolist()) in rows
-        assert all(tuple(row.tolist()) in rows for logps in updates[:2] for row in logps)
-        assert not all(tuple(row.tolist()) in rows for logps in updates[2:] for row in logps)
-        assert len(batch["completion_ids"]) == 16
-    dropped = logged(trainer, "tbpo/dropped/total" if objective == "tbpo" else "clip_ratio/region_mean")
-    assert dropped[::2] == [0.0, 0.0]
-
-
 def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tmp_path, caplog):
     """Arithmetic that differs is not an error then."""
     trainer = make_trainer(tmp_path, numerics=None, callbacks=[ChangeArithmetic(step=2)], max_steps=8)

@@ -147,6 +147,10 @@ def test_the_handler_of_sigterm_goes_with_the_server(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     server.stop()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    server.argv[0] = "there-is-no-such-program"
+    with pytest.raises(FileNotFoundError, match=server.argv[0]):
+        server.start()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not (tmp_path / "transfer").exists()
 
 
 def test_a_free_port_is_none_that_an_outgoing_connection_may_take():

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import sys
 import time
 from types import SimpleNamespace
 
@@ -90,7 +91,7 @@ def test_a_server_that_is_started_here_gets_a_secret_of_its_own(tmp_path):
     code = f"import os; print(os.environ[{TOKEN_VARIABLE!r}])"
     processes = []
     for name in ("a", "b"):
-        argv = ["python", "-c", code, "--port", str(free_port())]
+        argv = [sys.executable, "-c", code, "--port", str(free_port())]
         processes.append(ServerProcess(argv, {}, tmp_path / name))
         processes[-1].start()
         processes[-1]._process.wait(timeout=60)

@@ -65,16 +65,20 @@ class ServerProcess:
             remove_leftover_dirs()
             make_transfer_dir(directory)
         self._restore_signals = exit_on_signals()
-        with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.argv,
-                env={**os.environ, **self.environment, TOKEN_VARIABLE: self.token},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=end_with_parent(),
-            )
+        try:
+            with self.log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    self.argv,
+                    env={**os.environ, **self.environment, TOKEN_VARIABLE: self.token},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent(),
+                )
+        except OSError:
+            self._clean_up()
+            raise
 
     def wait(self, url: str, timeout: float) -> None:
         """Wait until the server answers, with progress on the terminal. `RuntimeError`, with the end of the log, is
@@ -116,6 +120,9 @@ class ServerProcess:
         _end_group(self._process.pid)
         self._process.wait()
         self._process = None
+        self._clean_up()
+
+    def _clean_up(self) -> None:
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
             shutil.rmtree(directory, ignore_errors=True)
         if self._restore_signals is not None:

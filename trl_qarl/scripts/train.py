@@ -100,7 +100,7 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
 
 
 def check_inputs(options: Mapping[str, Any]) -> None:
-    """Check the given options, by name, as far as possible without torch: `ValueError` is raised if model, reward or
+    """Check the given options, by name, before the training process starts: `ValueError` is raised if model, reward or
     dataset is missing, and for a reward or a local dataset that does not exist."""
     if not options.get("model_name_or_path"):
         raise ValueError("No model: give `--model_name_or_path`.")

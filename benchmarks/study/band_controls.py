@@ -38,8 +38,10 @@ PAIRS = (
     ("bands_1000 QaRL tbpo", "length_1000 QaRL tbpo"),
     *((f"*_{length} QaRL {change}", f"*_{length} QaRL tbpo") for length in (1000, 150) for change in CHANGES),
     *(
-        (f"bands_1000_auto {learner} tbpo-auto-adamw-1e-4", f"bands_1000_auto {learner} tbpo-adamw-1e-4")
+        (f"{study} {learner} tbpo-auto-{optimizer}", f"{study} {learner} tbpo-{optimizer}")
+        for study in ("bands_150", "bands_400", "bands_1000_auto")
         for learner in LEARNERS
+        for optimizer in ("adamw-3e-5", "adamw-1e-4", "adamw-3e-4", "muon-1e-4")
     ),
 )
 SHOWN = {

@@ -36,6 +36,12 @@ def test_an_unquantized_product_of_other_bits_is_named(judge, monkeypatch):
     assert "its product of unquantized weights differs from the learner's in" in judge()
 
 
+def test_a_norm_of_other_bits_is_named(judge, monkeypatch):
+    norm = kernels.rms_norm
+    monkeypatch.setattr(kernels, "rms_norm", lambda x, *rest: norm(x, *rest) * (1.01 if x.dtype.itemsize == 4 else 1))
+    assert "its norm differs from the learner's in" in judge()
+
+
 def test_an_attention_of_other_bits_is_named(judge, monkeypatch):
     forward = CPUAttentionBackendImpl.forward
 

@@ -1,5 +1,5 @@
 """
-Comparison of the installed vLLM with the learner: products, an attention and on GPUs norms are computed by the
+Comparison of the installed vLLM with the learner: products, norms and an attention are computed by the
 learner's function and by the class or function that vLLM's layers call. All bits must be equal for any number of rows.
 
 The comparison replaces a list of releases and names the operation that has moved or changed. Other operations show in
@@ -42,6 +42,7 @@ def first_difference(kernels: Any, device: torch.device) -> str | None:
     if device.type == "cpu":
         operations = {
             "product of unquantized weights": _products(kernels, random),
+            "norm": _cpu_norms(kernels.rms_norm, random),
             "attention": _cpu_attentions(kernels, random),
         }
     else:
@@ -75,6 +76,19 @@ def _products(kernels, random) -> Pairs:
     ours = kernels.PackedLinear(weight)(x, bias)
     for rows in ROWS:
         yield ours[:rows], layer.cpu_linear(x[:rows], layer.weight, layer.bias)
+
+
+def _cpu_norms(rms_norm, random) -> Pairs:
+    """Compare a norm, and one that adds to the residual stream, with the kernels that an engine is told to use."""
+    x, stream, weight = random((max(ROWS), 256), (max(ROWS), 256), (256,))
+    alone, of_stream = rms_norm(x, weight, 1e-6), rms_norm(x.float() + stream.float(), weight, 1e-6)
+    for rows in ROWS:
+        normed = torch.empty_like(x[:rows])
+        torch.ops._C.rms_norm(normed, x[:rows], weight, 1e-6)
+        yield alone[:rows], normed
+        added = x[:rows].clone()
+        torch.ops._C.fused_add_rms_norm(added, stream[:rows].clone(), weight, 1e-6)
+        yield of_stream[:rows], added
 
 
 def _cpu_attentions(kernels, random) -> Pairs:

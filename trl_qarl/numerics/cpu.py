@@ -31,7 +31,6 @@ from ..packages import installed
 from . import portable
 from .compare import first_difference
 from .portable import log_softmax as log_softmax
-from .portable import rms_norm as rms_norm
 from .portable import silu_mul as silu_mul
 
 
@@ -130,6 +129,31 @@ class PackedLinear:
             bias = None if bias is None else F.pad(bias.float(), (0, pad_outputs))
             y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
         return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
+
+
+def has_norm_kernel(weight: torch.Tensor) -> bool:
+    """Return whether vLLM's norms take a `weight`, `(H,)`. Learner and engine ask the same question, so they agree."""
+    return weight.dtype is torch.bfloat16 and weight.shape[-1] % 32 == 0 and _has_norms()
+
+
+@lru_cache(maxsize=1)
+def _has_norms() -> bool:
+    return reason_not_to_call() is None and all(hasattr(torch.ops._C, n) for n in ("rms_norm", "fused_add_rms_norm"))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    if not has_norm_kernel(weight):
+        return portable.rms_norm(x, weight, epsilon)
+    if x.dtype is torch.bfloat16:
+        y = torch.empty(x.shape, dtype=x.dtype)
+        torch.ops._C.rms_norm(y, x.contiguous(), weight, epsilon)
+        return y
+    # The engine's kernel adds two numbers in bfloat16, takes the mean square of the float32 sum, and norms the rounded
+    # one. The rounding error of a sum of two numbers in bfloat16 is such a number, so both parts have the same sum.
+    rounded = x.to(torch.bfloat16)
+    y = (x - rounded.float()).to(torch.bfloat16)
+    torch.ops._C.fused_add_rms_norm(y, rounded.contiguous(), weight, epsilon)
+    return y
 
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

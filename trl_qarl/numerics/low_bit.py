@@ -8,7 +8,8 @@ agree, so an engine reports its products ([`describe_arithmetic`]).
 """
 
 import os
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from ..quantization.formats.e4m3 import round_to_grid
 from ..quantization.quantize import e4m3_scale, quantize_activation
 from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
-from ..wire.protocol import CPU_WEIGHTS_VARIABLE
+from ..wire.protocol import CPU_WEIGHTS_VARIABLE, NORMS
 from . import cuda, ops
 from .cpu import IN_ONE_PASS, PackedLinear, reason_not_to_call, vllm_version
 
@@ -43,8 +44,13 @@ def low_bit_linear(
 
 def multiply(rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return only the output of [`low_bit_linear`] on a CPU, for an engine."""
-    product = _product_of(low_bit, rows.dtype)
-    return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)[0] if product is None else product(rows, bias)
+    return multiplication(low_bit, rows.dtype)(rows, bias)
+
+
+def multiplication(low_bit: LowBitTensor, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return [`multiply`] of rows in `dtype` and a bias with `low_bit`, for an engine that calls it many times."""
+    learners_own = partial(gemm.low_bit_linear, weight=low_bit, row_invariant=True)
+    return _product_of(low_bit, dtype) or (lambda rows, bias: learners_own(rows, bias=bias)[0])
 
 
 def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:
@@ -64,6 +70,7 @@ def describe_arithmetic() -> dict[str, Any]:
         "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
         "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
         "attention": IN_ONE_PASS,
+        "norms": NORMS,
         **{f"product of {name}": getattr(product, "name", "the learner's own") for name, product in products},
     }
 
@@ -120,8 +127,10 @@ class _Int8:
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         pad_inputs, pad_outputs = self._padding
         rows = F.pad(rows, (0, pad_inputs)) if pad_inputs else rows
-        if bias is not None:
-            bias = F.pad(bias.to(rows.dtype).float(), (0, pad_outputs))
+        bias = None if bias is None else bias.to(rows.dtype).float()
+        if not pad_outputs:
+            return self._multiply(rows.contiguous(), bias)
+        bias = None if bias is None else F.pad(bias, (0, pad_outputs))
         return self._multiply(rows.contiguous(), bias)[:, : self.num_outputs]
 
 

@@ -49,9 +49,9 @@ def is_on_gpu(x: torch.Tensor) -> bool:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x / sqrt(mean(x**2) + epsilon) * weight`, computed in float32; on a CPU rounded before the product with
-    `weight` and after it. `x`, `(..., H)`, is float32 for the residual stream, else in `dtype`, like the result; the
-    master `weight`, `(H,)`, is rounded to `dtype`."""
+    """Return `x / sqrt(mean(x**2) + epsilon) * weight`, computed in float32 and rounded; without vLLM's kernels also
+    rounded before the product with `weight`. `x`, `(..., H)`, is float32 for the residual stream, a sum of two numbers
+    in `dtype`, else in `dtype`, like the result; the master `weight`, `(H,)`, is rounded to `dtype`."""
     return _RMSNorm.apply(x, weight, epsilon, dtype)
 
 

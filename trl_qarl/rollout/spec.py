@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..wire.protocol import WORKER_EXTENSION
+from ..wire.protocol import NORMS, WORKER_EXTENSION
 from .gpu_kernels import Gpu, kernel_arguments
 
 
@@ -67,6 +67,7 @@ class EngineSpec:
         if on_cpu:
             # Compiling takes minutes there, and a compiled graph would not call the learner's kernels.
             arguments["enforce_eager"] = True
+            arguments["ir_op_priority"] = {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]}
         elif self.numerics == "engine":
             from ..numerics import cuda
 

@@ -50,6 +50,7 @@ def register() -> None:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         from .cpu_attention import register_attention
+        from .cpu_norms import register_norms
         from .experts import register_experts
         from .linear_kernels import register_kernels
 
@@ -59,6 +60,7 @@ def register() -> None:
         register_kernels(PlatformEnum.CPU)
         register_experts()
         register_attention()
+        register_norms()
         # Sleep after two milliseconds without a message. By default processes poll shared memory for a second after
         # each message, on a core that the learner needs.
         SpinCondition.__init__.__defaults__ = (0.002,)

@@ -43,7 +43,7 @@ from vllm.scalar_type import scalar_types
 
 from ..numerics import cuda
 from ..numerics.cpu import dispatch_row_invariant
-from ..numerics.low_bit import multiply
+from ..numerics.low_bit import multiplication
 from ..quantization.schemes import INT4_PACKED, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND
@@ -87,7 +87,7 @@ class LowBitKernel:
     _reason_against: Callable[[Any], str | None]
     # Returns the weight of a layer, made from its tensors, for activations in a dtype.
     _make_low_bit: Callable[[torch.nn.Module, torch.dtype], LowBitTensor]
-    _multiply = staticmethod(multiply)
+    _multiplication = staticmethod(multiplication)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -104,13 +104,13 @@ class LowBitKernel:
         return None if cls.serves_any_engine or is_our_engine() else "weights do not come from trl_qarl"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        self._low_bit = None
+        self._product: Callable[..., torch.Tensor] | None = None
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
+        if self._product is None:
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
-            self._low_bit = self._make_low_bit(layer, x.dtype)
-        return self._multiply(x.reshape(-1, x.shape[-1]), self._low_bit, bias).view(*x.shape[:-1], -1)
+            self._product = self._multiplication(self._make_low_bit(layer, x.dtype), x.dtype)
+        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
 
 _WEIGHT_ONLY = {
@@ -255,7 +255,9 @@ class QaRLFp8Kernel(LowBitKernel, FP8ScaledMMLinearKernel):
 class _Repeatable:
     """Mixin for an engine on a GPU that a learner repeats; list it before a kernel for CPUs."""
 
-    _multiply = staticmethod(lambda rows, low_bit, bias: cuda.low_bit_linear(rows, low_bit, bias)[0])
+    _multiplication = staticmethod(
+        lambda low_bit, dtype: lambda rows, bias: cuda.low_bit_linear(rows, low_bit, bias)[0]
+    )
 
     @classmethod
     def _reason_against_engine(cls) -> str | None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import vllm
+from vllm import ir
 from vllm.model_executor.model_loader.reload import meta
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -81,7 +82,8 @@ class WorkerExtension:
         # It imports a module that vLLM has only for CPUs.
         from .cpu_attention import describe_attention
 
-        return describe_arithmetic() | {"attention": describe_attention(self.model_runner)}
+        norms = ir.ops.fused_add_rms_norm.get_priority()[0]
+        return describe_arithmetic() | {"attention": describe_attention(self.model_runner), "norms": norms}
 
     def qarl_begin(self) -> list[str]:
         """Abandon an earlier trainer's unfinished update, and return the names of tensors that changed since the last

@@ -10,6 +10,8 @@ CPU_WEIGHTS_VARIABLE = "TRL_QARL_CPU_WEIGHTS"
 
 FILE_BACKEND = "qarl"
 NCCL_BACKEND = "qarl_nccl"
+NORMS = "trl_qarl"
+"""Name of the norms of an engine on a CPU among vLLM's implementations."""
 
 
 class PublishError(RuntimeError):

@@ -1,4 +1,5 @@
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 from testing_utils import layers, product_reference, relative_error, trainings
 from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import QUANTIZED, RECORD
-from trl_qarl.adapters.base import base_fingerprint, prepare_base
+from trl_qarl.adapters.base import base_fingerprint, load_adapter, prepare_base
 from trl_qarl.adapters.merge_at_export import merge_adapter
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_frozen_model
@@ -137,6 +138,21 @@ def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path,
     assert not caplog.text
     with pytest.raises(ValueError, match=rf"\({name}={record.get(name)!r} there, {value!r} here\)"):
         check_record(tmp_path, record | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "loaded"),
+    [("v1", "main", "v1"), ("v1", None, "v1"), ("v1", "v2", "v2"), (None, "main", "main")],
+)
+def test_the_base_of_an_adapter_is_of_the_revision_that_it_names(tmp_path, monkeypatch, saved, given, loaded):
+    model = tiny()
+    config = model.peft_config["default"]
+    config.base_model_name_or_path, config.revision = "someone/base", saved
+    model.save_pretrained(tmp_path)
+    load_base = Mock(return_value=layers.tiny("qwen2"))
+    monkeypatch.setattr("trl_qarl.adapters.base.load_base", load_base)
+    load_adapter(tmp_path, {"revision": given, "dtype": "auto"}, is_trainable=False)
+    load_base.assert_called_once_with("someone/base", {"revision": loaded, "dtype": "auto"})
 
 
 def test_merging_into_codes_is_refused_with_what_to_do():

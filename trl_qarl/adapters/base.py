@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import constants
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -55,13 +56,18 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
 
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
-    """Load the adapter in `folder` with its base as a `PeftModel`; `ValueError` is raised if it names no base."""
+    """Load the adapter in `folder` with its base as a `PeftModel`. The revision of the base is that of the adapter's
+    configuration, unless `model_init_kwargs` has another one than `"main"`. `ValueError` is raised if it names no
+    base."""
     from peft import PeftModel
 
     config = saved_adapter_config(folder)
     if not config.base_model_name_or_path:
         raise ValueError(f"{folder}/{CONFIG_FILE} does not name its base (base_model_name_or_path). Add it.")
-    model = load_base(config.base_model_name_or_path, {"revision": config.revision, **model_init_kwargs})
+    if config.revision is not None and model_init_kwargs.get("revision") in (None, constants.DEFAULT_REVISION):
+        # The command line always gives one.
+        model_init_kwargs = {**model_init_kwargs, "revision": config.revision}
+    model = load_base(config.base_model_name_or_path, model_init_kwargs)
     return PeftModel.from_pretrained(model, folder, config=_as_linear(config), is_trainable=is_trainable)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from ..packages import installed
@@ -100,7 +101,7 @@ def save_export_card(folder: Path, evaluated: Path | None = None, **about: Any) 
         (folder / PLOT_FILE).unlink(missing_ok=True)
     card = make_card("export", plot=PLOT_FILE if has_plot else None, lora_rank=adapter_rank(folder), **about)
     if evaluated is not None:
-        card.data.eval_results = ModelCard.load(evaluated / "README.md").data.eval_results
+        card.data.eval_results = _header(evaluated / "README.md").eval_results
         put_evaluation(card, evaluation_table(evaluated))
     card.save(folder / "README.md")
 
@@ -167,11 +168,15 @@ def _metadata(name_or_path: str | None) -> dict[str, Any]:
     path = Path(name_or_path, "README.md") if is_local else try_to_load_from_cache(name_or_path, "README.md")
     if not isinstance(path, str | Path) or not Path(path).is_file():
         return {}
+    return _header(path).to_dict()
+
+
+def _header(path: str | Path) -> ModelCardData:
+    """Return the header of a card; an empty one if it cannot be read, as in a card that a user has edited."""
     try:
-        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-    except ValueError:
-        # A card that a user has edited.
-        return {}
+        return ModelCard.load(path, ignore_metadata_errors=True).data
+    except (ValueError, yaml.YAMLError):
+        return ModelCardData()
 
 
 @cache

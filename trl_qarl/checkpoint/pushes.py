@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 from trl.trainer.base_trainer import _BaseTrainer
@@ -15,6 +14,7 @@ from typing_extensions import override
 
 from . import uploads as hub
 from .cards import TrainingFacts, make_card
+from .files import is_of_the_disk
 
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,9 @@ class PushesPolicy(_BaseTrainer):
         try:
             if hub.exports_policy(self.args.hub_export):
                 self.export_model(**{"model_name": name.rpartition("/")[2], **kwargs})
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
+            if not is_of_the_disk(error):
+                raise
             argv = ["trl-qarl", "export", "--model_name_or_path", masters, "--output_dir", policy, "--push_to_hub"]
             argv += ["--hub_model_id", name] + ["--hub_private_repo"] * bool(private)
             command = shlex.join(map(str, argv + (["--hub_revision", revision] if revision else [])))

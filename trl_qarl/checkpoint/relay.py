@@ -218,7 +218,11 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
     if not entries or (version is not None and version not in numbers):
         raise ValueError(f"{folder} has no version {version}; it has {numbers}.")
     entries = entries if version is None else entries[: numbers.index(version) + 1]
-    start = max(index for index, entry in enumerate(entries) if _base_folder(entry))
+    start = max((index for index, entry in enumerate(entries) if _base_folder(entry)), default=None)
+    if start is None:
+        raise ValueError(
+            f"{folder / MANIFEST_FILE}: no version up to {entries[-1]['version']} is whole. Copy the folder again."
+        )
     base, *patches = entries[start:]
     check_export_dir(output_dir)
     for entry in (base, *patches):

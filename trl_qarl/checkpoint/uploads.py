@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _CHECKPOINT_STATE = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt", "objective_state.pt"),
     *("trainer_state.json", COMPLETE_FILE),
+    # Of DeepSpeed, and FSDP's second copy of the masters.
+    *("global_step*", "latest", "zero_to_*.py", "pytorch_model_fsdp.bin"),
 )
 # `training_args.bin` contains a token that was given as an option; completions and logs stay on the training machine.
 _PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")

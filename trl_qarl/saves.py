@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from typing_extensions import override
 from .checkpoint import marker, record
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
-from .checkpoint.pushes import PushesPolicy
 from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
 from .objectives.objective import Objective
+from .pushes import PushesPolicy
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
@@ -48,7 +48,6 @@ class SavesRuns(PushesPolicy):
 
     _step: int
     _buffered_inputs: Any
-    _is_saving = False
     _last_checkpoint: Path | None = None
     _relay: Relay | None = None
     _ahead: Ahead | None = None
@@ -143,9 +142,7 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        # Next to a checkpoint TRL has already written the same card.
-        card = self._card if self._is_saving else None
-        (card or self._weights_card()).save(folder / "README.md")
+        self._weights_card().save(folder / "README.md")
 
     @override
     def _save_checkpoint(self, model, trial):
@@ -160,7 +157,7 @@ class SavesRuns(PushesPolicy):
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
-        self._is_saving, self._card = True, None
+        self._is_saving = True
         try:
             with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
@@ -201,30 +198,10 @@ class SavesRuns(PushesPolicy):
         torch.save(batch, folder / _BATCH_FILE.format(rank=self.accelerator.process_index))
 
     @override
-    def _gathering(self):
-        return all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext()
-
-    def _shared_while_saving(self):
-        """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
-        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
-
-    @override
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Within a checkpoint, raises a failure of one process in all."""
-        with self._shared_while_saving():
-            super().create_model_card(*args, **kwargs)
-
-    @override
     def save_model(self, *args, **kwargs) -> None:
         """Within a checkpoint, raises a failure of one process in all."""
         with self._shared_while_saving():
             super().save_model(*args, **kwargs)
-
-    @override
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes only a complete checkpoint: transformers calls this while it is being saved."""
-        if not self._is_saving:
-            super()._push_from_checkpoint(checkpoint_folder)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:

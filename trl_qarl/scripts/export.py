@@ -115,7 +115,7 @@ def main(args: Namespace) -> int:
         uploads = hub.plan("low-bit", repo_id, folder, folder)
         try:
             message = f"Low-bit checkpoint ({report.plan.name})"
-            hub.push(uploads, message, private=args.hub_private_repo or None, revision=args.hub_revision)
+            hub.push(uploads, message, None, args.hub_private_repo or None, args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED

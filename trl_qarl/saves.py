@@ -182,11 +182,8 @@ class SavesRuns(PushesPolicy):
         rotate()
 
     def _save_batch(self, folder: Path, ahead: list) -> None:
-        """
-        Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the batch
-        in progress; this batch; whether learner and sampler have differed; and the batches that were drawn `ahead`
-        ([`~trl_qarl.rollout.ahead.Ahead.state`]).
-        """
+        """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
+        batch in progress; this batch; whether learner and sampler have differed; and those of `Ahead.state`."""
         batch = {
             "shape": self._batch_shape(),
             "step": self._step,
@@ -295,10 +292,8 @@ class SavesRuns(PushesPolicy):
 
 @contextmanager
 def _hold_back_rotation() -> Iterator[Callable[[], None]]:
-    """
-    While open, keeps transformers from deleting older checkpoints: it would do so before ours is complete, and a crash
-    in between would leave none. Yields a function that deletes them afterwards.
-    """
+    """While open, keeps transformers from deleting older checkpoints: it would do so before ours is complete, and a
+    crash in between would leave none. Yields a function that deletes them afterwards."""
     original, held_back = trainer.rotate_checkpoints, []
 
     def rotate() -> None:

@@ -29,6 +29,8 @@ def front_matter_of_export(name_or_path):
 
 def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path / "run", group_size=64)
+    # The folder of the model may be removed while it is trained.
+    trainer.model.name_or_path = str(tmp_path / "removed" / "qwen2")
     trainer.save_model()
     text = (tmp_path / "run" / "README.md").read_text()
     assert "**These are high-precision master weights, not the policy that was trained.**" in text

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
-from .adapters.tensors import describe_adapter, is_adapter_folder, lora_arguments
+from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
 from .checkpoint.cards import described_settings
 from .checkpoint.export import checkpoint_state_dict, export_checkpoint
 from .checkpoint.layout import problem_of_zero_points
@@ -211,7 +211,11 @@ class Policy:
     def describe(self) -> dict[str, Any]:
         """Return the entries about the policy in the record of a run."""
         described = {"model": self.model.name_or_path, "numerics": self.numerics}
-        return described | describe_adapter(self.model, self.args.lora_mode)
+        if self.has_adapter:
+            config = adapter_config(self.model)
+            names = ("r", "lora_alpha", "use_rslora", "target_modules")
+            described |= {"lora_mode": self.args.lora_mode, "lora": {name: config[name] for name in names}}
+        return described
 
     def card_facts(self) -> dict[str, Any]:
         """Return the settings for a model card."""

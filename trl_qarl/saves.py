@@ -3,33 +3,41 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
-from transformers import TrainerState
+from transformers import TrainerState, trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import override
 
-from .checkpoint import batch as generation_batch
 from .checkpoint import marker, record
-from .checkpoint.batch import SavedBatch
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
-from .checkpoint.pushes import PushesPolicy
 from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
 from .objectives.objective import Objective
+from .pushes import PushesPolicy
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
 
 logger = logging.getLogger(__name__)
+
+_BATCH_FILE = "rollout_state_{rank}.pt"
+# State of the objective, such as estimated trust bands.
+_OBJECTIVE_FILE = "objective_state.pt"
+
+# With several processes on a CPU, accelerate names their devices "cpu:0", which `torch.load` does not know, so such a
+# run could not be resumed. Priority 100 comes after torch's own functions.
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
 
 
 class SavesRuns(PushesPolicy):
@@ -40,7 +48,6 @@ class SavesRuns(PushesPolicy):
 
     _step: int
     _buffered_inputs: Any
-    _is_saving = False
     _last_checkpoint: Path | None = None
     _relay: Relay | None = None
     _ahead: Ahead | None = None
@@ -123,7 +130,7 @@ class SavesRuns(PushesPolicy):
         found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
         if found is not None:
             check_resumed_launch(self.accelerator, found)
-            self._objective.load(generation_batch.load_shared(found, generation_batch.OBJECTIVE_FILE, "cpu"))
+            self._objective.load(_load(found, _OBJECTIVE_FILE, "cpu"))
         return found
 
     @override
@@ -135,9 +142,7 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        # Next to a checkpoint TRL has already written the same card.
-        card = self._card if self._is_saving else None
-        (card or self._weights_card()).save(folder / "README.md")
+        self._weights_card().save(folder / "README.md")
 
     @override
     def _save_checkpoint(self, model, trial):
@@ -146,27 +151,25 @@ class SavesRuns(PushesPolicy):
         if self.args.push_to_hub and self.args.save_total_limit:
             # The push may be reading the checkpoint that is deleted next.
             self._finish_current_push()
-        folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
+        folder = self._checkpoint_folder(trial)
         # This waits for the batches that the engine is drawing.
         ahead, versions = ([], []) if self._ahead is None else self._ahead.state()
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
-        self._is_saving, self._card = True, None
+        self._is_saving = True
         try:
-            with all_or_none(self.accelerator), generation_batch.hold_back_rotation() as rotate:
+            with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
                     # FSDP2's sharded checkpoints contain the weights only, and nothing else that `save_model` writes.
                     record.write_scheme(folder, self.policy.record())
-                has_differed = self.policy.exactness.has_differed
-                batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
-                generation_batch.save_batch(folder, rank, self._batch_shape(), batch)
+                self._save_batch(folder, ahead)
                 if versions and (self.args.should_save or self.policy.takes_all_processes):
                     torch.save(versions, folder / self._versions_file())
                 learned = self._objective.state()
                 if learned and self.args.should_save:
-                    torch.save(learned, folder / generation_batch.OBJECTIVE_FILE)
+                    torch.save(learned, folder / _OBJECTIVE_FILE)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -178,31 +181,24 @@ class SavesRuns(PushesPolicy):
             self._push_from_checkpoint(os.fspath(folder))
         rotate()
 
-    @override
-    def _gathering(self):
-        return all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext()
-
-    def _shared_while_saving(self):
-        """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
-        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
-
-    @override
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Within a checkpoint, raises a failure of one process in all."""
-        with self._shared_while_saving():
-            super().create_model_card(*args, **kwargs)
+    def _save_batch(self, folder: Path, ahead: list) -> None:
+        """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
+        batch in progress; this batch; whether learner and sampler have differed; and those of `Ahead.state`."""
+        batch = {
+            "shape": self._batch_shape(),
+            "step": self._step,
+            "buffered_inputs": self._buffered_inputs,
+            "has_differed": self.policy.exactness.has_differed,
+            "ahead": ahead,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(batch, folder / _BATCH_FILE.format(rank=self.accelerator.process_index))
 
     @override
     def save_model(self, *args, **kwargs) -> None:
         """Within a checkpoint, raises a failure of one process in all."""
         with self._shared_while_saving():
             super().save_model(*args, **kwargs)
-
-    @override
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes only a complete checkpoint: transformers calls this while it is being saved."""
-        if not self._is_saving:
-            super()._push_from_checkpoint(checkpoint_folder)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
@@ -220,18 +216,28 @@ class SavesRuns(PushesPolicy):
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Also restores the generation batch in progress, or drops it if this run's batches have another shape."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        rank, device = self.accelerator.process_index, self.accelerator.device
-        batch = generation_batch.load_batch(checkpoint, rank, self._batch_shape(), device)
-        if batch is None:
+        name, device = _BATCH_FILE.format(rank=self.accelerator.process_index), self.accelerator.device
+        # A process that was added finds no file. The others find another `num_processes` and start a new batch too.
+        if checkpoint is None or (batch := _load(checkpoint, name, device)) is None:
             return
-        self._step, self._buffered_inputs = batch.step, batch.buffered_inputs
-        self.policy.exactness.has_differed = batch.has_differed
+        theirs, ours, ahead = batch["shape"], self._batch_shape(), batch.get("ahead", ())
+        if theirs != ours:
+            changed = [
+                f"{name}={theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]
+            ]
+            message = (
+                "The generation batch in progress of %s does not fit this run (%s). It is dropped, and training continues "
+                "with a new one. Resume with the same values to use it."
+            )
+            logger.warning(message, checkpoint, ", ".join(changed))
+            return
+        self._step, self._buffered_inputs = batch["step"], batch["buffered_inputs"]
+        self.policy.exactness.has_differed = batch.get("has_differed", False)
         if self._ahead is not None:
-            versions = generation_batch.load_shared(checkpoint, self._versions_file(), device)
-            self._ahead.load(batch.ahead, versions or [])
-        elif batch.ahead:
+            self._ahead.load(ahead, _load(checkpoint, self._versions_file(), device) or [])
+        elif ahead:
             message = "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped and drawn again."
-            logger.warning(message, checkpoint, len(batch.ahead))
+            logger.warning(message, checkpoint, len(ahead))
 
     def _check_folders_are_free(self) -> None:
         """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`, before a server starts."""
@@ -282,6 +288,29 @@ class SavesRuns(PushesPolicy):
         of_args = {name: getattr(self.args, name) for name in names}
         num_processes, size = self.accelerator.num_processes, self._train_batch_size
         return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}
+
+
+@contextmanager
+def _hold_back_rotation() -> Iterator[Callable[[], None]]:
+    """While open, keeps transformers from deleting older checkpoints: it would do so before ours is complete, and a
+    crash in between would leave none. Yields a function that deletes them afterwards."""
+    original, held_back = trainer.rotate_checkpoints, []
+
+    def rotate() -> None:
+        for kwargs in held_back:
+            original(**kwargs)
+
+    trainer.rotate_checkpoints = lambda **kwargs: held_back.append(kwargs)
+    try:
+        yield rotate
+    finally:
+        trainer.rotate_checkpoints = original
+
+
+def _load(checkpoint: str, name: str, device: torch.device | str) -> Any:
+    """Loads a file of `torch.save` from a checkpoint, or returns `None` if there is none."""
+    path = Path(checkpoint, name)
+    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else None
 
 
 def _saved_state(checkpoint: str) -> TrainerState:

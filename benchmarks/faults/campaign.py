@@ -290,10 +290,10 @@ class TrainerProcess:
         from transformers import TrainerState
 
         from trl_qarl import QaRLTrainer
-        from trl_qarl.checkpoint import batch, marker
+        from trl_qarl.checkpoint import marker
 
         owner, name = {
-            "before the batch": (batch, "save_batch"),
+            "before the batch": (QaRLTrainer, "_save_batch"),
             "before the optimizer": (QaRLTrainer, "_save_optimizer_and_scheduler"),
             "half a model": (QaRLTrainer, "_save"),
             "no room": (QaRLTrainer, "_save"),

@@ -213,8 +213,7 @@ def evaluate_adapter(output_dir: Path, task: Task) -> None:
     """
     import torch
 
-    from trl_qarl.adapters.base import load_adapter, prepare_base
-    from trl_qarl.adapters.merge_at_export import merge_adapter
+    from trl_qarl.adapters.base import load_adapter, merge_adapter, prepare_base
     from trl_qarl.quantization.schemes import get_scheme
 
     folder = output_dir / "masters"
@@ -231,7 +230,7 @@ def evaluate_adapter(output_dir: Path, task: Task) -> None:
     with model.disable_adapter():
         scores["before greedy"] = _score_own(task, model, folder, dtype)
     if not is_merged:
-        model, _ = merge_adapter(load(QUANTIZED_SCHEME, keep_masters=True))
+        model, *_ = merge_adapter(load(QUANTIZED_SCHEME, keep_masters=True))
         scores["quantized greedy"] = _score_own(task, model, folder, dtype)
     print(json.dumps(scores))
 

@@ -29,6 +29,8 @@ def front_matter_of_export(name_or_path):
 
 def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path / "run", group_size=64)
+    # The folder of the model may be removed while it is trained.
+    trainer.model.name_or_path = str(tmp_path / "removed" / "qwen2")
     trainer.save_model()
     text = (tmp_path / "run" / "README.md").read_text()
     assert "**These are high-precision master weights, not the policy that was trained.**" in text
@@ -85,6 +87,9 @@ def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path,
     cache_card("someone/nothing")
     data = front_matter_of_export("someone/base")
     assert (data["license"], data["base_model"]) == ("apache-2.0", "someone/base")
+    # As somebody who edits it may leave it.
+    (tmp_path / "README.md").write_text("---\nlicense: [apache-2.0\n---\n")
+    assert front_matter_of_export(tmp_path).keys().isdisjoint({"license", "base_model"})
 
 
 HISTORY = [{"step": step, "reward": step / 10, "mismatch/abs_logp_mean": 0.25} for step in range(1, 13)]
@@ -125,6 +130,9 @@ def test_scores_in_the_card_of_an_export_stay_as_long_as_its_policy(tiny_model, 
     assert text.count("## Evaluation\n") == 1 and "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in text and "# new\n" in text
     assert text.index("## Results") < text.index("## Evaluation") < text.index("## Training")
     assert kept[0]["results"] == scores[0]["results"]
+    (tmp_path / "README.md").write_text(text.replace("---\n", "---\n[", 1))
+    export_checkpoint(model, tmp_path)
+    assert "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in read()[0]
     name = "lora_B" if has_adapter else "norm"
     next(p for n, p in model.named_parameters() if name in n).data.mul_(2)
     export_checkpoint(model, tmp_path)

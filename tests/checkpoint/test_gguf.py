@@ -174,7 +174,6 @@ def test_every_weight_of_the_file_is_the_policys_and_the_rest_the_bases(
     assert {n: v for n, v in ours.items() if n not in changed} == {n: v for n, v in theirs.items() if n not in changed}
     assert ours["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{kind}" + "_MOE" * (kind == "MXFP4")]
     assert "quantize.imatrix.file" not in ours
-    assert not [*tmp_path.glob("*.partial")]
 
 
 @pytest.mark.parametrize(("arch", "tied"), [("llama", True), ("qwen2", False)])

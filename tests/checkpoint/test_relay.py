@@ -341,6 +341,10 @@ def test_files_that_are_not_what_was_written_are_named(written, tmp_path, damage
         (lambda v: v[0].update(weights="0"), "version 1 does not follow the one before it"),
         (lambda v: v[1].update(files={"../x": "0"}), "are not all in the folder"),
         (lambda v: v[1].pop("parent"), "'parent'"),
+        (
+            lambda v: (v.pop(0), v[0].update(parent=""), v.__delitem__(slice(1, None))),
+            "manifest.json: no version up to 1",
+        ),
     ],
 )
 def test_a_manifest_that_is_no_chain_is_refused(written, tmp_path, change, message):

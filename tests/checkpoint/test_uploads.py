@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from testing_utils import make_trainer, run_export
 from testing_utils.hub_stand_in import fails_at, local_files, pushed_files, run_hf
@@ -95,6 +96,14 @@ def test_plan_is_that_of_the_documentation(hub_export):
     kinds = {"the policy": Path("out/w4a16"), "masters": Path("out"), "the PEFT adapter": Path("out")}
     expected = [("USER/NAME", kinds[first])] + [("USER/NAME-masters", kinds[kind]) for kind in [second] if kind]
     assert [(upload.repo_id, upload.folder) for upload in uploads] == expected
+
+
+def test_masters_are_pushed_from_a_sharded_checkpoint_without_the_optimizer():
+    masters = ["README.md", "model.safetensors", "pytorch_model_fsdp_0/__0_0.distcp"]
+    deepspeed = ["global_step1/zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest", "zero_to_fp32.py"]
+    state = [*deepspeed, "optimizer_0/__0_0.distcp", "optimizer.bin", "pytorch_model_fsdp.bin"]
+    exclude = plan("master", "USER/NAME", Path("out/w4a16"), Path("out"))[0].exclude
+    assert [*filter_repo_objects(masters + state, ignore_patterns=[*exclude])] == masters
 
 
 def test_masters_are_pushed_without_an_export_inside_them_however_the_two_folders_are_written():

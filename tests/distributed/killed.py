@@ -13,9 +13,10 @@ import torch.distributed as dist
 from forked import fork_rank
 from transformers import TrainerCallback
 
-from trl_qarl.checkpoint import batch, marker
+from trl_qarl.checkpoint import marker
 from trl_qarl.quantization.storage import whole
 from trl_qarl.rollout.server_process import free_port
+from trl_qarl.saves import SavesRuns
 
 
 SECONDS = 90
@@ -31,13 +32,13 @@ class DiesInUpdate(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_in_checkpoint(folder, *args, **kwargs):
-    if Path(folder).name == "checkpoint-2":
+def dies_in_checkpoint(trainer, folder, ahead):
+    if folder.name == "checkpoint-2":
         os.kill(os.getpid(), signal.SIGKILL)
-    return save_batch(folder, *args, **kwargs)
+    return save_batch(trainer, folder, ahead)
 
 
-save_batch = batch.save_batch
+save_batch = SavesRuns._save_batch
 
 
 def train_until(train, folder, name, ends, options, expected):
@@ -45,7 +46,7 @@ def train_until(train, folder, name, ends, options, expected):
     `expected` then."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
     dies = ends if dist.get_rank() else None
-    in_checkpoint = patch.object(batch, "save_batch", dies_in_checkpoint)
+    in_checkpoint = patch.object(SavesRuns, "_save_batch", dies_in_checkpoint)
     callbacks = [DiesInUpdate(2)] if dies == "update" else None
     with in_checkpoint if dies == "checkpoint" else nullcontext():
         for trainer in train(folder, name, resume=ends != "checkpoint", callbacks=callbacks, **options):

@@ -1,4 +1,4 @@
-"""The base model of an adapter: loading, freezing and fingerprints."""
+"""The base model of an adapter: loading, freezing, merging and fingerprints."""
 
 import hashlib
 import logging
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import constants
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import create_model_from_path
 
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
@@ -23,7 +25,7 @@ from ..quantization.schemes import QuantScheme
 from ..quantization.selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, report_frozen
 from ..quantization.tensors import LowBitTensor
-from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
+from .tensors import ADAPTER_NAME, is_adapter_folder
 
 
 if TYPE_CHECKING:
@@ -55,13 +57,18 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
 
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
-    """Load the adapter in `folder` with its base as a `PeftModel`; `ValueError` is raised if it names no base."""
-    from peft import PeftModel
+    """Load the adapter in `folder` with its base as a `PeftModel`. The revision of the base is that of the adapter's
+    configuration, unless `model_init_kwargs` has another one than `"main"`. `ValueError` is raised if it names no
+    base."""
+    from peft import PeftConfig, PeftModel
 
-    config = saved_adapter_config(folder)
+    config = PeftConfig.from_pretrained(str(folder))
     if not config.base_model_name_or_path:
-        raise ValueError(f"{folder}/{CONFIG_FILE} does not name its base (base_model_name_or_path). Add it.")
-    model = load_base(config.base_model_name_or_path, {"revision": config.revision, **model_init_kwargs})
+        raise ValueError(f"{folder}/{ADAPTER_CONFIG_NAME} does not name its base (base_model_name_or_path). Add it.")
+    if config.revision is not None and model_init_kwargs.get("revision") in (None, constants.DEFAULT_REVISION):
+        # The command line always gives one.
+        model_init_kwargs = {**model_init_kwargs, "revision": config.revision}
+    model = load_base(config.base_model_name_or_path, model_init_kwargs)
     return PeftModel.from_pretrained(model, folder, config=_as_linear(config), is_trainable=is_trainable)
 
 
@@ -160,6 +167,42 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
     is_same_scale = scheme.scale_dtype is not None or layer.scale_dtype == scale_dtype
     is_same_scheme = layer.scheme.name == scheme.name and layer.group_size == layer_format(layer, scheme)[1]
     return is_same_scheme and is_same_scale
+
+
+@torch.no_grad()
+def merge_adapter(model: nn.Module) -> tuple[nn.Module, float, float]:
+    """
+    Add the adapter `D` of `model`, a `PeftModel`, to the masters `W` of its prepared base, and to layers in high
+    precision. Return the base model without adapters, prepared as before, and the effect of quantizing the sum on an
+    adapter that was trained next to `Q(W)`: its relative error `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized
+    layers, 0 if the merged policy is the trained one and 1 if nothing is left of the adapter, and the share of codes
+    of `Q(W)` that change. `ValueError` is raised if the masters are gone.
+    """
+    inventory = Inventory.of(model)
+    frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]
+    if frozen:
+        raise ValueError(
+            f"An adapter is merged into masters, which are gone here ({frozen[0]!r} has only low-bit weights). Load the adapter on the "
+            "high-precision base."
+        )
+    sums = torch.zeros(4, dtype=torch.float64)
+    layers = {id(layer) for layer in inventory.layers.values()}
+    for wrapper in inventory.model.modules():
+        if ADAPTER_NAME not in getattr(wrapper, "lora_A", ()):
+            continue
+        delta, layer = wrapper.get_delta_weight(ADAPTER_NAME).float(), wrapper.base_layer
+        before = layer.low_bit_weight() if id(layer) in layers else None
+        layer.weight.add_(delta.to(layer.weight.dtype))
+        if before is not None:
+            after = layer.low_bit_weight()
+            trained = before.gemm_weight().dequantize(torch.float32) + delta
+            error = after.gemm_weight().dequantize(torch.float32) - trained
+            flips = before.format.count_flips(before.qdata, after.qdata)
+            sums += torch.tensor(
+                [error.square().sum(), delta.square().sum(), flips, delta.numel()], dtype=torch.float64
+            )
+    error, size, flips, count = sums.tolist()
+    return model.unload(), (error / size) ** 0.5 if size else 0.0, flips / count if count else 0.0
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ from ..quantization.storage import storage_of, weight_version, whole
 from ..quantization.weight import MasterSource
 
 
-def merge_adapters(model: PeftModel) -> int:
-    """Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together; return
-    the number of layers. `ValueError` is raised if one is not quantized, or if adapters drop some of their inputs."""
+def merge_adapters(model: PeftModel) -> None:
+    """Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together.
+    `ValueError` is raised if one is not quantized, or if adapters drop some of their inputs."""
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     plain = [name for name, module in adapters.items() if not isinstance(module.base_layer, QuantizedLinear)]
     if plain:
@@ -40,7 +40,6 @@ def merge_adapters(model: PeftModel) -> int:
     for module in adapters.values():
         module.base_layer.quantized_weights["weight"].source = LoraSource(module)
         module.base_layer.invalidate()
-    return len(adapters)
 
 
 class LoraSource(MasterSource):

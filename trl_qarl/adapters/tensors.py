@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.utils import ADAPTER_CONFIG_NAME
 
-from ..checkpoint.layout import iter_whole
 from ..checkpoint.serving import engine_rank
 from ..quantization.names import is_peft_model
+from ..quantization.storage import whole
 
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-
-CONFIG_FILE = "adapter_config.json"
-"""PEFT's description of a saved adapter."""
+    from peft import PeftModel
 
 ADAPTER_NAME = "default"
 """Name of the trained adapter; TRL may add `ref`, a copy from the start of training."""
@@ -26,14 +24,7 @@ ADAPTER_NAME = "default"
 
 def is_adapter_folder(name_or_path: Any) -> bool:
     """Return whether the path is a folder with an adapter saved by PEFT."""
-    return isinstance(name_or_path, (str, Path)) and (Path(name_or_path) / CONFIG_FILE).is_file()
-
-
-def saved_adapter_config(folder: str | Path) -> "PeftConfig":
-    """Return the configuration of a saved adapter."""
-    from peft import PeftConfig
-
-    return PeftConfig.from_pretrained(str(folder))
+    return isinstance(name_or_path, (str, Path)) and (Path(name_or_path) / ADAPTER_CONFIG_NAME).is_file()
 
 
 def adapter_tensors(model: "PeftModel") -> dict[str, torch.Tensor]:
@@ -53,15 +44,6 @@ def adapter_config(model: "PeftModel") -> dict[str, Any]:
     return json.loads(json.dumps(config, default=sorted))
 
 
-def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
-    """Return mode, size and layers of the adapter of `model` for a record of the run; empty without an adapter."""
-    if not is_peft_model(model):
-        return {}
-    config = adapter_config(model)
-    names = ("r", "lora_alpha", "use_rslora", "target_modules")
-    return {"lora_mode": lora_mode, "lora": {name: config[name] for name in names}}
-
-
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield A and B of the adapter next to the layers of `model`, if it has one, in the engine's `dtype`: B is
     multiplied by the scaling and then rounded. If FSDP2 has sharded them, every process has to iterate over all."""
@@ -69,8 +51,8 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
         return
     config = adapter_config(model)
     scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    for name, tensor in iter_whole(adapter_tensors(model)):
-        name = name.removeprefix("base_model.model.")
+    for name, tensor in adapter_tensors(model).items():
+        tensor, name = whole(tensor), name.removeprefix("base_model.model.")
         yield name, (tensor * scaling if name.endswith(".lora_B.weight") else tensor).to(dtype)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from ..packages import installed
@@ -67,21 +69,20 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
             tags, library = tags | {"lora"}, "peft"
         about["trained_bits"] = bits_of(settings["precisions"]) if settings.get("precisions") else []
         about["dtype_option"] = dtype_option(settings.get("scale_dtype"))
-    known = _metadata(name_or_path)
-    is_local = bool(name_or_path) and Path(name_or_path).is_dir()
+    known = _header(name_or_path)
+    is_local = _is_folder(name_or_path)
     # For a folder, its own card names the base model.
-    base = known.get("base_model") if is_local else name_or_path
+    base = known.base_model if is_local else name_or_path
     base = base if isinstance(base, str) and base else None
     described = f"[{base}](https://huggingface.co/{base})" if base else None
     if is_local and not base:
         # Without the path: cards are published.
         described = f"a local model, `{Path(name_or_path).name}`"
-    license_name = known.get("license")
     data = ModelCardData(
         base_model=base,
         datasets=facts.dataset,
         library_name=library,
-        license=license_name if isinstance(license_name, str) else None,
+        license=known.license if isinstance(known.license, str) else None,
         model_name=title,
         pipeline_tag="text-generation",
         tags=sorted({*tags, *facts.tags}),
@@ -93,14 +94,12 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
 
 
 def save_export_card(folder: Path, evaluated: Path | None = None, **about: Any) -> None:
-    """Write the card of an export, with [`make_card`]'s arguments, and the plot of its rewards if there are any.
-    `evaluated` is a folder with the same policy, whose scores are copied."""
+    """Write the card of an export into its new folder, with [`make_card`]'s arguments, and the plot of its rewards if
+    there are any. `evaluated` is a folder with the same policy, whose scores are copied."""
     has_plot = plot_rewards(about["facts"].history, folder / PLOT_FILE)
-    if not has_plot:
-        (folder / PLOT_FILE).unlink(missing_ok=True)
     card = make_card("export", plot=PLOT_FILE if has_plot else None, lora_rank=adapter_rank(folder), **about)
     if evaluated is not None:
-        card.data.eval_results = ModelCard.load(evaluated / "README.md").data.eval_results
+        card.data.eval_results = _header(evaluated).eval_results
         put_evaluation(card, evaluation_table(evaluated))
     card.save(folder / "README.md")
 
@@ -159,19 +158,21 @@ def plot_rewards(history: list[dict[str, Any]], path: str | Path) -> bool:
     return True
 
 
-def _metadata(name_or_path: str | None) -> dict[str, Any]:
-    """Return the header of the card of a folder, or of the cached card of a name on the Hub."""
-    if not name_or_path:
-        return {}
-    is_local = Path(name_or_path).is_dir()
-    path = Path(name_or_path, "README.md") if is_local else try_to_load_from_cache(name_or_path, "README.md")
-    if not isinstance(path, str | Path) or not Path(path).is_file():
-        return {}
-    try:
-        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-    except ValueError:
-        # A card that a user has edited.
-        return {}
+def _is_folder(name_or_path: str | Path | None) -> bool:
+    # It may have been removed since the model was loaded.
+    return bool(name_or_path) and (Path(name_or_path).is_absolute() or Path(name_or_path).is_dir())
+
+
+def _header(name_or_path: str | Path | None) -> ModelCardData:
+    """Return the header of the card of a folder, or of the cached card of a name on the Hub. It is empty if there is
+    no card, or none that can be read, such as one that a user has edited."""
+    name = str(name_or_path or "")
+    # An invalid name of a repository, or an invalid header.
+    with suppress(ValueError, yaml.YAMLError):
+        path = Path(name, "README.md") if _is_folder(name) else try_to_load_from_cache(name, "README.md")
+        if isinstance(path, str | Path) and Path(path).is_file():
+            return ModelCard.load(path, ignore_metadata_errors=True).data
+    return ModelCardData()
 
 
 @cache

@@ -24,14 +24,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
-from ..quantization.storage import is_sharded
+from ..quantization.storage import is_sharded, whole
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
 from .layout import (
     compact,
     iter_checkpoint_tensors,
-    iter_whole,
     loads_in_transformers,
     problem_of_compact,
     quantization_config,
@@ -123,8 +122,7 @@ def export_checkpoint(
         config.quantization_config = quantization_config(inventory)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
-    adapter = {} if adapted is None else {n: t for n, t in adapted.state_dict().items() if ".lora_" in n}
-    adapter = dict(iter_whole(adapter))
+    adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
     if is_shared and dist.get_rank():
         for _ in iter_checkpoint_tensors(model, dtype):
             # The first process keeps them.

@@ -34,23 +34,19 @@ def hold(lock: Path, option: str) -> TextIO:
     file = lock.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"{option}={str(lock.parent)!r} belongs to {holder}, which is still training. Choose another folder."
+        ) from error
     except OSError as error:
-        if isinstance(error, BlockingIOError):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            raise ValueError(
-                f"{option}={str(lock.parent)!r} belongs to {holder}, which is still training. Choose another folder."
-            ) from error
         if error.errno not in _NO_LOCKS:
             file.close()
             raise
-        logger.warning(
-            "%s=%r is on a file system without locks (%s): a second trainer that writes there is not refused.",
-            option,
-            str(lock.parent),
-            error.strerror,
-        )
+        message = "%s=%r is on a file system without locks (%s): a second trainer that writes there is not refused."
+        logger.warning(message, option, str(lock.parent), error.strerror)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

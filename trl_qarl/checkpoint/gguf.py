@@ -16,9 +16,9 @@ copied from the file.
 """
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +97,12 @@ def read_base(path: str | Path) -> "GGUFReader":
 def export_gguf(
     model: nn.Module,
     base: "GGUFReader",
-    path: str | Path,
+    path: Path,
     dtype: torch.dtype,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
 ) -> Path:
     """
-    Write the low-bit policy as a GGUF file, which gets its name once it is complete; return `path`.
+    Write the low-bit policy as a GGUF file to `path`, which must not be that of `base`; return `path`.
 
     Metadata, tokenizer, factors of rotary embeddings and the order of tensors come from `base`, a file of the same
     base model from [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`.
@@ -120,9 +120,7 @@ def export_gguf(
     policy = _policy_tensors(inventory)
     _check_base(base, inventory.model, policy, processing_class)
     _check_policy(policy)
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.partial")
-    writer = gguf.GGUFWriter(partial, _metadata(base, "general.architecture"))
+    writer = gguf.GGUFWriter(path, _metadata(base, "general.architecture"))
     writer.data_alignment = base.alignment
     for field in base.fields.values():
         # Skip fields of reader and writer or about the original weights, and empty arrays, which the writer refuses.
@@ -140,18 +138,13 @@ def export_gguf(
         kind = gguf.GGMLQuantizationType[_kind(policy[old.name], dtype)] if is_replaced else old.tensor_type
         size = gguf.quant_shape_to_byte_shape(_shape(old), kind)
         writer.add_tensor_info(old.name, size, np.dtype(np.uint8), math.prod(size), kind)
-    try:
+    with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for old in base.tensors:
             data = _bytes(policy[old.name], dtype).cpu().numpy() if old.name in policy else old.data
             writer.write_tensor_data(data)
-        writer.close()
-        os.replace(partial, path)
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
     return path
 
 

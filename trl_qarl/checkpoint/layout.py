@@ -98,11 +98,6 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
     return chain.from_iterable(iter_checkpoint_layers(model, dtype))
 
 
-def iter_whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors with their names, each gathered when its turn comes: every process has to go through all."""
-    return ((name, whole(tensor)) for name, tensor in tensors.items())
-
-
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
     """Return the `quantization_config` for a model's `config.json`, as defined by compressed-tensors, with a group for
     each scheme and group size; empty if nothing is quantized. `ValueError` is raised where layers that vLLM holds as

@@ -144,14 +144,11 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     restore_model(model)
     logger.info("%s: masters for %s", name_or_path, " and ".join(f"scheme={n!r}, group_size={g}" for n, g in settings))
     if num_moved or num_lost:
-        logger.warning(
-            "%s: of %d groups of weights %d start with one code changed by one, and %d with another scale and other codes: %s.",
-            name_or_path,
-            num_groups,
-            num_moved,
-            num_lost,
-            reason,
+        message = (
+            "%s: of %d groups of weights %d start with one code changed by one, and %d with another scale and other "
+            "codes: %s."
         )
+        logger.warning(message, name_or_path, num_groups, num_moved, num_lost, reason)
     return model.requires_grad_(True)
 
 
@@ -171,11 +168,10 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
 
 
 def _has_unread_experts(path: Path) -> bool:
-    found = [match for name in _names_in(path) if (match := re.search(r"\.experts\.\d+\.\w+\.(weight\w*)$", name))]
-    if any(match[1] == "weight_zero_point" for match in found):
-        return True
     with safe_open(path, "pt") as file:
-        return any(match[1] == "weight" and file.get_slice(match.string).get_dtype() == "I8" for match in found)
+        is_of_expert = re.compile(r"\.experts\.\d+\.\w+\.weight(_zero_point)?$").search
+        names = filter(is_of_expert, file.keys())
+        return any(name.endswith("_zero_point") or file.get_slice(name).get_dtype() == "I8" for name in names)
 
 
 @torch.no_grad()

@@ -83,9 +83,9 @@ def problem_of(folder: str | Path) -> str | None:
 def _has_whole_state(folder: Path) -> bool:
     try:
         state = json.loads((folder / _TRAINER_STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return isinstance(state["global_step"], int)
+    except (OSError, ValueError, TypeError, KeyError):
         return False
-    return isinstance(state, dict) and isinstance(state.get("global_step"), int)
 
 
 def _size(path: Path) -> int:

@@ -93,12 +93,9 @@ class Relay:
         kept = [entry for entry in manifest["versions"] if entry["version"] <= resumed_at]
         if dropped := manifest["versions"][len(kept) :]:
             after = f"are after update {resumed_at}, from which the run continues,"
-            logger.warning(
-                "%s: versions %s %s and are dropped.",
-                self._folder,
-                [entry["version"] for entry in dropped],
-                "were written by this run before its first checkpoint" if is_begun_again else after,
-            )
+            reason = "were written by this run before its first checkpoint" if is_begun_again else after
+            versions = [entry["version"] for entry in dropped]
+            logger.warning("%s: versions %s %s and are dropped.", self._folder, versions, reason)
             self._write_manifest(kept)
             for name in {Path(file).parts[0] for entry in dropped for file in entry["files"]}:
                 _remove(self._folder / name)
@@ -143,13 +140,12 @@ class Relay:
             except Exception as error:
                 if not is_of_the_disk(error):
                     raise
-                logger.error(
-                    "Version %d could not be written to %s (%s). The last readable version is %s; its changes are written with the next one.",
-                    version,
-                    self._folder,
-                    error,
-                    "none" if last is None else last["version"],
+                message = (
+                    "Version %d could not be written to %s (%s). The last readable version is %s; its changes are written "
+                    "with the next one."
                 )
+                readable = "none" if last is None else last["version"]
+                logger.error(message, version, self._folder, error, readable)
                 return
             finally:
                 _remove(self._folder / _PARTIAL)
@@ -218,7 +214,11 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
     if not entries or (version is not None and version not in numbers):
         raise ValueError(f"{folder} has no version {version}; it has {numbers}.")
     entries = entries if version is None else entries[: numbers.index(version) + 1]
-    start = max(index for index, entry in enumerate(entries) if _base_folder(entry))
+    start = max((index for index, entry in enumerate(entries) if _base_folder(entry)), default=None)
+    if start is None:
+        raise ValueError(
+            f"{folder / MANIFEST_FILE}: no version up to {entries[-1]['version']} is whole. Copy the folder again."
+        )
     base, *patches = entries[start:]
     check_export_dir(output_dir)
     for entry in (base, *patches):

@@ -6,7 +6,6 @@ docs/publish_and_serve.md has the table of what goes where.
 import logging
 import os
 import shlex
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,8 @@ logger = logging.getLogger(__name__)
 _CHECKPOINT_STATE = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt", "objective_state.pt"),
     *("trainer_state.json", COMPLETE_FILE),
+    # Of DeepSpeed, and FSDP's second copy of the masters.
+    *("global_step*", "latest", "zero_to_*.py", "pytorch_model_fsdp.bin"),
 )
 # `training_args.bin` contains a token that was given as an option; completions and logs stay on the training machine.
 _PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")
@@ -104,11 +105,7 @@ def plan(hub_export: str, name: str, policy: Path, masters: Path, checkpoint: st
 
 
 def push(
-    uploads: list[Upload],
-    message: str,
-    token: str | None = None,
-    private: bool | None = None,
-    revision: str | None = None,
+    uploads: list[Upload], message: str, token: str | None, private: bool | None, revision: str | None
 ) -> CommitInfo:
     """Upload each folder to its repository, which is created if missing, and return the first folder's commit.
     [`PushFailed`] names the commands for uploads that are left."""
@@ -138,19 +135,6 @@ def push(
                 f"\n{commands}"
             ) from error
     return commits[0]
-
-
-def push_in_background(*args, **kwargs) -> Future:
-    """Run [`push`] in another thread; training continues, and a failure is logged."""
-
-    def run() -> CommitInfo:
-        try:
-            return push(*args, **kwargs)
-        except PushFailed as error:
-            logger.error("%s", error)
-            raise
-
-    return _api().run_as_future(run)
 
 
 def create_repositories(hub_export: str, name: str, token: str | None, private: bool | None) -> str:

@@ -8,7 +8,7 @@ from datasets import IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..adapters.tensors import is_adapter_folder, saved_adapter_config
+from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
 from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
@@ -174,7 +174,9 @@ def check_arguments(
     if has_own_adapter and peft_config is not None:
         problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
     elif is_adapter_folder(model):
-        problems += problems_of_adapter(saved_adapter_config(model), is_served)
+        from peft import PeftConfig
+
+        problems += problems_of_adapter(PeftConfig.from_pretrained(str(model)), is_served)
     elif has_own_adapter:
         for config in model.peft_config.values():
             problems += problems_of_adapter(config, is_served)

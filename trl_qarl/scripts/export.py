@@ -115,7 +115,7 @@ def main(args: Namespace) -> int:
         uploads = hub.plan("low-bit", repo_id, folder, folder)
         try:
             message = f"Low-bit checkpoint ({report.plan.name})"
-            hub.push(uploads, message, private=args.hub_private_repo or None, revision=args.hub_revision)
+            hub.push(uploads, message, None, args.hub_private_repo or None, args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED
@@ -130,8 +130,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..adapters.base import base_fingerprint, load_adapter, prepare_base
-    from ..adapters.merge_at_export import merge_adapter
+    from ..adapters.base import base_fingerprint, load_adapter, merge_adapter, prepare_base
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint.record import SCHEME_FILE, check_record
     from ..quantization.inventory import Inventory
@@ -174,8 +173,12 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
         check_record(source, settings | {"base": base_fingerprint(model)})
     print(report)
     if args.merge_adapter:
-        model, loss = merge_adapter(model)
-        print(f"Warning: {loss}")
+        model, error, flipped = merge_adapter(model)
+        print(
+            f"Warning: The merged policy is not the trained one: quantization changes the merged layers by {error:.0%} of the "
+            f"adapter's own change, and {flipped:.2%} of their codes differ from the base's. Serve the adapter next to the "
+            "base instead, where nothing is lost."
+        )
     return model, report, settings
 
 

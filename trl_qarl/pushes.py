@@ -2,19 +2,21 @@
 
 import logging
 import shlex
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
-from safetensors import SafetensorError
+from huggingface_hub import CommitInfo, HfApi, ModelCard
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
-from . import uploads as hub
-from .cards import TrainingFacts, make_card
+from .checkpoint import uploads as hub
+from .checkpoint.cards import TrainingFacts, make_card
+from .checkpoint.files import is_of_the_disk
+from .rollout.failures import all_or_none
 
 
 logger = logging.getLogger(__name__)
@@ -29,23 +31,28 @@ class PushesPolicy(_BaseTrainer):
     export_dir: Path
     # Arguments of earlier cards: TRL gives later saves none.
     _card_arguments: dict[str, Any] = {}
-    # The last card that was written.
-    _card: ModelCard | None = None
+    # While a checkpoint is being saved.
+    _is_saving = False
 
     @override
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Writes the card of masters or an adapter. Later cards reuse the arguments."""
+        """Writes the card of masters or an adapter. Later cards reuse the arguments. Within a checkpoint, raises a
+        failure of one process in all."""
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
-        if self.is_world_process_zero():
-            self._card = self._weights_card()
-            self._card.save(Path(self.args.output_dir) / "README.md")
+        with self._shared_while_saving():
+            if self.is_world_process_zero():
+                self._weights_card().save(Path(self.args.output_dir) / "README.md")
+
+    def _shared_while_saving(self):
+        """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
+        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
 
     def _remember(self, **given) -> None:
         self._card_arguments = self._card_arguments | {name: value for name, value in given.items() if value}
 
-    def _weights_card(self):
+    def _weights_card(self) -> ModelCard:
         title = self._card_arguments.get("model_name") or Path(self.args.output_dir).name
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
         made_of, facts = self.model.name_or_path, self._training_facts()
@@ -75,12 +82,9 @@ class PushesPolicy(_BaseTrainer):
         folder = Path(output_dir or self.export_dir)
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
         card = {"facts": self._training_facts(), "title": model_name, "hub_model_id": policy, "masters": masters}
-        with self._gathering():
+        # While sharded masters are gathered, an error of one process must reach the others.
+        with all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext():
             return self.policy.export(folder, self.processing_class, card)
-
-    def _gathering(self):
-        """Return the context for gathering sharded masters, in which an error of one process must reach the others."""
-        return nullcontext()
 
     @override
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
@@ -125,8 +129,17 @@ class PushesPolicy(_BaseTrainer):
         given = (commit_message, token, private, revision)
         return hub.push(uploads, *given) if blocking else self._push_in_background(uploads, *given)
 
-    def _push_in_background(self, *args):
-        job = hub.push_in_background(*args)
+    def _push_in_background(self, *args) -> Future:
+        """Run [`~trl_qarl.checkpoint.uploads.push`] in another thread; training continues, and a failure is logged."""
+
+        def run() -> CommitInfo:
+            try:
+                return hub.push(*args)
+            except hub.PushFailed as error:
+                logger.error("%s", error)
+                raise
+
+        job = HfApi().run_as_future(run)
         self.push_in_progress = PushInProgress([job])
         return job
 
@@ -138,7 +151,9 @@ class PushesPolicy(_BaseTrainer):
         try:
             if hub.exports_policy(self.args.hub_export):
                 self.export_model(**{"model_name": name.rpartition("/")[2], **kwargs})
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
+            if not is_of_the_disk(error):
+                raise
             argv = ["trl-qarl", "export", "--model_name_or_path", masters, "--output_dir", policy, "--push_to_hub"]
             argv += ["--hub_model_id", name] + ["--hub_private_repo"] * bool(private)
             command = shlex.join(map(str, argv + (["--hub_revision", revision] if revision else [])))
@@ -150,9 +165,10 @@ class PushesPolicy(_BaseTrainer):
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads what `hub_export` names in the background. Failures are logged, and training continues."""
+        """Uploads what `hub_export` names in the background, once the checkpoint is complete: transformers calls this
+        while it is being saved too. Failures are logged, and training continues."""
         args, folder = self.args, Path(checkpoint_folder)
-        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+        if self._is_saving or not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
             return
         if not (self.push_in_progress is None or self.push_in_progress.is_done() or args.hub_always_push):
             return

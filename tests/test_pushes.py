@@ -4,6 +4,7 @@ import logging
 import shlex
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -219,6 +220,10 @@ def test_push_to_a_hub_that_cannot_be_reached_says_which(tiny_model, tmp_path, h
     with pytest.raises(PushFailed, match=r"the Hub is http://127.0.0.1:9[^~]*hf upload someone/policy"):
         trainer.push_to_hub()
     assert is_export(tmp_path / "run" / "w4a16")
+    # As tokenizers says that the disk is full.
+    monkeypatch.setattr(trainer.policy, "export", Mock(side_effect=Exception("No space left (os error 28)")))
+    with pytest.raises(PushFailed, match=r"Nothing was pushed to someone/policy[^~]*trl-qarl export"):
+        trainer.push_to_hub()
 
 
 def test_push_that_fails_during_training_is_logged_and_training_goes_on(tiny_model, tmp_path, hub, caplog):

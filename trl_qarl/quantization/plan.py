@@ -179,8 +179,8 @@ class QuantPlan:
 def get_plan(
     scheme: "str | QuantScheme | QuantPlan | Mapping[str, Any]",
     group_size: int | None = None,
-    high_precision_first: int = 0,
-    high_precision_last: int = 0,
+    high_precision_first: int | None = None,
+    high_precision_last: int | None = None,
 ) -> QuantPlan:
     """
     Make a plan from one scheme for every layer, or from schemes by patterns as above. A plan is returned as it is,
@@ -189,14 +189,16 @@ def get_plan(
     expression, or a negative number of layers.
     """
     for option, count in zip(EDGES, (high_precision_first, high_precision_last), strict=True):
-        if type(count) is not int or count < 0:
+        if count is not None and (type(count) is not int or count < 0):
             raise ValueError(f"{option}={count!r} must be a number of decoder layers, 0 or more.")
     if isinstance(scheme, QuantPlan):
         if group_size is not None:
             raise ValueError(f"group_size={group_size}: the schemes of a plan have theirs. Remove it.")
         rules = scheme.rules
-        high_precision_first = high_precision_first or scheme.high_precision_first
-        high_precision_last = high_precision_last or scheme.high_precision_last
+        if high_precision_first is None:
+            high_precision_first = scheme.high_precision_first
+        if high_precision_last is None:
+            high_precision_last = scheme.high_precision_last
     elif isinstance(scheme, Mapping):
         rules = tuple(_rules(scheme, group_size))
     else:
@@ -206,7 +208,7 @@ def get_plan(
                 f"{sorted(SCHEMES)}."
             )
         rules = ((DEFAULT, get_scheme(scheme, group_size)),)
-    plan = QuantPlan(rules, high_precision_first, high_precision_last)
+    plan = QuantPlan(rules, high_precision_first or 0, high_precision_last or 0)
     if plan.options and not plan.is_quantized:
         raise ValueError(f"{', '.join(plan.options)} given, but scheme 'bf16' quantizes nothing. Remove it.")
     return plan
@@ -278,5 +280,5 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:
     """Return the plan in a command's options or in a record."""
-    edges = {name: options.get(name) or 0 for name in EDGES}
+    edges = {name: options.get(name) for name in EDGES}
     return get_plan(options["scheme"], options.get("group_size"), **edges)

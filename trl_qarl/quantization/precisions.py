@@ -137,7 +137,7 @@ def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
     nesting = [weight for weight in weights if weight.scheme.has_signed_scales]
     bits = [weight.scheme.grid.num_bits for weight in nesting]
-    sizes = [weight.parameter.numel() for weight in nesting]
+    sizes = [weight.shape.numel() for weight in nesting]
     return sum(map(mul, sizes, bits)) / sum(sizes), len(set(bits)) > 1
 
 

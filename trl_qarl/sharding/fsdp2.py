@@ -78,9 +78,12 @@ class MasterShard(torch.Tensor):
         return LowBitTensor.of_parts(parts, self.weight.scheme, param_dtype, shape), held
 
     @override
-    def to(self, device, *args, **kwargs):
+    def to(self, *args, **kwargs):
         """Send codes and scales instead of masters to a device other than the masters'."""
-        return _OnDevice(self, torch.device(device)) if torch.device(device).type != self.device.type else self
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or device.type == self.device.type:
+            return super().to(*args, **kwargs)
+        return _OnDevice(self, device)
 
 
 class _OnDevice:

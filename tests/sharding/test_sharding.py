@@ -10,7 +10,7 @@ from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.precisions import mean_bits
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.storage import is_sharded, num_elements, shapes_of, storage_of
-from trl_qarl.sharding.accelerate import sharded_by
+from trl_qarl.sharding import sharded_by
 from trl_qarl.sharding.fsdp2 import MasterShard
 from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
 

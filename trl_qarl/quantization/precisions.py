@@ -15,8 +15,7 @@ from dataclasses import replace
 from operator import mul
 from typing import Any
 
-from .patterns import check_pattern, covered_names, pattern_of
-from .plan import QuantPlan
+from .plan import QuantPlan, check_pattern, covered_names, pattern_of
 from .schemes import GRIDS, SCHEMES, QuantScheme
 
 

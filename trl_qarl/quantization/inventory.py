@@ -148,7 +148,7 @@ class Inventory:
     def walk(self) -> Iterator[LayerWeights]:
         """Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`.
         Sharded masters are the parts of this process; [`~trl_qarl.quantization.storage.whole`] gathers one."""
-        for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
+        for layer, members in groupby(base_state_dict(self.model).items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)
             owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in tensors)
             yield LayerWeights(layer, tensors, {name: self.modules[name] for name in owners if name in self.modules})
@@ -157,10 +157,6 @@ class Inventory:
         """Yield every quantized weight in the same order, by the name of its linear layer or experts' parameter."""
         for layer in self.walk():
             yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the `state_dict` of the model without its adapters, with the parameters themselves."""
-        return base_state_dict(self.model)
 
 
 def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:

@@ -205,7 +205,7 @@ def prepare_model(
     layers = _replace(model, chosen.values(), lambda module: _quantized(module, scheme_of[module], scale_dtype))
     named = {name: layers[module] for name, module in chosen.items()}
     share_global_scales(named)
-    return report_layers(plan, named, reasons, has_masters=True)
+    return report_layers(plan, named, reasons)
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
@@ -242,19 +242,17 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
     inventory = Inventory.of(model)
     plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in inventory.layers.items()})
     skipped = dict.fromkeys(inventory.quantizable, "not quantized in the checkpoint")
-    return report_layers(plan, inventory.layers, skipped, has_masters=False)
+    return report_layers(plan, inventory.layers, skipped)
 
 
-def report_layers(
-    plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str], has_masters: bool
-) -> SwapReport:
+def report_layers(plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str]) -> SwapReport:
     """Return the report of quantized layers and of the reasons for `skipped` ones."""
     weights = [weight for layer in layers.values() for weight in layer.quantized_weights.values()]
     return SwapReport(
         plan=plan,
         converted={name: layer.group_size for name, layer in layers.items()},
         skipped=dict(skipped),
-        master_bytes=sum(w.parameter.itemsize * w.shape.numel() for w in weights) if has_masters else 0,
+        master_bytes=sum(w.parameter.itemsize * w.shape.numel() for w in weights if not w.is_frozen),
         bf16_bytes=sum(2 * weight.shape.numel() for weight in weights),
         low_bit_bytes=sum(map(low_bit_bytes, weights)),
         schemes={name: layer.scheme for name, layer in layers.items()},

@@ -80,9 +80,7 @@ class QuantizedExperts(QuantizedLayer):
     @override
     def restored(self) -> nn.Module:
         if self.is_frozen:
-            raise ValueError(
-                "The experts are frozen: their masters are gone, and transformers' experts cannot use low-bit weights."
-            )
+            raise ValueError("Frozen experts have no masters, and transformers' experts cannot use low-bit weights.")
         return sharing_state(self.experts_class, self, without={*OWN_ATTRIBUTES, "experts_class"})
 
     @override

@@ -288,9 +288,7 @@ def convert_model(model: nn.Module) -> int:
     if no layer is prepared, or if the model has engine numerics.
     """
     if not quantized_layers(model):
-        raise ValueError(
-            f"{type(model).__name__} has no prepared layer to convert. Call `prepare_model(model, scheme)` first."
-        )
+        raise ValueError(f"{type(model).__name__} has no prepared layer. Call `prepare_model(model, scheme)` first.")
     return _replace_quantized(model, lambda layer: layer.convert())
 
 
@@ -383,9 +381,7 @@ def _check_not_quantized(model: nn.Module) -> None:
     if any(isinstance(module, QuantizedLayer) for module in model.modules()):
         raise ValueError("The model has been prepared already. Call `restore_model(model)` before preparing it again.")
     if any(isinstance(parameter, LowBitTensor) for parameter in model.parameters()):
-        raise ValueError(
-            "The model has been converted already: its masters are gone. Load the high-precision checkpoint."
-        )
+        raise ValueError("The model is converted already: no masters are left. Load the high-precision checkpoint.")
     model = base_model(model)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None or getattr(model, "is_quantized", False):

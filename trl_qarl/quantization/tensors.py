@@ -326,9 +326,7 @@ def _unbind(func, types, args, kwargs):
     # For gathered experts, so that each takes its own gradient.
     self = args[0]
     if self.dim() != 3 or any(args[1:]):
-        raise NotImplementedError(
-            f"A low-bit tensor {tuple(self.shape)} is not a stack of matrices along its first dimension."
-        )
+        raise NotImplementedError(f"A low-bit tensor {tuple(self.shape)} is no stack of matrices along dimension 0.")
     return self.row_blocks(len(self))
 
 

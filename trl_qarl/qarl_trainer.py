@@ -30,7 +30,7 @@ from .rollout.generation import QaRLVLLMGeneration
 from .rollout.pictures import check_rows, count_pictures, expanded_prompts
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
-from .sharding.accelerate import sharded_by
+from .sharding import sharded_by
 from .sharding.zero3 import compute_in_bfloat16, forget_order
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder

@@ -36,7 +36,8 @@ from .quantization.precisions import precision_at
 from .quantization.versions import at_version
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
-from .sharding.accelerate import shard_when_prepared, sharded_by
+from .sharding import sharded_by
+from .sharding.fsdp2 import shard_when_prepared
 from .telemetry.recorder import Recorder
 
 

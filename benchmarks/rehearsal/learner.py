@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from testing_utils import make_mixture, make_tiny_config  # noqa: E402
 from trl_qarl import prepare_model  # noqa: E402
-from trl_qarl.quantization import experts_product, tensors  # noqa: E402
+from trl_qarl.quantization import experts, tensors  # noqa: E402
 from trl_qarl.quantization.experts import QuantizedExperts  # noqa: E402
 from trl_qarl.quantization.schemes import get_scheme  # noqa: E402
 from trl_qarl.quantization.swap import quantized_layers  # noqa: E402
@@ -173,12 +173,12 @@ def run(kind: str, scheme: str, capability: tuple[int, int]) -> str:
                 model = AutoModelForCausalLM.from_config(make_tiny_config(kind), dtype=torch.float32)
             prepare_model(model, scheme, scale_dtype=torch.bfloat16)
         calls: Counter[str] = Counter()
-        functions = {tensors: "_StraightThroughLinear", experts_product: "_GroupedLinear"}
+        functions = {tensors: "_StraightThroughLinear", experts: "_GroupedLinear"}
         originals = {module: getattr(module, name).apply for module, name in functions.items()}
         for module, name in functions.items():
             getattr(module, name).apply = with_gradient(getattr(module, name), calls)
         bincount = torch.bincount
-        experts_product.torch.bincount = counts_of
+        experts.torch.bincount = counts_of
         try:
             with Watch() as watch:
                 for shape in ROWS:

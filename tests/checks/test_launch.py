@@ -63,6 +63,7 @@ def test_what_cannot_shard_is_refused_by_name():
         ({"optim": "adafactor"}, "optim='adafactor' with FSDP2"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw' with FSDP2"),
         ({"beta": 0.1}, "beta=0.1 with fsdp_cpu_ram_efficient_loading=true"),
+        ({"scheme": {"re:.*mlp.*": "nvfp4a16"}}, "'nvfp4a16' with fsdp_cpu_ram_efficient_loading=true"),
         ({"sync_ref_model": True}, "sync_ref_model=True with FSDP2"),
         ({"quantize_learner": False}, "quantize_learner=False with FSDP2"),
         ({"push_to_hub": True}, "hub_strategy='every_save' with FSDP2"),

@@ -21,8 +21,7 @@ from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import whole, writes_to
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, share_global_scales
-from trl_qarl.sharding.accelerate import shard_when_prepared
-from trl_qarl.sharding.fsdp2 import shard_low_bit
+from trl_qarl.sharding.fsdp2 import shard_low_bit, shard_when_prepared
 
 
 class Heads(nn.Module):

@@ -150,7 +150,10 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert "sync_each_batch" in capsys.readouterr().out
     argv = ["--gpu_memory", str(less * 1.001), "--use_peft", "--lora_r", "8", "--write", str(path)]
     assert cli.main([*command, *argv]) == 0
-    # The other value is refused with LoRA.
+    # The other value is refused with LoRA and with global scales.
+    assert launch_environment(path)["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+    argv = ["--gpu_memory", str(sum(sizes) / 2), "--scheme", "nvfp4a16", "--write", str(path)]
+    assert cli.main([*command, *argv]) == 0
     assert launch_environment(path)["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
     assert shipped["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from testing_utils import relative_error
-from trl_qarl.quantization.experts_product import experts_product
+from trl_qarl.quantization.experts import experts_product
 from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from testing_utils import make_mixture, relative_error
 from testing_utils.layers import naive_experts, route
 from trl_qarl.numerics.low_bit import low_bit_linear
-from trl_qarl.quantization import experts, experts_product
-from trl_qarl.quantization.experts import QuantizedExperts
-from trl_qarl.quantization.experts_product import grouped_experts, is_grouping_faster
+from trl_qarl.quantization import experts
+from trl_qarl.quantization.experts import QuantizedExperts, grouped_experts, is_grouping_faster
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -55,7 +54,7 @@ def test_a_layer_computes_and_trains_as_with_one_product_per_expert(layer, monke
     with torch.autocast("cpu", torch.bfloat16):
         one_by_one = layer(x, ids, weights)
         monkeypatch.setattr(experts, "is_grouping_faster", lambda *arguments: True)
-        monkeypatch.setattr(experts_product.F, "grouped_mm", checked)
+        monkeypatch.setattr(experts.F, "grouped_mm", checked)
         together = layer(x, ids, weights)
     assert layer.kernel_name == "INT4 expanded to bfloat16 + aten::_grouped_mm"
     expected, actual = (gradients(y, layer, x, weights) for y in (one_by_one, together))

@@ -24,6 +24,8 @@ def test_name_of_a_scheme_is_a_plan_of_one():
     assert plan.schemes == (get_scheme("w4a16", 64),) and plan.options == {}
     assert set(assigned(plan).values()) == {"w4a16"} and len(assigned(plan)) == 21
     assert get_plan(plan) is not None and get_plan(plan) == plan
+    edges = get_plan(plan, None, 1, 2)
+    assert get_plan(edges) == edges and get_plan(edges, high_precision_first=0).options == {"high_precision_last": 2}
     with pytest.raises(ValueError, match="group_size=32"):
         get_plan(plan, 32)
     assert not get_plan("bf16").is_quantized and get_plan("bf16").name == "bf16"

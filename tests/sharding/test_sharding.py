@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.precisions import mean_bits
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.storage import is_sharded, num_elements, shapes_of, storage_of
-from trl_qarl.sharding.accelerate import sharded_by
+from trl_qarl.sharding import sharded_by
+from trl_qarl.sharding.fsdp2 import MasterShard
 from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
 
 
@@ -22,6 +26,17 @@ def test_a_parameter_in_slices_has_its_shape_and_counts_as_sharded():
     assert shapes_of(layer) == {"weight": (2, 4), "bias": (2,)} and num_elements(layer.parameters()) == 10
     assert storage_of(parameter).local(parameter) is parameter.ds_tensor
     assert storage_of(parameter).value(parameter) is parameter and storage_of(parameter).rows(parameter) == range(2)
+    quantized = QuantizedLinear.from_linear(nn.Linear(32, 2), get_scheme("w4a16", 32))
+    quantized.weight.ds_tensor, quantized.weight.ds_shape = torch.zeros(32), torch.Size((2, 32))
+    quantized.weight.data = torch.empty(0)
+    assert mean_bits([quantized]) == (4.0, False)
+
+
+def test_a_shard_of_masters_is_converted_like_a_tensor():
+    shard = torch.ones(2, 4).as_subclass(MasterShard)
+    assert shard.to("cpu") is shard and shard.to(torch.float32) is shard
+    for converted in (shard.to(torch.bfloat16), shard.to(dtype=torch.bfloat16), shard.to("cpu", torch.bfloat16)):
+        assert type(converted) is torch.Tensor and converted.dtype is torch.bfloat16
 
 
 def test_the_forward_computes_in_bfloat16_and_returns_float32():

@@ -17,12 +17,11 @@ from trl.trainer.utils import create_model_from_path
 
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
 from ..quantization.experts import QuantizedExperts
-from ..quantization.inventory import Inventory
+from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
-from ..quantization.selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, report_frozen
 from ..quantization.tensors import LowBitTensor
 from .tensors import ADAPTER_NAME, is_adapter_folder

@@ -14,11 +14,10 @@ from ..packages import installed
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.int4_packed import to_words
 from ..quantization.formats.registry import format_of
-from ..quantization.inventory import Inventory, LayerWeights
+from ..quantization.inventory import ROUTER_NAMES, Inventory, LayerWeights
 from ..quantization.names import CheckpointNames, architecture
 from ..quantization.plan import fused_layers
 from ..quantization.schemes import INT4_PACKED, SCHEMES, QuantScheme
-from ..quantization.selection import ROUTER_NAMES
 from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name, scheme_of_group

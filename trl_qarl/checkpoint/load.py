@@ -31,7 +31,7 @@ from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import find_checkpoint_names, is_adapted
+from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted
 from ..quantization.own_grid import compare_groups, masters_on_grid
 from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme
 from ..quantization.swap import restore_model
@@ -188,7 +188,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     inventory = Inventory.of(model)
     names = find_checkpoint_names(inventory.model, inventory.modules, is_mixture=False)
     stacked = inventory.stacked_experts.keys() | names.experts.keys()
-    for name, tensor in inventory.tensors().items():
+    for name, tensor in base_state_dict(inventory.model).items():
         if name in files:
             continue
         parts, places = [names.of_tensor(name)], [tensor]

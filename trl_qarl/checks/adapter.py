@@ -7,9 +7,8 @@ from torch import nn
 
 from ..adapters.tensors import ADAPTER_NAME
 from ..checkpoint.serving import ENGINE_RANKS
-from ..quantization.inventory import Inventory
+from ..quantization.inventory import Inventory, layers_around
 from ..quantization.names import base_model, base_modules
-from ..quantization.selection import layers_around
 from .refused import REFUSED_BY_LORA
 
 

@@ -168,6 +168,13 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
             f"beta={args.beta} with fsdp_cpu_ram_efficient_loading=true: rank 0 loads the reference model, and TRL does not "
             "broadcast it to the other ranks. Use fsdp_cpu_ram_efficient_loading: false"
         )
+    if plugin.cpu_ram_efficient_loading:
+        for scheme in args.plan.schemes:
+            if scheme.container.has_global_scale:
+                yield (
+                    f"{scheme.name!r} with fsdp_cpu_ram_efficient_loading=true: only one process loads the weights, but every process "
+                    "chooses global scales for them. Use fsdp_cpu_ram_efficient_loading: false"
+                )
     if args.sync_ref_model:
         yield "sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it"
     kind = _kind_of_optimizer(args)

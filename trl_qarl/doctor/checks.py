@@ -11,13 +11,11 @@ from torch import nn
 
 from ..checkpoint.layout import problem_of_zero_points
 from ..quantization.gemm import has_fast_bf16
-from ..quantization.inventory import Inventory
+from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts
 from ..quantization.linear import QuantizedLinear
 from ..quantization.plan import QuantPlan, get_plan
-from ..quantization.report import SwapReport
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
-from ..quantization.selection import layer_format, layers_around, parts_of_experts
-from ..quantization.swap import prepare_model
+from ..quantization.swap import SwapReport, prepare_model
 from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
 

@@ -132,14 +132,14 @@ def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
     return 2 * largest[0] + 2 * outside + (gradients if has_gradients else 0)
 
 
-def launch_configuration(launch: str, num_gpus: int, has_adapter: bool = False) -> dict[str, Any]:
-    """Return the content of a file for `accelerate launch --config_file` on one machine, to train masters or an
-    adapter: TRL's file, with settings of this launch."""
+def launch_configuration(launch: str, num_gpus: int, is_loaded_by_all: bool = False) -> dict[str, Any]:
+    """Return the content of a file for `accelerate launch --config_file` on one machine: TRL's file, with settings of
+    this launch. With `is_loaded_by_all` each process has to load the weights, to quantize an adapter's base or to
+    choose global scales before FSDP2 shards them."""
     name = "fsdp2" if launch == "fsdp2" else "multi_gpu" if num_gpus > 1 else "single_gpu"
     configuration = yaml.safe_load((files("trl") / f"accelerate_configs/{name}.yaml").read_text())
     configuration["num_processes"] = num_gpus
     if launch == "fsdp2":
         configuration["fsdp_config"]["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
-        # With an adapter every process quantizes the base before it is sharded.
-        configuration["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = not has_adapter
+        configuration["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = not is_loaded_by_all
     return configuration

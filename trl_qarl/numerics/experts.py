@@ -6,14 +6,14 @@ Routing and unquantized experts with the arithmetic of vLLM on a CPU, and with g
     y[k]        = (silu(x @ gate[ids[k]].T) * (x @ up[ids[k]].T)) @ down[ids[k]].T
     out         = weights[0] * y[0] + weights[1] * y[1] + ...    in float32, in the order of `ids`, rounded once
 
-Experts with low-bit weights use [`~trl_qarl.quantization.experts_product.experts_product`] on both sides.
+Experts with low-bit weights use [`~trl_qarl.quantization.experts.experts_product`] on both sides.
 """
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..quantization.experts_product import experts_product
+from ..quantization.experts import experts_product
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from . import cpu as kernels
 

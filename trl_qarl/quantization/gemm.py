@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.cpu import _is_vnni_supported as _has_vnni
 
 from .formats.registry import format_of
 from .quantize import activation_form, quantize_activation
@@ -163,11 +164,6 @@ def _has_fp8_kernel(x_codes: torch.Tensor, w_codes: torch.Tensor) -> bool:
         and w_codes.shape[0] % 16 == 0
         and w_codes.shape[1] % 16 == 0
     )
-
-
-@lru_cache(maxsize=1)
-def _has_vnni() -> bool:
-    return torch.cpu._is_vnni_supported()
 
 
 @lru_cache(maxsize=1)

@@ -52,7 +52,7 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the `state_dict` of the model without its adapters."""
+    """Return the `state_dict` of the model without its adapters, with the parameters themselves."""
     model = base_model(model)
     wrappers = {name for name, module in _modules(model) if _is_wrapper(module)}
     inside = tuple(f"{name}." for name in wrappers)
@@ -88,12 +88,8 @@ def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether `model` is a `PeftModel`; PEFT is imported only for models with a `peft_config`."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
+    """Return whether `model` is a `PeftModel`."""
+    return base_model(model) is not model
 
 
 def layer_of(name: str) -> str:

@@ -1,7 +1,8 @@
 """
 Assigns a scheme to each layer by ordered patterns of names, like torchao's `FqnToConfig`. Needs no torch.
 
-A plan is written as the name of one scheme, or as a mapping from patterns ([`trl_qarl.quantization.patterns`]) to
+A pattern is the whole name of a layer, `"re:"` and a regular expression over whole names, or `"_default"` for all
+layers that no other pattern fits. A plan is written as the name of one scheme, or as a mapping from patterns to
 schemes: names, `{"scheme": "w4a16", "group_size": 32}`, or `None` for scheme `"bf16"`. Layers that no pattern matches
 stay in high precision.
 """
@@ -9,14 +10,15 @@ stay in high precision.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
+DEFAULT = "_default"
+_EXPRESSION = "re:"
 _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
@@ -110,8 +112,8 @@ class QuantPlan:
 
         `skipped` has the reasons of layers that are never quantized. `outside` has those of layers around a language
         model, which stay in high precision unless a pattern matches only such layers. `parts` are as in
-        [`~trl_qarl.quantization.patterns.covered_names`]. `ValueError` is raised if a pattern matches no layer, only
-        some parts of one, or with a quantized scheme only skipped layers, and if the edges leave no decoder layer.
+        [`covered_names`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
+        quantized scheme only skipped layers, and if the edges leave no decoder layer.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
         hits = {}
@@ -179,8 +181,8 @@ class QuantPlan:
 def get_plan(
     scheme: "str | QuantScheme | QuantPlan | Mapping[str, Any]",
     group_size: int | None = None,
-    high_precision_first: int = 0,
-    high_precision_last: int = 0,
+    high_precision_first: int | None = None,
+    high_precision_last: int | None = None,
 ) -> QuantPlan:
     """
     Make a plan from one scheme for every layer, or from schemes by patterns as above. A plan is returned as it is,
@@ -189,14 +191,16 @@ def get_plan(
     expression, or a negative number of layers.
     """
     for option, count in zip(EDGES, (high_precision_first, high_precision_last), strict=True):
-        if type(count) is not int or count < 0:
+        if count is not None and (type(count) is not int or count < 0):
             raise ValueError(f"{option}={count!r} must be a number of decoder layers, 0 or more.")
     if isinstance(scheme, QuantPlan):
         if group_size is not None:
             raise ValueError(f"group_size={group_size}: the schemes of a plan have theirs. Remove it.")
         rules = scheme.rules
-        high_precision_first = high_precision_first or scheme.high_precision_first
-        high_precision_last = high_precision_last or scheme.high_precision_last
+        if high_precision_first is None:
+            high_precision_first = scheme.high_precision_first
+        if high_precision_last is None:
+            high_precision_last = scheme.high_precision_last
     elif isinstance(scheme, Mapping):
         rules = tuple(_rules(scheme, group_size))
     else:
@@ -206,7 +210,7 @@ def get_plan(
                 f"{sorted(SCHEMES)}."
             )
         rules = ((DEFAULT, get_scheme(scheme, group_size)),)
-    plan = QuantPlan(rules, high_precision_first, high_precision_last)
+    plan = QuantPlan(rules, high_precision_first or 0, high_precision_last or 0)
     if plan.options and not plan.is_quantized:
         raise ValueError(f"{', '.join(plan.options)} given, but scheme 'bf16' quantizes nothing. Remove it.")
     return plan
@@ -278,5 +282,75 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:
     """Return the plan in a command's options or in a record."""
-    edges = {name: options.get(name) or 0 for name in EDGES}
+    edges = {name: options.get(name) for name in EDGES}
     return get_plan(options["scheme"], options.get("group_size"), **edges)
+
+
+def check_pattern(pattern: Any, option: str) -> None:
+    """Raise `ValueError`, naming `option`, unless `pattern` is valid."""
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(
+            f"{option}: {pattern!r} is not a pattern. Give names of layers, 're:' and an expression, or '_default'."
+        )
+    if pattern.startswith(_EXPRESSION):
+        try:
+            re.compile(pattern[len(_EXPRESSION) :])
+        except re.error as error:
+            raise ValueError(
+                f"{option}: {pattern!r} is not a valid regular expression ({error}). Correct what follows 're:'."
+            ) from error
+
+
+def fits(pattern: str) -> Callable[[str], Any]:
+    """Return a function that is true for the names that `pattern` matches."""
+    expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
+    return re.compile(expression).fullmatch
+
+
+def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
+    """Return the pattern that applies to a layer: its name, else the first expression in order, else `"_default"`;
+    `None` without any. `parts` are alternative lists of the names of its parts."""
+    patterns = list(patterns)
+    ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
+    matching = (p for p in ordered if p != DEFAULT and covers(fits(p), name, parts, f"scheme: pattern {p!r}"))
+    return next(matching, DEFAULT if DEFAULT in patterns else None)
+
+
+def covered_names(
+    pattern: str,
+    option: str,
+    names: Sequence[str],
+    of: str,
+    parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> list[str]:
+    """Return the `names` that a pattern of `option` covers; all for `"_default"`. `parts` has, for layers with parts,
+    alternative lists of the parts' names. `ValueError` is raised if the pattern covers no name, or only some parts of
+    a layer; its message calls the names `of`."""
+    if pattern == DEFAULT:
+        return list(names)
+    said = f"{option}: pattern {pattern!r}"
+    covered = [name for name in names if covers(fits(pattern), name, (parts or {}).get(name, ()), said)]
+    if not covered:
+        example = next(iter(names), "")
+        raise ValueError(
+            f"{said} matches none of the {len(names)} {of}. Give a whole name, such as {example!r}, or an expression over whole names, "
+            f"such as 're:.*{example.rpartition('.')[2]}'."
+        )
+    return covered
+
+
+def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:
+    """Return whether a pattern matches the name of a layer, or the names of all parts in one of the lists `parts`.
+    `ValueError` is raised if it matches only some parts; the message calls the pattern `said`."""
+    if fits(name):
+        return True
+    fitting = [[part for part in way if fits(part)] for way in parts]
+    if any(found and len(found) == len(way) for found, way in zip(fitting, parts, strict=True)):
+        return True
+    some = next((found for found in fitting if found), None)
+    if some:
+        raise ValueError(
+            f"{said} matches {some[0]!r}, but not all parts of {name!r}: all experts of a layer are quantized together, with gate, up "
+            f"and down projection. Name them as a whole, such as {name!r}."
+        )
+    return False

@@ -15,8 +15,7 @@ from dataclasses import replace
 from operator import mul
 from typing import Any
 
-from .patterns import check_pattern, covered_names, pattern_of
-from .plan import QuantPlan
+from .plan import QuantPlan, check_pattern, covered_names, pattern_of
 from .schemes import GRIDS, SCHEMES, QuantScheme
 
 
@@ -137,7 +136,7 @@ def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
     nesting = [weight for weight in weights if weight.scheme.has_signed_scales]
     bits = [weight.scheme.grid.num_bits for weight in nesting]
-    sizes = [weight.parameter.numel() for weight in nesting]
+    sizes = [weight.shape.numel() for weight in nesting]
     return sum(map(mul, sizes, bits)) / sum(sizes), len(set(bits)) > 1
 
 

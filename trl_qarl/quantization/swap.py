@@ -6,9 +6,11 @@ The weight of a *prepared* layer is the master, which the forward quantizes; tha
 layer that its `filter_fn` lets through, by default the output head too; [`prepare_model`] knows which to leave alone.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,16 +22,14 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from .experts import QuantizedExperts, has_stacked_matrices
 from .formats.registry import format_of
 from .gemm import low_bit_linear
-from .inventory import Inventory
+from .inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
 from .linear import QuantizedLinear
 from .names import base_model
 from .plan import QuantPlan, check_fused, fused_layers, get_plan
-from .report import SwapReport, report_layers
 from .schemes import QuantScheme, get_scheme
-from .selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
 from .storage import storage_of
 from .tensors import LowBitTensor
-from .weight import QuantizedLayer
+from .weight import QuantizedLayer, QuantizedWeight
 
 
 @dataclass
@@ -85,6 +85,61 @@ def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
 
 # torchao asks once for each parent of a module; all parents get the same replacement.
 _replaced: WeakKeyDictionary[nn.Module, tuple[QaRLWeightConfig, nn.Module]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """
+    Result of [`prepare_model`]; mappings are by the names of layers.
+
+    - `converted`: group size of each converted layer; `None` for one scale per output channel.
+    - `skipped`: the reason why a linear layer, or module of experts, stays in high precision.
+    - `master_bytes`, `bf16_bytes`, `low_bit_bytes`: size of the converted weights as masters, in 16 bits, and in low
+      bits with their scales.
+    - `dropped_bytes`: size of the masters that [`freeze_model`] has dropped since.
+    - `schemes`: scheme of each converted layer.
+    - `num_experts`: number of experts in each converted module of experts.
+    """
+
+    plan: QuantPlan
+    converted: dict[str, int | None] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    master_bytes: int = 0
+    bf16_bytes: int = 0
+    low_bit_bytes: int = 0
+    dropped_bytes: int = 0
+    schemes: dict[str, QuantScheme] = field(default_factory=dict)
+    num_experts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> str:
+        """Number of quantized layers and experts, as text."""
+        experts = f" and {sum(self.num_experts.values())} experts in {len(self.num_experts)} layers"
+        return f"{len(self.converted) - len(self.num_experts)} linear layers{experts if self.num_experts else ''}"
+
+    def __str__(self) -> str:
+        if not self.plan.is_quantized:
+            return f"scheme {self.plan.name}: every layer stays in high precision"
+        # The beginning of the line names a single scheme.
+        is_mixed = len({scheme.name for scheme in self.schemes.values()}) > 1
+        groups = Counter(
+            (f"{self.schemes[name].name} " if is_mixed else "")
+            + ("per output channel" if size is None else f"group {size}")
+            for name, size in self.converted.items()
+        )
+        parts = [f"{count} {group}" for group, count in groups.items()]
+        low_bit, in_bf16 = (f"{size / 2**20:.1f} MiB" for size in (self.low_bit_bytes, self.bf16_bytes))
+        about = f"scheme {self.plan.name}: {self.layers} quantized ({', '.join(parts)})"
+        lines = [f"{about}, {low_bit} low-bit against {in_bf16} in bf16"]
+        if self.dropped_bytes:
+            lines.append(f"frozen: {self.dropped_bytes / 2**20:.1f} MiB of master weights dropped")
+        for reason, count in Counter(self.skipped.values()).items():
+            names = [name for name, why in self.skipped.items() if why == reason]
+            lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
+        smaller = {of.group_size or 0 for name, of in self.schemes.items() if self.converted[name] != of.group_size}
+        for size in sorted(smaller):
+            lines.append(f"group_size={size} does not divide every layer; the smaller sizes are above")
+        return "\n".join(lines)
 
 
 def prepare_model(
@@ -150,7 +205,7 @@ def prepare_model(
     layers = _replace(model, chosen.values(), lambda module: _quantized(module, scheme_of[module], scale_dtype))
     named = {name: layers[module] for name, module in chosen.items()}
     share_global_scales(named)
-    return report_layers(plan, named, reasons, has_masters=True)
+    return report_layers(plan, named, reasons)
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
@@ -187,7 +242,34 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
     inventory = Inventory.of(model)
     plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in inventory.layers.items()})
     skipped = dict.fromkeys(inventory.quantizable, "not quantized in the checkpoint")
-    return report_layers(plan, inventory.layers, skipped, has_masters=False)
+    return report_layers(plan, inventory.layers, skipped)
+
+
+def report_layers(plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str]) -> SwapReport:
+    """Return the report of quantized layers and of the reasons for `skipped` ones."""
+    weights = [weight for layer in layers.values() for weight in layer.quantized_weights.values()]
+    return SwapReport(
+        plan=plan,
+        converted={name: layer.group_size for name, layer in layers.items()},
+        skipped=dict(skipped),
+        master_bytes=sum(w.parameter.itemsize * w.shape.numel() for w in weights if not w.is_frozen),
+        bf16_bytes=sum(2 * weight.shape.numel() for weight in weights),
+        low_bit_bytes=sum(map(low_bit_bytes, weights)),
+        schemes={name: layer.scheme for name, layer in layers.items()},
+        num_experts={name: layer.num_experts for name, layer in layers.items() if isinstance(layer, QuantizedExperts)},
+    )
+
+
+def low_bit_bytes(weight: QuantizedWeight) -> int:
+    """Return the size of a low-bit weight in bytes, without computing the weight."""
+    *rows, columns = weight.shape
+    num_rows = math.prod(rows)
+    num_scales = columns // (weight.group_size or columns) * num_rows
+    container, fixed = weight.scheme.container, weight.scheme.scale_dtype
+    scale_dtype = weight.scale_dtype if fixed is None else getattr(torch, fixed)
+    operands = format_of(container).operands
+    of_operands = sum(o.dtype.itemsize * (num_scales if o.per_group else num_rows) for o in operands)
+    return weight.shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + of_operands
 
 
 def restore_model(model: nn.Module) -> int:
@@ -206,9 +288,7 @@ def convert_model(model: nn.Module) -> int:
     if no layer is prepared, or if the model has engine numerics.
     """
     if not quantized_layers(model):
-        raise ValueError(
-            f"{type(model).__name__} has no prepared layer to convert. Call `prepare_model(model, scheme)` first."
-        )
+        raise ValueError(f"{type(model).__name__} has no prepared layer. Call `prepare_model(model, scheme)` first.")
     return _replace_quantized(model, lambda layer: layer.convert())
 
 
@@ -301,9 +381,7 @@ def _check_not_quantized(model: nn.Module) -> None:
     if any(isinstance(module, QuantizedLayer) for module in model.modules()):
         raise ValueError("The model has been prepared already. Call `restore_model(model)` before preparing it again.")
     if any(isinstance(parameter, LowBitTensor) for parameter in model.parameters()):
-        raise ValueError(
-            "The model has been converted already: its masters are gone. Load the high-precision checkpoint."
-        )
+        raise ValueError("The model is converted already: no masters are left. Load the high-precision checkpoint.")
     model = base_model(model)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None or getattr(model, "is_quantized", False):

@@ -129,11 +129,6 @@ class LowBitTensor(TorchAOBaseTensor):
         shared = (getattr(self, operand.name) for operand in self.format.operands if not operand.per_group)
         return next((tensor[0].item() for tensor in shared), None)
 
-    @property
-    def is_gathered(self) -> bool:
-        """True if FSDP2 has gathered codes and scales."""
-        return self.gathered_shape is not None
-
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the dense weight in `output_dtype` or `orig_dtype`: scale times code, rounded once."""
@@ -174,7 +169,7 @@ class LowBitTensor(TorchAOBaseTensor):
         # Tensors made in inference mode could not take part in training later.
         with torch.inference_mode(False), torch.no_grad():
             operands = make(self)
-        if not self.is_gathered:
+        if self.gathered_shape is None:
             self._kept[make] = operands
         return operands
 
@@ -214,7 +209,7 @@ class _RowBlocks(NamedTuple):
         # A shard without rows has no blocks.
         num_rows = len(weight.qdata) // max(self.num_blocks, 1)
         parts = (tensor.split(num_rows) if num_rows else () for tensor in weight.parts())
-        shape = (num_rows, weight.shape[-1]) if weight.is_gathered else None
+        shape = (num_rows, weight.shape[-1]) if weight.gathered_shape is not None else None
         return tuple(
             LowBitTensor.of_parts(block, weight.scheme, weight.orig_dtype, shape) for block in zip(*parts, strict=True)
         )
@@ -319,7 +314,7 @@ def _copy(func, types, args, kwargs):
 def _as_strided(func, types, args, kwargs):
     # FSDP2 asks for the shape and strides of the sharded master or bytes; a gathered tensor has its own.
     self, size, stride = args[:3]
-    if not self.is_gathered:
+    if self.gathered_shape is None:
         raise NotImplementedError(
             f"A low-bit tensor {tuple(self.shape)} has no view of shape {tuple(size)}, strides {tuple(stride)}."
         )
@@ -331,9 +326,7 @@ def _unbind(func, types, args, kwargs):
     # For gathered experts, so that each takes its own gradient.
     self = args[0]
     if self.dim() != 3 or any(args[1:]):
-        raise NotImplementedError(
-            f"A low-bit tensor {tuple(self.shape)} is not a stack of matrices along its first dimension."
-        )
+        raise NotImplementedError(f"A low-bit tensor {tuple(self.shape)} is no stack of matrices along dimension 0.")
     return self.row_blocks(len(self))
 
 

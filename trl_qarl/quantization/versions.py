@@ -34,7 +34,10 @@ class KeptVersion(NamedTuple):
         """Return the inverse of [`~KeptVersion.state`]; `model` has the same layers."""
         refresh(model)
         weights = dict(Inventory.of(model).weights())
-        low_bit = {name: _low_bit(weights[name].low_bit_weight(), parts) for name, parts in state["low_bit"].items()}
+        low_bit = {}
+        for name, parts in state["low_bit"].items():
+            like = weights[name].low_bit_weight()
+            low_bit[name] = LowBitTensor.of_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)
         return cls(low_bit, state["others"])
 
 
@@ -44,7 +47,8 @@ def kept_version(model: nn.Module) -> KeptVersion:
     refresh(model)
     weights = dict(Inventory.of(model).weights())
     masters = {id(weight.parameter) for weight in weights.values()}
-    low_bit = {name: _low_bit(weight.low_bit_weight()) for name, weight in weights.items() if weight.is_trained}
+    # A detached weight has the same parts without the cache of larger operands.
+    low_bit = {name: weight.low_bit_weight().detach() for name, weight in weights.items() if weight.is_trained}
     others = {
         name: storage_of(parameter).local(parameter).detach().clone()
         for name, parameter in model.named_parameters()
@@ -66,11 +70,5 @@ def at_version(model: nn.Module, kept: KeptVersion) -> Iterator[None]:
             stack.enter_context(storage_of(parameters[name]).holding(parameters[name], value))
         # After the others, because an adapter may be part of a quantized weight.
         for name, low_bit in kept.low_bit.items():
-            stack.enter_context(weights[name].holding(_low_bit(low_bit)))
+            stack.enter_context(weights[name].holding(low_bit.detach()))
         yield
-
-
-def _low_bit(like: LowBitTensor, parts: Any = None) -> LowBitTensor:
-    """Return a weight like `like`, with its own or other `parts`, without its cache of larger operands."""
-    parts = like.parts() if parts is None else parts
-    return LowBitTensor.of_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)

@@ -57,10 +57,6 @@ class MasterSource:
         """Return the shape of the whole weight."""
         return storage_of(weight).shape(weight)
 
-    def rows(self, weight: torch.Tensor) -> range:
-        """Return the rows of the whole weight that [`~MasterSource.value`] has."""
-        return storage_of(weight).rows(weight)
-
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that takes the gradient of the value, or `None`."""
         return weight
@@ -108,7 +104,7 @@ class QuantizedWeight:
     def is_frozen(self) -> bool:
         """True if the master is gone."""
         parameter = self.parameter
-        return self.source.is_frozen or (isinstance(parameter, LowBitTensor) and not parameter.is_gathered)
+        return self.source.is_frozen or (isinstance(parameter, LowBitTensor) and parameter.gathered_shape is None)
 
     @property
     def is_trained(self) -> bool:

@@ -110,7 +110,8 @@ def main(args: Namespace) -> int:
     if args.write:
         import yaml
 
+        is_loaded_by_all = args.use_peft or any(scheme.container.has_global_scale for scheme in plan.schemes)
         with open(args.write, "w") as file:
-            yaml.safe_dump(launch_configuration(fitting, args.gpus, args.use_peft), file, sort_keys=False)
+            yaml.safe_dump(launch_configuration(fitting, args.gpus, is_loaded_by_all), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0

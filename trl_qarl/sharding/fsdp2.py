@@ -14,21 +14,28 @@ FSDP2's extension point is `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a
 for optimizers, clipping and checkpoints.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ..quantization.inventory import Inventory
+from ..quantization.names import base_model, layer_of
 from ..quantization.storage import BACKENDS, Storage
 from ..quantization.tensors import LowBitTensor
 from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight
 
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 # Renamed in torch 2.13.
@@ -78,23 +85,17 @@ class MasterShard(torch.Tensor):
         return LowBitTensor.of_parts(parts, self.weight.scheme, param_dtype, shape), held
 
     @override
-    def to(self, device, *args, **kwargs):
+    def to(self, *args, **kwargs):
         """Send codes and scales instead of masters to a device other than the masters'."""
-        return _OnDevice(self, torch.device(device)) if torch.device(device).type != self.device.type else self
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or device.type == self.device.type:
+            return super().to(*args, **kwargs)
 
+        def fsdp_pre_all_gather(mesh):
+            parts, metadata = self.fsdp_pre_all_gather(mesh)
+            return tuple(part.to(device, non_blocking=True) for part in parts), metadata
 
-class _OnDevice:
-    """A [`MasterShard`] in the host's memory for an all-gather on `device`."""
-
-    def __init__(self, shard: MasterShard, device: torch.device):
-        self.shard, self.device = shard, device
-
-    def size(self) -> torch.Size:
-        return self.shard.size()
-
-    def fsdp_pre_all_gather(self, mesh):
-        parts, metadata = self.shard.fsdp_pre_all_gather(mesh)
-        return tuple(part.to(self.device, non_blocking=True) for part in parts), metadata
+        return SimpleNamespace(size=self.size, fsdp_pre_all_gather=fsdp_pre_all_gather)
 
 
 class Rows(Storage):
@@ -210,23 +211,17 @@ def shard_low_bit(model: nn.Module) -> int:
     """
     Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of the sharded `model`, and
     return the number of weights. Call it after everything that replaces parameters, such as `.to`; it can be called
-    again. `NotImplementedError` is raised if `reshard_after_forward` is a number, `RuntimeError` if FSDP2 does not
-    manage the weight of a quantized layer.
+    again. `RuntimeError` is raised if FSDP2 does not manage the weight of a quantized layer.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
     # FSDP refers to a layer that was swapped later by its former module, which shares the table of parameters.
     weights = {(id(layer._parameters), name): w for layer in layers for name, w in layer.quantized_weights.items()}
     num_weights = len(weights)
-    for group, parameter in _fsdp_parameters(model):
+    for parameter in _fsdp_parameters(model):
         info = parameter._module_info
         weight = weights.pop((id(info.module._parameters), info.param_name), None)
         if weight is None:
             continue
-        if group._use_post_forward_mesh:
-            raise NotImplementedError(
-                "`reshard_after_forward` is a number, so that FSDP2 would shard gathered weights over fewer processes, which is "
-                "unsupported with low-bit weights. Use True or False."
-            )
         if weight.scheme.container.has_global_scale and weight.global_scale is None:
             raise RuntimeError(
                 f"A weight of {weight.scheme.name!r} has no global scale. Call `prepare_model` while its masters are whole."
@@ -246,11 +241,63 @@ def shard_low_bit(model: nn.Module) -> int:
     return num_weights
 
 
-def _fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+def check_units(model: nn.Module) -> None:
+    """Raise `ValueError` if a unit that FSDP2 gathers is only a part of a decoder layer."""
+    inventory = Inventory.of(model)
+    layers = {layer_of(name) for name in inventory.layers}
+    for name, module in inventory.modules.items():
+        layer = layer_of(f"{name}.weight")
+        if isinstance(module, FSDPModule) and layer in layers and layer != name:
+            raise ValueError(
+                f"FSDP2 was told to wrap {type(module).__name__}, so {name!r} is gathered apart from the rest of its layer. Use "
+                "`fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` and leave out `fsdp_transformer_layer_cls_to_wrap`, or name the "
+                "class of whole layers."
+            )
+
+
+def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
+    """Have models gather low-bit weights once `accelerator.prepare` shards them, and call `then` with each."""
+    prepare_whole = accelerator.prepare
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):
+                as_bytes(model)
+        prepared = prepare_whole(*args, **kwargs)
+        for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
+            if isinstance(each, FSDPModule):
+                check_units(each)
+                count = shard_low_bit(each)
+                _gather_head(each)
+                then(each)
+                logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
+            elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":
+                # Compiled, it fails on shards of any model (torch 2.13, torchao 0.18).
+                optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+        return prepared
+
+    # Patched on the instance: accelerate has no hook after a model is sharded.
+    accelerator.prepare = prepare  # pyrefly: ignore[bad-assignment]
+
+
+def _gather_head(model: nn.Module) -> None:
+    """
+    Have FSDP2 gather the head of `model` after the rest of the forward, because the loss reads its weight directly.
+
+    accelerate shards the head together with the final norm, whose call gathers both, but finds that norm only in
+    models of text. Otherwise each process would get the gradient of its own tokens (accelerate 1.15, TRL 1.16).
+    """
+    model = base_model(model)
+    head = model.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        model.base_model.register_forward_hook(lambda *_: head.unshard())
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from ((group, parameter) for parameter in group.fsdp_params)
+                yield from group.fsdp_params
 
 
 def _shard(weight: torch.Tensor) -> MasterShard:

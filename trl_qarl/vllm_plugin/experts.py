@@ -33,7 +33,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from ..numerics.low_bit import multiply
-from ..quantization.experts_product import experts_product
+from ..quantization.experts import experts_product
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 from .linear_kernels import is_our_engine

@@ -69,6 +69,7 @@ class Format:
     *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get
     the tensors in the order of the attribute.
 
+    - `num_bits`: bits of a code in memory.
     - `operands`: tensors in addition to `qdata` and `scale`.
     - `checkpoint_names`: names of all tensors in a checkpoint, without the layer's prefix.
     - `gguf_type`: type of GGUF that holds the codes unchanged.
@@ -80,6 +81,7 @@ class Format:
     - `min_capability`: compute capability from which vLLM on GPUs computes the same as the learner.
     """
 
+    num_bits: int = 8
     operands: tuple[Operand, ...] = ()
     checkpoint_names: tuple[str, ...] = ("weight", "weight_scale")
     gguf_type: str | None = None
@@ -156,7 +158,7 @@ class Format:
 
     def in_features(self, qdata: torch.Tensor) -> int:
         """Return the number of codes in a row."""
-        return qdata.shape[1]
+        return 8 * qdata.itemsize * qdata.shape[1] // self.num_bits
 
     def count_flips(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """Return the number of codes that differ between two `qdata`, 0-d int64 on their device."""

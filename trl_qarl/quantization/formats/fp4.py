@@ -72,9 +72,6 @@ class Mxfp4(HalfBytes):
     def unpack(self, qdata, dtype):
         return look_up(qdata, dtype, (*MAGNITUDES, *(-size for size in MAGNITUDES)))
 
-    def in_features(self, qdata):
-        return 2 * qdata.shape[1]
-
     def kernels(self, scheme, gpu):
         # vLLM ignores the checkpoint's entry for activations, and its first choice on Blackwell rounds them to 4 bits.
         # On Hopper its first choice is Humming from 0.32 on.

@@ -27,6 +27,7 @@ KERNEL, KERNEL_MAX_ROWS = "aten::_weight_int4pack_mm_for_cpu", 32
 class HalfBytes(Format):
     """Storage of 4-bit codes, in memory and in a checkpoint."""
 
+    num_bits = 4
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
 
     def pack(self, codes):
@@ -36,9 +37,6 @@ class HalfBytes(Format):
 
     def unpack(self, qdata, dtype):
         return look_up(qdata, dtype, tuple(range(-8, 8)))
-
-    def in_features(self, qdata):
-        return 8 * qdata.shape[1]
 
     def count_flips(self, before, after):
         changed = (before ^ after).view(torch.uint8)

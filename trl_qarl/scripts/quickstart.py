@@ -113,7 +113,9 @@ def main(args: Namespace) -> None:
         base = args.model_name_or_path or str(convert_smollm2(folder / "base_model"))
         tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
         train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
-        print(f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out.")
+        print(
+            f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out."
+        )
         data = Dataset.from_list(train)
         trainer = QaRLTrainer(base, exact_sum, config, data, None, tokenizer, callbacks=[TimeBudget()])
     model, dtype = trainer.model, trainer.policy.dtype

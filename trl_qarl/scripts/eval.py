@@ -8,17 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..evaluation.benchmarks import evaluate_benchmarks, load_benchmarks
-from ..evaluation.scores import (
-    add_to_card,
-    evaluate_problems,
-    format_score,
-    load_policy,
-    load_problems,
-    make_transformers_sampler,
-    make_vllm_sampler,
-    mean_and_error,
-)
+from ..evaluation import benchmarks
+from ..evaluation import scores as evaluation
 from ..packages import installed
 from . import export
 from .command_line import check_folder, configuration_errors
@@ -76,12 +67,11 @@ def main(args: Namespace) -> None:
         if args.bits is not None:
             model = folder
             argv = ["--model_name_or_path", args.model, "--output_dir", folder, "--bits", str(args.bits)]
-            with configuration_errors():
-                export.write_export(export.make_parser().parse_args(argv))
+            export.main(export.make_parser().parse_args(argv), is_kept=False)
         rows = [row for path in filter(None, (model, args.compare)) for row in _evaluate(args, path, tasks)]
     rows = [row | {"model": f"{args.model} at {args.bits} bits"} if row["model"] == folder else row for row in rows]
     for row in rows:
-        score = format_score(row["pass@1"], row["standard_error"])
+        score = evaluation.format_score(row["pass@1"], row["standard_error"])
         print(f"{row['model']}: {row['task']}: pass@1 {score}, {len(row['scores'])} problems")
     ours = rows[: len(tasks)]
     result: dict[str, Any] = {"options": vars(args), "versions": installed(*PACKAGES), "results": rows}
@@ -89,23 +79,24 @@ def main(args: Namespace) -> None:
         print("difference of the first from the second, on the same problems:")
         result["differences"] = {}
         for row, other in zip(ours, rows[len(ours) :], strict=True):
-            difference, error = mean_and_error([a - b for a, b in zip(row["scores"], other["scores"], strict=True)])
-            print(f"  {row['task']}: {format_score(difference, error)}")
+            differences = [a - b for a, b in zip(row["scores"], other["scores"], strict=True)]
+            difference, error = evaluation.mean_and_error(differences)
+            print(f"  {row['task']}: {evaluation.format_score(difference, error)}")
             result["differences"][row["task"]] = {"mean": difference, "standard_error": error}
     output.write_text(json.dumps(result, indent=2) + "\n")
     settings = {name: getattr(args, name) for name in ("samples", "temperature", "top_p", "max_new_tokens")}
-    is_of_card = args.bits is None and add_to_card(args.model, ours, settings)
+    is_of_card = args.bits is None and evaluation.add_to_card(args.model, ours, settings)
     print(f"Written to {output}{' and to the card of the model' if is_of_card else ''}.")
 
 
 def _load_tasks(args: Namespace) -> dict[str, Any]:
     if args.tasks is not None:
-        return load_benchmarks([name.strip() for name in args.tasks.split(",")])
+        return benchmarks.load_benchmarks([name.strip() for name in args.tasks.split(",")])
     if not args.task.endswith(".jsonl"):
         raise ValueError(f"--task {args.task} must be a file of problems that ends in .jsonl. --tasks takes names.")
     if args.score == "math" and find_spec("math_verify") is None:
         raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
-    return {args.task: load_problems(args.task, args.score)}
+    return {args.task: evaluation.load_problems(args.task, args.score)}
 
 
 def _check(args: Namespace) -> Path:
@@ -154,22 +145,24 @@ def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[st
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
     with ExitStack() as stack:
         if args.vllm:
-            sampler, tokenizer, end = make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
+            sampler, tokenizer, end = evaluation.make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
             stack.callback(end)
         else:
             with configuration_errors():
-                model, tokenizer = load_policy(path)
-            sampler = make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
+                model, tokenizer = evaluation.load_policy(path)
+            sampler = evaluation.make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
         if args.tasks is None:
             found = {
-                name: evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
+                name: evaluation.evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
                 for name, problems in tasks.items()
             }
         else:
             chat = bool(tokenizer.chat_template) and not args.no_chat_template
-            found = evaluate_benchmarks(sampler, tokenizer, tasks, args.samples, args.seed, chat, args.limit)
+            found = benchmarks.evaluate_benchmarks(
+                sampler, tokenizer, tasks, args.samples, args.seed, chat, args.limit
+            )
     rows = []
     for task, scores in found.items():
-        mean, error = mean_and_error(scores)
+        mean, error = evaluation.mean_and_error(scores)
         rows.append({"model": path, "task": task, "pass@1": mean, "standard_error": error, "scores": scores})
     return rows

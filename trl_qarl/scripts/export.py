@@ -71,71 +71,60 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     return parser
 
 
-def main(args: Namespace) -> int:
+def main(args: Namespace, is_kept: bool = True) -> int:
+    """Write the checkpoint and return the exit code. Without `is_kept` the folder is temporary: no line names it."""
     if args.from_patches is not None:
         return _export_version(args)
-    from ..checkpoint import uploads as hub
-    from ..checkpoint.gguf import GGUF_FILE, read_base
-    from ..checkpoint.serving import describe_export, serve_command
+    import torch
+    from transformers import AutoProcessor
 
+    from ..checkpoint import uploads as hub
+    from ..checkpoint.cards import TrainingFacts, described_settings
+    from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.gguf import GGUF_FILE, read_base
+    from ..checkpoint.layout import problem_of_zero_points
+    from ..checkpoint.load import is_low_bit_checkpoint
+    from ..checkpoint.serving import describe_export, serve_command
+    from ..quantization.inventory import Inventory
+
+    hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
         if args.version is not None:
             raise ValueError("--version is for --from_patches. Remove it.")
         check_folder(args.model_name_or_path)
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
-        plan, dtype = write_export(args, gguf, repo_id)
-    folder = Path(args.output_dir)
-    print(f"Low-bit checkpoint written to {describe_export(folder)}")
+        if is_low_bit_checkpoint(args.model_name_or_path, args.model_revision):
+            model, report, settings = _coarser_policy(args, hub_kwargs)
+        else:
+            model, report, settings = _policy_of_masters(args, hub_kwargs)
+        if problem := problem_of_zero_points(Inventory.of(model)):
+            print(f"Warning: {problem}.", file=sys.stderr)
+        processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
+        shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
+        known = {name: settings.get(name) for name in shown} | described_settings(report.plan)
+        known = {name: value for name, value in known.items() if value is not None}
+        facts = TrainingFacts(known, read_history(args.model_name_or_path), str(report))
+        title = repo_id and repo_id.rpartition("/")[2]
+        card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
+        dtype = getattr(torch, settings["scale_dtype"])
+        folder = export_checkpoint(
+            model, args.output_dir, processing_class, dtype, card=card, gguf=gguf, is_compact=args.compact
+        )
+    if is_kept:
+        print(f"Low-bit checkpoint written to {describe_export(folder)}")
     if gguf is not None:
         print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
         uploads = hub.plan("low-bit", repo_id, folder, folder)
         try:
-            hub.push(
-                uploads,
-                f"Low-bit checkpoint ({plan})",
-                private=args.hub_private_repo or None,
-                revision=args.hub_revision,
-            )
+            message = f"Low-bit checkpoint ({report.plan.name})"
+            hub.push(uploads, message, private=args.hub_private_repo or None, revision=args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED
-        print(f"Pushed to {repo_id}. To serve it: {serve_command(repo_id, dtype)}")
+        print(f"Pushed to {repo_id}. To serve it: {serve_command(repo_id, settings['scale_dtype'])}")
     return 0
-
-
-def write_export(args: Namespace, gguf: Any = None, repo_id: str | None = None) -> tuple[str, str]:
-    """Write the low-bit checkpoint of the model that `args` names to `--output_dir`, with a copy of `gguf`, from
-    `read_base`, and `repo_id` in its card. Return the names of its plan and of its dtype."""
-    import torch
-    from transformers import AutoProcessor
-
-    from ..checkpoint.cards import TrainingFacts, described_settings
-    from ..checkpoint.export import export_checkpoint
-    from ..checkpoint.layout import problem_of_zero_points
-    from ..checkpoint.load import is_low_bit_checkpoint
-    from ..quantization.inventory import Inventory
-
-    source = args.model_name_or_path
-    hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
-    if is_low_bit_checkpoint(source, args.model_revision):
-        model, report, settings = _coarser_policy(args, hub_kwargs)
-    else:
-        model, report, settings = _policy_of_masters(args, hub_kwargs)
-    if problem := problem_of_zero_points(Inventory.of(model)):
-        print(f"Warning: {problem}.", file=sys.stderr)
-    processing_class = AutoProcessor.from_pretrained(source, **hub_kwargs)
-    shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
-    known = {name: settings.get(name) for name in shown} | described_settings(report.plan)
-    known = {name: value for name, value in known.items() if value is not None}
-    facts = TrainingFacts(known, read_history(source), str(report))
-    title = repo_id and repo_id.rpartition("/")[2]
-    card = {"facts": facts, "title": title, "name_or_path": source, "hub_model_id": repo_id}
-    dtype = getattr(torch, settings["scale_dtype"])
-    written = {"card": card, "gguf": gguf, "is_compact": args.compact}
-    export_checkpoint(model, args.output_dir, processing_class, dtype, **written)
-    return report.plan.name, settings["scale_dtype"]
 
 
 def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:

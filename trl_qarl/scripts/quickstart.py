@@ -73,7 +73,7 @@ def main(args: Namespace) -> None:
 
     def solve(model) -> tuple[list[str], str]:
         sample = make_transformers_sampler(model.eval(), tokenizer, max_new_tokens=MAX_NEW_TOKENS, batch_size=50)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=trainer.args.bf16):
             answers = sample([encode(tokenizer, problem["prompt"]) for problem in held_out], 0, ())
         correct = int(sum(exact_sum(answers, [problem["answer"] for problem in held_out])))
         return answers, f"{correct} of {len(held_out)} ({correct / len(held_out):.0%})"
@@ -113,9 +113,8 @@ def main(args: Namespace) -> None:
         base = args.model_name_or_path or str(convert_smollm2(folder / "base_model"))
         tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
         train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
-        print(
-            f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out."
-        )
+        first = train[0]["prompt"].splitlines()[-1]
+        print(f"{len(train)} sums to train on, such as {first!r}; {len(held_out)} held out.")
         data = Dataset.from_list(train)
         trainer = QaRLTrainer(base, exact_sum, config, data, None, tokenizer, callbacks=[TimeBudget()])
     model, dtype = trainer.model, trainer.policy.dtype

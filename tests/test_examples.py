@@ -1,5 +1,6 @@
 """The examples: what they ask, what they reward, and that they run."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -73,6 +74,19 @@ def test_an_example_trains_and_exports(tmp_path, monkeypatch, capsys, name, make
     load(name).main()
     assert says in capsys.readouterr().out
     assert is_export(out / "w4a16") and (out / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES.glob("*.py"), EXAMPLES / "quickstart.ipynb"], ids=lambda path: path.name)
+def test_what_an_example_imports_from_the_package_is_there(path):
+    """Also in branches that no test takes."""
+    sources = [path.read_text()]
+    if path.suffix == ".ipynb":
+        cells = json.loads(sources[0])["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    for node in nodes:
+        if node.module.partition(".")[0] == "trl_qarl":
+            assert all(hasattr(importlib.import_module(node.module), alias.name) for alias in node.names), node.module
 
 
 @pytest.mark.slow

@@ -7,11 +7,9 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_mixture, make_tiny_config, start_engines_quickly
 from trl_qarl.checkpoint import layout
 from trl_qarl.doctor import checks as doctor
-from trl_qarl.doctor import engine
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.rollout.gpu_kernels import Gpu
-from trl_qarl.scripts.doctor import _engine, _installed
 
 
 OURS = [
@@ -54,12 +52,16 @@ def test_versions_outside_the_bounds_are_named(changes, expected, text):
     assert any(text in str(finding) and (not expected or finding.level in expected) for finding in findings)
 
 
-def test_bounds_are_those_of_the_installed_packages():
-    ours, trl, installed = _installed()
+def test_bounds_are_those_of_the_installed_packages(monkeypatch):
+    ours, trl, installed = doctor._installed()
     assert ours == requires("trl-qarl")
     # The environment of the tests is one that the package was made for.
     assert "error" not in levels(doctor.check_versions(ours, trl, installed))
     assert any("vllm" in requirement for requirement in trl)
+    # As in a source tree: there are no bounds to read.
+    monkeypatch.setattr(doctor, "installed", lambda *names: {})
+    first = next(doctor.check_versions(*doctor._installed()))
+    assert first.level == "warning" and "trl-qarl is not installed" in first.text
 
 
 @pytest.mark.parametrize(
@@ -102,10 +104,10 @@ def test_kernels_that_fail():
 def test_zero_points_that_transformers_does_not_read_are_a_warning(monkeypatch):
     monkeypatch.setattr(layout, "installed", lambda *names: dict(zip(names, ("5.23.0", "0.18.0"), strict=True)))
     zero_points, other = [get_scheme("w8a16-asym")], [get_scheme("w4a16")]
-    (finding,) = doctor.check_zero_points(zero_points, is_asked_for=True)
+    (finding,) = doctor.check_zero_points(zero_points)
     assert finding.level == "warning" and finding.remedy.startswith("pip install 'transformers<5.23'")
-    assert [*doctor.check_zero_points(other, is_asked_for=False)] == [finding]
-    assert [*doctor.check_zero_points(other, is_asked_for=True)] == []
+    assert [*doctor.check_zero_points(None)] == [finding]
+    assert [*doctor.check_zero_points(other)] == []
 
 
 # Of the linear layers of `meta_model`.
@@ -176,6 +178,8 @@ def test_transfer_directory_that_is_too_small():
     assert finding.level == "warning" and "/dev/shm is too small" in finding.text
     assert doctor.check_transfer({"/dev/shm": 2**26, "/tmp": 2**20}, chunk).level == "error"
     assert doctor.check_transfer({}, chunk).level == "error"
+    # As much as the transport takes for it.
+    assert doctor.check_transfer({"/dev/shm": chunk + chunk // 8 + 2**20}, chunk).level == "ok"
 
 
 def test_a_broken_engine_is_a_finding(monkeypatch):
@@ -183,11 +187,10 @@ def test_a_broken_engine_is_a_finding(monkeypatch):
         raise RuntimeError("no such device\nat all")
 
     monkeypatch.setattr("trl_qarl.rollout.in_process.make_engine", fail)
-    (finding,) = engine.check_engine(get_plan("w4a16"))
+    (finding,) = doctor.check_engine(get_plan("w4a16"))
     assert finding.level == "error" and "RuntimeError: no such device" in finding.text
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("on_cpu", "on_gpu", "text"),
     [
@@ -199,7 +202,7 @@ def test_a_broken_engine_is_a_finding(monkeypatch):
 def test_engine_numerics_are_said_to_work_where_they_do(monkeypatch, on_cpu, on_gpu, text):
     monkeypatch.setattr("trl_qarl.numerics.cpu.reason_against", lambda: on_cpu)
     monkeypatch.setattr("trl_qarl.numerics.cuda.reason_against", lambda: on_gpu)
-    assert text in next(_engine(get_scheme("w4a16"))).text
+    assert text in doctor.check_numerics().text
 
 
 @pytest.mark.vllm
@@ -212,9 +215,9 @@ def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
         samples.extend(sample_twice(llm))
         return [samples[0], samples[0]]
 
-    sample_twice, scheme = engine.sample_twice, get_plan({"re:.*proj": "w4a16", "re:.*mlp.*": "w8a8"})
-    monkeypatch.setattr(engine, "sample_twice", record)
-    published, equal = engine.check_engine(scheme)
+    sample_twice, scheme = doctor.sample_twice, get_plan({"re:.*proj": "w4a16", "re:.*mlp.*": "w8a8"})
+    monkeypatch.setattr(doctor, "sample_twice", record)
+    published, equal = doctor.check_engine(scheme)
     assert published.level == "ok", published
     assert "of a tiny w4a16-w8a8 model" in published.text and "unquantized" not in published.text
     # The engine's own samples differ; two copies of one of them are found.

@@ -25,7 +25,7 @@ def test_a_local_file_is_evaluated_as_the_model_completes_it(export, masters, tm
     prompts = ["1 + 1 =", "a much longer prompt than the first:"]
     rows = [
         {"prompt": prompts[0], "answer": complete_greedily(export, prompts[0], 4)},
-        {"prompt": prompts[1], "solution": "no"},
+        {"prompt": prompts[1], "answer": None, "solution": "no"},
     ]
     options = [*GREEDILY, "--max_new_tokens", "4", "--compare", masters, "--output", str(tmp_path / "eval.json")]
     main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options])
@@ -58,10 +58,12 @@ def test_masters_are_evaluated_at_fewer_bits_as_their_export_is(masters, tmp_pat
     answer = complete_greedily(str(tmp_path / "low_bit"), prompt, 8)
     assert answer != complete_greedily(masters, prompt, 8)
     task = write(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": answer}])
+    capsys.readouterr()
     main(["eval", str(trained), "--task", task, *GREEDILY, "--max_new_tokens", "8", "--bits", "2"])
     (row,) = json.loads((trained / "eval-2-bits.json").read_text())["results"]
     assert row["scores"] == [1.0] and row["model"] == f"{trained} at 2 bits"
-    assert f"{trained} at 2 bits: {task}: pass@1 100.0%" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{trained} at 2 bits: {task}: pass@1 100.0%" in printed and "vllm serve" not in printed
 
 
 def test_experts_that_transformers_does_not_read_are_sampled_as_they_were_trained(tmp_path):

@@ -30,8 +30,11 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
             "estimate FOLDER --gpu_memory 80 --gpu_capability nine",
             "--gpu_capability: 'nine' is not a compute capability, such as 9.0",
         ),
+        ("estimate FOLDER --gpu_memory 80 --write FOLDER/config.json/launch.yaml", "config.json"),
+        ("estimate FOLDER --gpu_memory 80 --write FOLDER", "Is a directory"),
         ("eval FOLDER --task amc", "--tasks takes names"),
         ("eval FOLDER --task p.jsonl --limit 3", "--limit and --no_chat_template need --tasks"),
+        ("eval FOLDER --tasks gsm8k --score math", "--score needs --task"),
         ("eval FOLDER --task no_such.jsonl", "No such file"),
         ("eval FOLDER --task p.jsonl --samples 0", "--samples=0"),
         ("eval FOLDER --task p.jsonl --samples 2 --temperature 0", "repeat one completion"),
@@ -40,6 +43,7 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
         ("eval FOLDER --task p.jsonl --top_p 0", "--top_p=0.0"),
         # Of masters.
         ("eval FOLDER --task p.jsonl --vllm", "--vllm"),
+        ("eval FOLDER --task p.jsonl --vllm --bits 2 --compare FOLDER", "--vllm"),
         pytest.param(
             "eval FOLDER --tasks gsm8k,gsm9k",
             "--tasks gsm9k: no such task. Choose from gsm8k",
@@ -56,6 +60,8 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
             f"export --model_name_or_path FOLDER --output_dir out --scheme {SIGNED[4]} --bits 8",
             f"--bits 8: precisions=[8] has 8 bits, which no layer of scheme '{SIGNED[4]}' can have",
         ),
+        # Before the model is converted.
+        ("quickstart --scheme w8a8 --group_size 32", "has no groups"),
         ("export --outptu-dir x", "`--outptu-dir`"),
         ("eval --zzzzzz=1", "Unknown option `--zzzzzz`.\n"),
         ("trian", "Did you mean `train`?"),

@@ -6,7 +6,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_callback import CallbackHandler
 
 from testing_utils import make_problems, make_trainer
-from trl_qarl.telemetry.console import Advisor, RowPrinter, RowProgress, show_rows
+from trl_qarl.telemetry.console import Advisor, RowPrinter, RowProgress, format_row, show_rows
 
 
 class Notebook(ProgressCallback):
@@ -33,6 +33,11 @@ def test_training_prints_short_rows_and_advice_and_logs_everything(tiny_model, t
     assert "reward " in printed[0] and "mismatch " in printed[0] and max(map(len, printed)) < 160
     first = trainer.state.log_history[0]
     assert len(first) > 50 and "mismatch/k3/q1" in first
+
+
+def test_a_row_leaves_out_what_it_lacks():
+    row = format_row({"reward": 0.51, "tbpo/dropped/total": 0.2}, 12, 40, seconds_left=192)
+    assert row == "step 12/40 | reward 0.51 | dropped 20% | eta 0:03:12"
 
 
 def test_advice_is_logged_by_the_main_process_alone(caplog):

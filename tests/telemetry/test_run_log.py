@@ -39,6 +39,11 @@ def test_every_logged_row_is_in_the_file(tiny_model, tmp_path):
         }
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 4]
     assert sorted(row["time"] for row in rows) == [row["time"] for row in rows]
+    # Another run of this trainer.
+    trainer.evaluate()
+    trainer.train()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 4]
+    assert read(tmp_path / "metrics.previous.jsonl")[:-1] == rows
 
 
 @pytest.mark.slow

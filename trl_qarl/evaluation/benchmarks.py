@@ -98,9 +98,6 @@ def _make_model(sampler: Sampler, tokenizer, seed: int, chat: bool):
                 continue_final_message=not add_generation_prompt,
             )
 
-        def chat_template(self, chat_template=False):
-            return tokenizer.chat_template or ""
-
         def loglikelihood(self, requests):
             raise NotImplementedError("Only completions are sampled.")
 

@@ -32,8 +32,9 @@ def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{where} is not JSON ({error}).") from error
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        answer = row.get("answer", row.get("solution")) if isinstance(row, dict) else None
+        row = row if isinstance(row, dict) else {}
+        prompt, answer = row.get("prompt"), row.get("answer")
+        answer = row.get("solution") if answer is None else answer
         if not isinstance(prompt, (str, list)) or not prompt:
             raise ValueError(f"{where} has no `prompt`, which must be a text or a list of messages.")
         if not isinstance(answer, str):
@@ -96,10 +97,8 @@ def load_policy(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = load_deployed(path)
-    if torch.accelerator.is_available():
-        model = model.to(torch.accelerator.current_accelerator())
-    return model, tokenizer
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return load_deployed(path).to(device), tokenizer
 
 
 def make_transformers_sampler(

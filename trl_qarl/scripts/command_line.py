@@ -70,7 +70,7 @@ def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
         default=default,
         metavar="SCHEME",
         help=f"the learner's: one of {', '.join(SCHEMES)}; or JSON from patterns of layers' names to them"
-        + (f" (default: {default})" if default else ""),
+        + (" (default: %(default)s)" if default else ""),
     )
     parser.add_argument("--group_size", type=int, metavar="N", help="group size of the schemes that have groups")
     parser.add_argument(

@@ -3,6 +3,7 @@
 import math
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
 
 from ..quantization.plan import plan_of
 from .command_line import add_plan_options, check_folder, configuration_errors
@@ -62,6 +63,8 @@ def main(args: Namespace) -> int:
             raise ValueError(f"{share} must be at least 0, for a server elsewhere, and less than 1, a whole GPU.")
         if args.rollout_ahead < 0:
             raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be at least 0.")
+        if args.write:
+            Path(args.write).parent.mkdir(parents=True, exist_ok=True)
         from ..doctor.memory import Run, launch_configuration, parts_of_memory, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
@@ -111,7 +114,7 @@ def main(args: Namespace) -> int:
         import yaml
 
         is_loaded_by_all = args.use_peft or any(scheme.container.has_global_scale for scheme in plan.schemes)
-        with open(args.write, "w") as file:
+        with configuration_errors(), open(args.write, "w") as file:
             yaml.safe_dump(launch_configuration(fitting, args.gpus, is_loaded_by_all), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0

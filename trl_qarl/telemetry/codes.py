@@ -38,9 +38,7 @@ def sampled_masters(weights: Iterable[tuple[str, QuantizedWeight]]) -> dict[str,
 
 @torch.no_grad()
 def update_to_step(
-    before: Mapping[str, torch.Tensor],
-    weights: Iterable[tuple[str, QuantizedWeight]],
-    add_up: AddUp = list,
+    before: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, QuantizedWeight]], add_up: AddUp = list
 ) -> float:
     """
     Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: the change

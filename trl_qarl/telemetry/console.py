@@ -33,16 +33,8 @@ _COLUMNS = (
 
 
 def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
-    """
-    Format one line of about ten values, without values that the row lacks.
-
-    Example:
-
-    ```python
-    >>> format_row({"reward": 0.51, "tbpo/dropped/total": 0.2}, 12, 40, seconds_left=192)
-    'step 12/40 | reward 0.51 | dropped 20% | eta 0:03:12'
-    ```
-    """
+    """Format one line of about ten values, such as `step 12/40 | reward 0.51 | dropped 20% | eta 0:03:12`, without
+    values that the row lacks."""
     prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
     parts = [f"{'eval at ' * bool(prefix)}step {step}/{max_steps}"]
     for label, metrics, form in _COLUMNS:

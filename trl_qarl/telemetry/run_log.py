@@ -64,17 +64,20 @@ class RunLog(TrainerCallback):
     def __init__(self, args: Any, recorder: Recorder, described: dict[str, Any]):
         self.args, self.recorder, self.described = args, recorder, described
         self.folder = Path(args.output_dir)
-        self._written: set[str] = set()
+        # Files with rows from before the training, such as those of an evaluation; `None` once it has begun.
+        self._written_before: set[str] | None = set()
 
     @override
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
         if state.global_step == 0:
-            for name in {METRICS_FILE, BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - self._written:
+            written_before = self._written_before or set()
+            for name in {METRICS_FILE, BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - written_before:
                 path = self.folder / name
                 if path.exists():
                     path.replace(path.with_suffix(f".previous{path.suffix}"))
+        self._written_before = None
         self.folder.mkdir(parents=True, exist_ok=True)
         record = json.dumps(self._describe(state.max_steps), indent=2, default=str)
         (self.folder / RUN_FILE).write_text(record + "\n")
@@ -98,7 +101,8 @@ class RunLog(TrainerCallback):
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False, default=str) + "\n")
-        self._written.add(name)
+        if self._written_before is not None:
+            self._written_before.add(name)
 
     def _describe(self, max_steps: int) -> dict[str, Any]:
         args = self.args

@@ -28,8 +28,7 @@ from typing import Any
 
 from scipy.stats import sem, t
 
-from trl_qarl.study.groups import compare_groups
-from trl_qarl.study.runs import read_run
+from trl_qarl.study.runs import compare_groups, read_run
 from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
 
 

@@ -32,10 +32,12 @@ def test_cells_are_taken_as_listed():
         {"seed": 3, "scheme": "bf16"},
         {"quantize_learner": False, "objective": "grpo"},
         {"scheme": "w4a16", "lora_mode": "merged", "seed": 0},
+        {"objective": "my.losses:Mine"},
     ]
     expanded = expand_grid({"train": {}, "cells": cells})
     assert expanded == cells
-    assert [cell_name(cell) for cell in expanded] == ["bf16-seed3", "rollout-only-grpo", "w4a16-lora_merged-seed0"]
+    names = ["bf16-seed3", "rollout-only-grpo", "w4a16-lora_merged-seed0", "my.losses:Mine"]
+    assert [cell_name(cell) for cell in expanded] == names
 
 
 def test_train_options_become_one_command_line(tmp_path):

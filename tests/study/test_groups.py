@@ -8,7 +8,7 @@ from testing_utils.recorded_runs import CONFIG, make_run, rewards_run
 pytest.importorskip("pandas")
 pytest.importorskip("scipy")
 
-from trl_qarl.study.groups import compare_groups, describe_differences, make_groups
+from trl_qarl.study.runs import compare_groups, describe_differences, make_groups
 
 
 def test_groups_of_different_rewards_are_not_compared():

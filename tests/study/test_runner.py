@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import os
@@ -104,6 +105,7 @@ GRID, TRAIN = {"grid": None}, {"train": {}, "command": None}
         ({"command": ["no-such-program", "{output_dir}"]}, "'no-such-program'"),
         ({"command": ["{python}", "{output_dir}", "{seed}"]}, "{scheme}"),
         ({"evaluate": "x"}, "`evaluate`"),
+        ({"evaluate": ["{python}", "{objective}"]}, "`evaluate` has the placeholder {objective}"),
     ],
     ids=str,
 )
@@ -255,6 +257,15 @@ def test_second_command_in_the_same_directory_is_refused(project, capsys):
     assert "is running in" in line
 
 
+def test_a_file_system_without_locks_only_gets_a_warning(project, capsys, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert compare(project(grid={"scheme": ["bf16"], "seed": [0]}), project.out) == 0
+    assert "No locks available: a second `trl-qarl compare`" in capsys.readouterr().err
+
+
 def test_cells_run_side_by_side_on_the_devices_that_are_given(project, tmp_path):
     code = """
 import os, pathlib, sys, time
@@ -265,6 +276,8 @@ deadline = time.monotonic() + 60
 while len(list(out.parent.glob("*/device"))) < 2 and time.monotonic() < deadline:
     time.sleep(0.05)
 (out / "met").write_text(str(len(list(out.parent.glob("*/device")))))
+# A report that is followed waits for cells that have not begun.
+assert len(list(out.parent.glob("*/cell.json"))) == 4
 """
     (tmp_path / "meet.py").write_text(code)
     path = project(command=["{python}", "meet.py", "{output_dir}", "{scheme}", "{seed}"])

@@ -68,10 +68,12 @@ def test_summary_and_evaluation_of_a_step_join_its_row(tmp_path):
 
 def test_run_that_ended_early_is_noted(tmp_path):
     assert read_run(write_run(tmp_path / "run", num_steps=12)).notes == ["The run ended at step 12 of 40."]
+    assert read_run(write_run(tmp_path / "other", num_steps=12, max_steps="40")).notes == []
 
 
 @pytest.mark.parametrize(
-    "change", [{"edges": [1, 2]}, {"edges": [2 * edge for edge in HISTOGRAM_EDGES]}, {"counts": []}]
+    "change",
+    [{"edges": [1, 2]}, {"edges": [2 * edge for edge in HISTOGRAM_EDGES]}, {"counts": []}, {"bounds": None}],
 )
 def test_malformed_distribution_is_left_out_and_noted(tmp_path, change):
     row = {"step": 1, "name": "ratio", "sign": "positive", "edges": HISTOGRAM_EDGES, "bounds": [None, 2]}

@@ -5,6 +5,7 @@ Each cell is a process of its own, and its directory says how far it got: `finis
 one that is still to be evaluated, and a complete checkpoint one that resumes.
 """
 
+import asyncio
 import fcntl
 import json
 import os
@@ -13,16 +14,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TextIO
 
 from ..checkpoint.marker import is_complete
@@ -73,21 +70,47 @@ def main(args: Namespace) -> int:
                 "`vllm_mode: server` with several --devices: the cells would share one server, or its port with "
                 "`vllm_server_autostart`. Use `vllm_mode: colocate`, or a `command` that chooses a free port."
             )
-        cells = expand_grid(config)
         output_dir = Path(args.output_dir or Path("outputs") / Path(args.grid).stem)
-        states = [_cell_state(config, cell, output_dir / cell_name(cell)) for cell in cells]
+        cells = {output_dir / cell_name(cell): cell for cell in expand_grid(config)}
+        states = {folder: _cell_state(config, cell, folder) for folder, cell in cells.items()}
         if "train" in config:
-            check_names([f"--{name}" for name in config["train"]], known_options())
+            check_names([f"--{name}" for name in train], known_options())
         if args.dry_run:
-            for cell, state in zip(cells, states, strict=True):
-                command = build_command(config, cell, output_dir / cell_name(cell), resume=state == "resumes")
-                print(f"# {cell_name(cell)}: {state}\n{shlex.join(command)}")
+            for folder, cell in cells.items():
+                command = build_command(config, cell, folder, resume=states[folder] == "resumes")
+                print(f"# {folder.name}: {states[folder]}\n{shlex.join(command)}")
             return 0
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = _lock_directory(output_dir)
+        for folder, cell in cells.items():
+            # A report that is followed waits for the cells that have not begun.
+            if states[folder] == "new":
+                folder.mkdir(exist_ok=True)
+                (folder / "cell.json").write_text(_cell_record(config, cell))
+    failures: dict[str, str] = {}
+    queue = enumerate(cells.items(), 1)
+
+    async def work(device: str | None) -> None:
+        for index, (folder, cell) in queue:
+            tell = partial(print, f"[{index}/{len(cells)}] {folder.name}:", file=sys.stderr)
+            if states[folder] == "finished":
+                tell("finished before, skipped")
+                continue
+            tell("started")
+            start = time.monotonic()
+            try:
+                await _run_cell(config, cell, folder, states[folder], partial(_run, lock=lock, device=device))
+            except (OSError, ValueError) as error:
+                failures[folder.name] = str(error)
+            took = timedelta(seconds=round(time.monotonic() - start))
+            tell(f"{'failed after' if folder.name in failures else 'finished in'} {took}")
+
+    async def work_on_all() -> None:
+        await asyncio.gather(*map(work, args.devices or [None]))
+
     try:
         with lock:
-            failures = _run_cells(config, cells, states, output_dir, lock.fileno(), args.devices or [None])
+            asyncio.run(work_on_all())
     except (KeyboardInterrupt, SystemExit) as stop:
         print("\nInterrupted. The same command continues.", file=sys.stderr)
         return stop.code if isinstance(stop, SystemExit) else 130
@@ -99,115 +122,72 @@ def main(args: Namespace) -> int:
     return int(bool(failures))
 
 
-def _run_cells(
-    config: dict[str, Any],
-    cells: list[dict],
-    states: list[str],
-    output_dir: Path,
-    lock: int,
-    devices: list[str | None],
-) -> dict[str, str]:
-    """Run what is not finished, one cell per device at a time, and return the reasons of the failures by cell."""
-    failures: dict[str, str] = {}
-    stop, free = threading.Event(), SimpleQueue[str | None]()
-    for device in devices:
-        free.put(device)
-
-    def work(index: int, cell: dict, state: str) -> None:
-        name = cell_name(cell)
-        tell = partial(print, f"[{index}/{len(cells)}] {name}:", file=sys.stderr)
-        if state == "finished":
-            tell("finished before, skipped")
-            return
-        tell("started")
-        device, start = free.get(), time.monotonic()
-        run = partial(_run, lock=lock, device=device, stop=stop)
-        try:
-            _run_cell(config, cell, output_dir / name, state, run)
-        except (OSError, ValueError) as error:
-            failures[name] = str(error)
-        free.put(device)
-        if not stop.is_set():
-            took = timedelta(seconds=round(time.monotonic() - start))
-            tell(f"{'failed after' if name in failures else 'finished in'} {took}")
-
-    with ThreadPoolExecutor(len(devices)) as pool:
-        try:
-            list(pool.map(work, range(1, len(cells) + 1), cells, states))
-        finally:
-            stop.set()
-    return failures
-
-
-def _run_cell(config: dict[str, Any], cell: dict, cell_dir: Path, state: str, run: Callable[..., None]) -> None:
+async def _run_cell(config: dict[str, Any], cell: dict, folder: Path, state: str, run: partial) -> None:
     """Train and evaluate one cell. `OSError` or `ValueError` say why it failed."""
-    cell_dir.mkdir(exist_ok=True)
-    if state == "new":
-        (cell_dir / "cell.json").write_text(_cell_record(config, cell))
-    with open(cell_dir / LOG_FILE, "a", encoding="utf-8") as log:
+    with open(folder / LOG_FILE, "a", encoding="utf-8") as log:
         if state != "evaluates":
-            run(build_command(config, cell, cell_dir, resume=state == "resumes"), log, log)
-            (cell_dir / "trained").touch()
+            await run(build_command(config, cell, folder, resume=state == "resumes"), log, log)
+            (folder / "trained").touch()
         if "evaluate" in config:
-            with open(cell_dir / "evaluation.txt", "w+", encoding="utf-8") as out:
+            with open(folder / "evaluation.txt", "w+", encoding="utf-8") as out:
                 try:
-                    run(build_command(config, cell, cell_dir, key="evaluate"), out, log)
+                    await run(build_command(config, cell, folder, key="evaluate"), out, log)
                     out.seek(0)
                     scores = check_evaluation(out.read().strip().split("\n")[-1])
                 except (OSError, ValueError) as error:
                     raise ValueError(f"evaluation: {error}") from error
-            (cell_dir / "evaluation.json").write_text(json.dumps(scores) + "\n")
-    (cell_dir / "finished").write_text(json.dumps(config.get("evaluate")))
+            (folder / "evaluation.json").write_text(json.dumps(scores) + "\n")
+    (folder / "finished").write_text(json.dumps(config.get("evaluate")))
 
 
-def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | None, stop: threading.Event) -> None:
-    """Run `command`, which ends when `stop` is set, on the GPUs of `device`, or with `None` on all. `OSError` is
+async def _run(command: list[str], out: TextIO, log: TextIO, lock: TextIO, device: str | None) -> None:
+    """Run `command`, which ends when this is cancelled, on the GPUs of `device`, or with `None` on all. `OSError` is
     raised if it fails."""
     log.write(f"$ {shlex.join(command)}\n")
     log.flush()
     # The process inherits the lock: as long as it runs a second command is refused, even if this one was killed.
-    process = subprocess.Popen(
-        command,
+    process = await asyncio.create_subprocess_exec(
+        *command,
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=log,
         start_new_session=True,
-        pass_fds=[lock],
+        pass_fds=[lock.fileno()],
         preexec_fn=end_with_parent(),
         env=None if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device},
     )
     try:
-        while process.poll() is None and not stop.wait(0.2):
-            pass
+        await process.wait()
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
-        # Processes that a cell leaves behind, such as a server, would take memory from the next one.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-    # A program that is asked to end may do so with code 0.
-    if code or stop.is_set():
-        raise OSError(f"exit code {code}" if code >= 0 else f"killed by signal {-code}")
+        try:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                await asyncio.wait_for(process.wait(), 30)
+        except (ProcessLookupError, TimeoutError):
+            pass
+        finally:
+            # Processes that a cell leaves behind, such as a server, would take memory from the next one.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = await process.wait()
+    if code:
+        raise OSError(f"exit code {code}" if code > 0 else f"killed by signal {-code}")
 
 
-def _cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
+def _cell_state(config: dict[str, Any], cell: dict, folder: Path) -> str:
     """Return `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or
     `"new"`. A directory with results of other options than the file has now raises `ValueError`."""
-    finished = cell_dir / "finished"
-    trained = finished.is_file() or (cell_dir / "trained").is_file()
-    if not trained and not any(map(is_complete, cell_dir.glob("checkpoint-*"))):
+    finished = folder / "finished"
+    trained = finished.is_file() or (folder / "trained").is_file()
+    if not trained and not any(map(is_complete, folder.glob("checkpoint-*"))):
         return "new"
-    try:
-        record = json.loads((cell_dir / "cell.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        record = None
+    record = None
+    with suppress(OSError, ValueError):
+        record = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
     if record != json.loads(_cell_record(config, cell)):
         raise ValueError(
-            f"{cell_dir} holds results of other options than this file gives; choose another `--output_dir`, or "
-            "remove that directory to train the cell again."
+            f"{folder} holds results of other options than this file gives; choose another `--output_dir`, or remove "
+            "that directory to train the cell again."
         )
     if not trained:
         return "resumes"
@@ -222,6 +202,7 @@ def _cell_record(config: dict[str, Any], cell: dict) -> str:
 
 
 def _lock_directory(output_dir: Path) -> TextIO:
+    """Lock a directory until the returned file is closed. A file system without locks only gets a warning."""
     lock = open(output_dir / ".lock", "w")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,4 +210,7 @@ def _lock_directory(output_dir: Path) -> TextIO:
         lock.close()
         other = f"Another `trl-qarl compare`, or a cell that it started, is running in {output_dir}"
         raise ValueError(f"{other}; wait for it, or choose another `--output_dir`.") from error
+    except OSError as error:
+        unsafe = f"{output_dir}: {error.strerror}: a second `trl-qarl compare` in this directory is not refused."
+        print(f"trl-qarl: warning: {unsafe}", file=sys.stderr)
     return lock

@@ -2,6 +2,7 @@
 
 import time
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from ..telemetry.run_files import METRICS_FILE
@@ -35,7 +36,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> None:
-    """Read the runs, draw the figures, write the page; with `--follow` again and again."""
+    """Read the runs, draw the figures, write the page; with `--follow` again and again, whenever metrics have grown. A
+    run that has not logged yet is waited for."""
     from importlib.util import find_spec
 
     output = Path(args.output)
@@ -54,41 +56,38 @@ def main(args: Namespace) -> None:
             if not path.is_dir():
                 raise ValueError(f"{path} is not a directory; give directories that training runs write.")
         output.parent.mkdir(parents=True, exist_ok=True)
-        if not args.follow:
-            from ..study.page import write_page
+        from ..study.page import write_page
 
+        if not args.follow:
             _, lines = write_page(args.run_dirs, output, args.png)
             print(*lines, output.resolve().as_uri(), sep="\n")
             return
+    print(f"Following: {output.resolve().as_uri()}", flush=True)
+    seen, changed, patterns = None, time.monotonic(), (METRICS_FILE, f"*/{METRICS_FILE}")
     try:
-        _follow(args.run_dirs, output, args.timeout, args.png)
+        while args.timeout is None or time.monotonic() - changed < args.timeout:
+            sizes = {}
+            for file in (
+                file for folder in args.run_dirs for pattern in patterns for file in Path(folder).glob(pattern)
+            ):
+                # A run that is moved away meanwhile has no size.
+                with suppress(FileNotFoundError):
+                    sizes[file] = file.stat().st_size
+            if sizes == seen:
+                time.sleep(_POLL_SECONDS)
+                continue
+            seen, changed = sizes, time.monotonic()
+            try:
+                is_finished, lines = write_page(args.run_dirs, output, args.png, is_followed=True)
+            except (FileNotFoundError, ValueError) as error:
+                print(f"Waiting: {error}", flush=True)
+                continue
+            print("\n".join(lines), flush=True)
+            if is_finished:
+                print("All runs are finished.")
+                return
+            # Training on the same machine keeps four fifths of a core.
+            time.sleep(4 * (time.monotonic() - changed))
+        print(f"Nothing was logged for {args.timeout:g} seconds.")
     except KeyboardInterrupt:
         print("Stopped.")
-
-
-def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: bool) -> None:
-    """Write the page whenever metrics have grown. A run that has not logged yet is waited for."""
-    from ..study.page import write_page
-
-    print(f"Following: {output.resolve().as_uri()}", flush=True)
-    seen, changed = None, time.monotonic()
-    while timeout is None or time.monotonic() - changed < timeout:
-        patterns = (METRICS_FILE, f"*/{METRICS_FILE}")
-        files = [file for folder in run_dirs for pattern in patterns for file in Path(folder).glob(pattern)]
-        sizes = {file: file.stat().st_size for file in files}
-        if sizes == seen:
-            time.sleep(_POLL_SECONDS)
-            continue
-        seen, changed = sizes, time.monotonic()
-        try:
-            is_finished, lines = write_page(run_dirs, output, with_png, is_followed=True)
-        except ValueError as error:
-            print(f"Waiting: {error}", flush=True)
-            continue
-        print("\n".join(lines), flush=True)
-        if is_finished:
-            print("All runs are finished.")
-            return
-        # Training on the same machine keeps four fifths of a core.
-        time.sleep(4 * (time.monotonic() - changed))
-    print(f"Nothing was logged for {timeout:g} seconds.")

@@ -5,7 +5,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,15 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     under `cells`. In a product the scheme `bf16` has one cell for all values of `quantize_learner`. `ValueError` is
     raised for unknown axes and values, equal cells, and cells that the command cannot be built for.
     """
-    cells = config["cells" if "cells" in config else "grid"]
+    cells, train = config.get("cells"), config.get("train", {})
     if "grid" in config:
-        is_mapping = isinstance(cells, dict) and cells and all(isinstance(of, list) and of for of in cells.values())
-        _require(is_mapping, f"`grid` must map {', '.join(AXES)} to lists with at least one value, not {cells!r}.")
-        _check_names("axis", cells, AXES)
-        cells = list(_product(cells))
+        grid = config["grid"]
+        is_mapping = isinstance(grid, dict) and grid and all(isinstance(of, list) and of for of in grid.values())
+        _require(is_mapping, f"`grid` must map {', '.join(AXES)} to lists with at least one value, not {grid!r}.")
+        _check_names("axis", grid, AXES)
+        axes, learner = [axis for axis in AXES if axis in grid], grid.get("quantize_learner", [None])[0]
+        cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*map(grid.get, axes))]
+        cells = [of for of in cells if of.get("scheme") != "bf16" or of.pop("quantize_learner", learner) == learner]
     is_list = isinstance(cells, list) and cells and all(isinstance(cell, dict) and cell for cell in cells)
     _require(is_list, f"`cells` must be a list of mappings such as {{scheme: w4a16, seed: 0}}, not {cells!r}.")
     names: list[str] = []
@@ -69,10 +73,12 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
         for axis, value in cell.items():
             _check_value(axis, value, is_ours="train" in config)
             both = f"`{axis}` is both an axis and an option under `train`; remove it from `train`."
-            _require(axis not in config.get("train", {}), both)
+            _require(axis not in train, both)
         names.append(cell_name(cell))
         _require(names.count(names[-1]) == 1, f"The cell {names[-1]} occurs twice; remove one of them.")
         build_command(config, cell, Path("DIR"))
+        if "evaluate" in config:
+            build_command(config, cell, Path("DIR"), key="evaluate")
     # Cells that differ along an axis without a placeholder would all be the same run.
     varying = [axis for axis in AXES if len({cell.get(axis) for cell in cells}) > 1]
     for name in ("output_dir", *varying) if "command" in config else ():
@@ -98,12 +104,7 @@ def cell_name(cell: Mapping[str, str | int]) -> str:
 
 
 def build_command(
-    config: dict[str, Any],
-    cell: Mapping[str, str | int],
-    output_dir: Path,
-    *,
-    resume: bool = False,
-    key: str = "command",
+    config: dict[str, Any], cell: Mapping[str, Any], output_dir: Path, *, resume: bool = False, key: str = "command"
 ) -> list[str]:
     """Return the arguments that train, or with `key="evaluate"` evaluate, one cell of [`expand_grid`] in its own
     directory; with `resume` from the last checkpoint there."""
@@ -131,26 +132,16 @@ def build_command(
 def check_evaluation(text: str) -> dict[str, dict[str, int]]:
     """Read what an evaluation answered, `{name: {"correct": int, "total": int}}` with at least one name; anything else
     raises `ValueError`."""
-    try:
+    with suppress(ValueError, LookupError, TypeError, AttributeError):
         scores = json.loads(text)
         if scores and all(0 <= score["correct"] <= score["total"] > 0 for score in scores.values()):
             return scores
-    except (ValueError, LookupError, TypeError, AttributeError):
-        pass
     raise ValueError(f'the answer must be {{"greedy": {{"correct": 1, "total": 2}}}} or alike, not {text[:80]!r}')
 
 
 def _require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _product(grid: dict[str, list]) -> Iterator[dict[str, Any]]:
-    axes, learner = [axis for axis in AXES if axis in grid], grid.get("quantize_learner", [None])[0]
-    for values in itertools.product(*(grid[axis] for axis in axes)):
-        cell = dict(zip(axes, values, strict=True))
-        if cell.get("scheme") != "bf16" or cell.pop("quantize_learner", learner) == learner:
-            yield cell
 
 
 def _check_names(kind: str, names: dict[str, Any], allowed: tuple[str, ...]) -> None:
@@ -164,7 +155,9 @@ def _check_value(axis: str, value: Any, is_ours: bool) -> None:
     elif axis == "quantize_learner":
         is_valid, valid = isinstance(value, bool), "true or false"
     elif is_ours:
-        is_valid, valid = str(value) in _CHOICES[axis], f"one of {', '.join(_CHOICES[axis])}"
+        is_own = axis == "objective" and re.fullmatch(r"[\w.]+:\w+", str(value))
+        is_valid, valid = is_own or str(value) in _CHOICES[axis], f"one of {', '.join(_CHOICES[axis])}"
+        valid += ", or your own as 'module:Name'" if axis == "objective" else ""
     else:
         # The value becomes part of a directory's name.
         is_valid = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)

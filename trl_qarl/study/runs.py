@@ -1,5 +1,5 @@
 """
-Reads files of training runs for comparison: metrics, distributions, configuration, evaluation.
+Training runs as their files tell them, and groups of runs that differ only by their seed.
 
 Runs that were killed leave incomplete lines, resumed ones log some steps twice: what can be read is used, and
 everything else becomes a note of the run.
@@ -10,7 +10,8 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ import numpy as np
 import pandas
 
 from ..telemetry.run_files import DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, METRICS_FILE, RUN_FILE, WORST_FILE
-from .grid import check_evaluation
+from .grid import check_evaluation, label_parts
 
 
+FINAL_REWARD = "final reward"
+# `figures.mplstyle` has the colors.
+NUM_COLORS, LINES = 8, ("-", "--", "-.", ":")
 # Metrics logged at equal distances; others are left out of a row if there is nothing to count.
 EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 # Not 0 in a healthy run, except at the first update: nothing was there to compare with, or the learning rate is 0.
 _CHANGES = ("quant/code_flip_rate", "quant/update_to_step")
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 @dataclass
@@ -56,11 +60,6 @@ class Run:
     def progress(self) -> str:
         return f"{self.last_step} of {self.config.get('max_steps', '?')}"
 
-    @property
-    def is_finished(self) -> bool:
-        """True if training has ended normally: transformers logs its duration last."""
-        return self.last_step in self.values("train_runtime")
-
     def values(self, metric: str) -> pandas.Series:
         """Return the finite values of a metric by step."""
         found = self.metrics.get(metric, pandas.Series(dtype=float))
@@ -76,15 +75,46 @@ class Run:
         about values that are missing between others. Metrics with the same problem share a sentence."""
         found: dict[str, list[str]] = {}
         for metric, logged in self.metrics.items():
-            later = logged.iloc[1:]
-            unchanged = later[later <= 0] if metric in _CHANGES else ()
-            for problem, values in (("not finite", logged[np.isinf(logged)]), ("0", unchanged)):
-                if len(values):
-                    steps = f"step{'s' * (len(values) > 1)} {_enumerate(values.index)}"
-                    found.setdefault(f"{problem} at {steps}", []).append(str(metric))
+            unchanged = logged.index[1:][logged.iloc[1:] <= 0] if metric in _CHANGES else ()
+            for problem, steps in (("not finite", logged.index[np.isinf(logged)]), ("0", unchanged)):
+                if len(steps):
+                    where = f"step{'s' * (len(steps) > 1)} {_enumerate(steps)}"
+                    found.setdefault(f"{problem} at {where}", []).append(str(metric))
             for a, b in find_holes(logged.dropna().index) if metric in EVERY_BATCH else ():
                 found.setdefault(f"nothing logged between steps {a} and {b}", []).append(str(metric))
         return self.notes + [f"{', '.join(metrics)}: {problem}." for problem, metrics in found.items()]
+
+
+@dataclass
+class Group:
+    """
+    Runs that share everything but the seed, under a label and a color that no other group of the report has.
+    `settings` is `config` as text by dotted name, `-` for what is not set.
+    """
+
+    config: dict[str, Any]
+    settings: dict[str, str]
+    runs: list[Run] = field(default_factory=list)
+    label: str = ""
+    color: str = "C0"
+    line: str = "-"
+
+    @property
+    def seeds(self) -> list[Any]:
+        return list(dict.fromkeys(run.config.get("seed") for run in self.runs))
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} ({count_of(len(self.seeds), 'seed')})"
+
+    def results(self, name: str = FINAL_REWARD) -> pandas.Series:
+        """Return the results of each seed, by the names in [`Run.results`]: runs of one seed count once."""
+        found = pandas.Series([run.results.get(name) for run in self.runs], dtype=float)
+        return found.groupby([str(run.config.get("seed")) for run in self.runs], sort=False).mean().dropna()
+
+    def distributions(self, kind: tuple[str, str]) -> list[dict[str, Any]]:
+        """Return the rows of one quantity and one sign of the advantage."""
+        return [row for run in self.runs for row in run.distributions if (row["name"], row["sign"]) == kind]
 
 
 def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
@@ -119,8 +149,7 @@ def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     above = os.path.commonpath([path.parent for path in found])
     for path, run in found.items():
         run.name = str(path.relative_to(above))
-        digest = run.config.pop("model_sha256", None)
-        if digest is not None:
+        if (digest := run.config.pop("model_sha256", None)) is not None:
             run.config["model"] = models.setdefault(digest, run.config.get("model"))
     return list(found.values()), notes
 
@@ -141,7 +170,8 @@ def read_run(path: str | Path) -> Run:
     if not rows:
         raise ValueError(f"{path / METRICS_FILE} has no complete row: no step was logged.")
     run = Run(path.name, config, make_metrics(rows), notes=notes, path=path)
-    if 0 < (max_steps := config.get("max_steps") or 0) != run.last_step > 0:
+    max_steps = config.get("max_steps")
+    if isinstance(max_steps, (int, float)) and 0 < max_steps != run.last_step > 0:
         notes.append(f"The run ended at step {run.last_step} of {max_steps}.")
     run.distributions = _read_rows(path / DISTRIBUTIONS_FILE, _kind_of_distribution, notes)
     run.worst = _read_rows(path / WORST_FILE, lambda row: row["kind"], notes)
@@ -158,15 +188,12 @@ def read_run(path: str | Path) -> Run:
 def make_metrics(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     """Return [`Run.metrics`] of rows with their `step`. `null`, and the `NaN` that JSON does not have but Python
     writes, are not finite, nor is a number whose square is not."""
-    numbers = [
-        {
-            name: math.inf if value is None or not abs(value) < 1e100 else value
-            for name, value in row.items()
-            if type(value) in (int, float, type(None))
-        }
-        for row in rows
-    ]
-    return pandas.DataFrame(numbers).groupby("step").last()
+
+    def number(value: float | None) -> float:
+        return math.inf if value is None or not abs(value) < 1e100 else value
+
+    kept = [{name: number(of) for name, of in row.items() if type(of) in (int, float, type(None))} for row in rows]
+    return pandas.DataFrame(kept).groupby("step").last()
 
 
 def read_evals(path: Path, notes: list[str]) -> list[dict[str, str]]:
@@ -207,28 +234,127 @@ def _eval_row(row: dict[str, Any], options: dict[str, Any], differences: dict[st
     }
 
 
+def make_groups(runs: list[Run]) -> list[Group]:
+    """
+    Group runs that share everything but the seed; labels name what the groups differ in. Each run gets its final
+    reward: the mean of `reward` over the logged steps in the last quarter before the largest step that any run with
+    the same `max_steps` has reached, and none if it ended before.
+    """
+    found: dict[str, Group] = {}
+    for run in runs:
+        config = {name: value for name, value in run.config.items() if name != "seed"}
+        found.setdefault(json.dumps(config, sort_keys=True), Group(config, _flatten(config))).runs.append(run)
+        last = max(other.last_step for other in runs if other.config.get("max_steps") == config.get("max_steps"))
+        rewards = run.values("reward")
+        if len(rewards := rewards[rewards.index > 0.75 * last]):
+            run.results[FINAL_REWARD] = rewards.mean()
+    groups = list(found.values())
+    for place, group in enumerate(groups):
+        group.color, group.line = f"C{place % NUM_COLORS}", LINES[place // NUM_COLORS % len(LINES)]
+        parts = label_parts(group.config)
+        names = differing_settings([other for other in groups if label_parts(other.config) == parts])
+        parts += [f"{name}={group.settings.get(name, 'not recorded')}" for name in names]
+        group.label = ", ".join(parts) or "runs"
+        if len(group.seeds) < len(group.runs):
+            has = f"{group.label} has {len(group.runs)} runs of {count_of(len(group.seeds), 'seed')}"
+            group.runs[0].notes.append(f"{has}: runs of one seed count once.")
+    return groups
+
+
+def differing_settings(groups: Iterable[Group]) -> list[str]:
+    """Return the names of the settings in which groups differ."""
+    settings = pandas.DataFrame([group.settings for group in groups])
+    return list(settings.columns[settings.nunique(dropna=False) > 1])
+
+
+def _flatten(config: dict[str, Any]) -> dict[str, str]:
+    def text(value: Any) -> str:
+        return "-" if value is None else ", ".join(map(str, value if isinstance(value, list) else [value]))
+
+    (flat,) = pandas.json_normalize(config).to_dict("records")
+    return {str(name): text(value) for name, value in flat.items()}
+
+
+def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
+    """
+    Return the difference of two groups, of one result for each seed, the noise between seeds that it is held against,
+    `t s sqrt(1 / n_a + 1 / n_b)` of Student's test at 5 % with the pooled standard deviation `s`, and the verdict:
+    `"exceeds"`, `"within"`, or `"unknown"` where a group has fewer than two seeds.
+    """
+    # The quickstart, which compares nothing, is installed without.
+    from scipy.stats import ttest_ind
+
+    difference = sum(a) / len(a) - sum(b) / len(b) if len(a) and len(b) else None
+    if difference is None or min(len(a), len(b)) < 2:
+        return {"difference": difference, "noise": None, "verdict": "unknown"}
+    # scipy warns of seeds that end alike.
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        interval = ttest_ind(a, b).confidence_interval(0.95)
+    noise = (interval.high - interval.low) / 2
+    return {"difference": difference, "noise": noise, "verdict": "exceeds" if abs(difference) > noise else "within"}
+
+
+def describe_differences(groups: list[Group], name: str = FINAL_REWARD) -> dict[str, list[str]]:
+    """
+    Return one sentence per pair of groups that train the same model for the same reward, about their final rewards or
+    an evaluation of that `name`, by the verdicts of [`compare_groups`]; pairs that differ in the fewest settings come
+    first, then larger differences.
+    """
+    what, ends = (name, "ends at") if name == FINAL_REWARD else (f"{name} score", f"has a {name} score of")
+    found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
+    for a, b in itertools.combinations(groups, 2):
+        if any(a.config.get(key) != b.config.get(key) for key in ("model", "reward_funcs")):
+            continue
+        judged = compare_groups(list(a.results(name)), list(b.results(name)))
+        if (difference := judged["difference"]) is None:
+            without = " and ".join(group.label for group in (a, b) if group.results(name).empty)
+            sentence = f"{a.label} and {b.label}: no {what} of {without}."
+        else:
+            high, low = (a, b) if difference >= 0 else (b, a)
+            means = [format_number(group.results(name).mean()) for group in (high, low)]
+            size, noise = format_number(abs(difference)), format_number(judged["noise"])
+            single = " and of ".join(group.label for group in (high, low) if len(group.results(name)) == 1)
+            exceeds = "exceeds" if judged["verdict"] == "exceeds" else "does not exceed"
+            verdict = f"the difference of {size} {exceeds} the seed noise of {noise}"
+            if judged["verdict"] == "unknown":
+                verdict = f"the seed noise of this difference of {size} cannot be judged, with one seed of {single}"
+            sentence = f"{high.label} {ends} {means[0]}, {low.label} {ends.split()[-1]} {means[1]}: {verdict}."
+        distance = sum(a.config.get(key) != b.config.get(key) for key in a.config.keys() | b.config.keys())
+        found[judged["verdict"]].append((distance, -abs(difference or 0.0), sentence))
+    return {verdict: [text for *_, text in sorted(lines)] for verdict, lines in found.items()}
+
+
+def format_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _read_rows(path: Path, kind_of: Callable[[dict], Any], notes: list[str]) -> list[dict[str, Any]]:
     """
     Return rows by rising step, all numbers but it as floats, and add notes on lines that are none. A step that goes
     back, or a second row of the same step and kind, is the first one after a resume: what the killed process had
     logged from there on is void.
     """
-    rows: list[tuple[Any, dict[str, Any]]] = []
-    repeated, broken = 0, []
+    rows: dict[tuple[int, Any], dict[str, Any]] = {}
+    repeated, broken, last = 0, [], 0
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     lines = [line for line in text.split("\n") if line.strip()]
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line, parse_int=float)
-            step, kind = int(row["step"]), kind_of(row)
+            # A row without a kind repeats none.
+            step, kind = int(row["step"]), kind_of(row) or -number
+            is_again = step < last or (step, kind) in rows
         except _UNREADABLE:
             broken.append(number)
             continue
-        void = list(itertools.takewhile(lambda known: known[1]["step"] >= step, reversed(rows)))  # noqa: B023
-        if void and (void[0][1]["step"] > step or (kind is not None and any(kind == known for known, _ in void))):
-            repeated += len({known["step"] for _, known in void})
-            del rows[-len(void) :]
-        rows.append((kind, row | {"step": step}))
+        if is_again:
+            repeated += len({known for known, _ in rows if known >= step})
+            rows = {key: known for key, known in rows.items() if key[0] < step}
+        rows[step, kind], last = row | {"step": step}, step
     if repeated and path.name == METRICS_FILE:
         again = f"{repeated} logged steps were trained again"
         notes.append(f"The run was resumed: {again}, the later values are used.")
@@ -237,14 +363,14 @@ def _read_rows(path: Path, kind_of: Callable[[dict], Any], notes: list[str]) -> 
         broken.pop()
     if broken:
         notes.append(f"{path.name}: {len(broken)} unreadable lines are not used (line {_enumerate(broken)}).")
-    return [row for _, row in rows]
+    return list(rows.values())
 
 
 def _kind_of_distribution(row: dict[str, Any]) -> tuple[str, str]:
-    edges = row["edges"]
-    is_whole = len(row["counts"]) + 1 == len(edges) == len(HISTOGRAM_EDGES)
-    if not (is_whole and all(map(math.isclose, edges, HISTOGRAM_EDGES))):
-        raise ValueError("The histogram has other edges.")
+    # Raises `ValueError` for other numbers of edges, too.
+    is_whole = len(row["counts"]) == len(HISTOGRAM_EDGES) - 1 and np.allclose(row["edges"], HISTOGRAM_EDGES, 1e-9, 0)
+    if not is_whole or min([*row["counts"], *filter(None, row["bounds"])]) < 0:
+        raise ValueError("The histogram has other edges, or values below 0.")
     return row["name"], row["sign"]
 
 

@@ -50,48 +50,19 @@ WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "
 # Methods that change nothing in any of vLLM's routes.
 _READING_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])
 # POST requests that generate, or compute with the weights in another way.
-_GENERATING_PATHS = frozenset(
-    [
-        "/classify",
-        "/cohere/v2/chat",
-        "/generative_scoring",
-        "/inference/v1/generate",
-        "/invocations",
-        "/pooling",
-        "/rerank",
-        "/score",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/score",
-        "/v1/systemone",
-        "/v2/embed",
-        "/v2/rerank",
-    ]
-)
+_GENERATING = """
+/classify /cohere/v2/chat /generative_scoring /inference/v1/generate /invocations /pooling /rerank /score
+/v1/audio/transcriptions /v1/audio/translations /v1/chat/completions /v1/chat/completions/batch /v1/completions
+/v1/embeddings /v1/messages /v1/rerank /v1/responses /v1/score /v1/systemone /v2/embed /v2/rerank
+"""
+_GENERATING_PATHS = frozenset(_GENERATING.split())
 # POST requests that neither need weights nor have lasting effects.
-_HARMLESS_PATHS = frozenset(
-    [
-        "/cohere/v2/chat/render",
-        "/detokenize",
-        "/is_scaling_elastic_ep",
-        "/ping",
-        "/tokenize",
-        "/v1/chat/completions/derender",
-        "/v1/chat/completions/render",
-        "/v1/completions/derender",
-        "/v1/completions/render",
-        "/v1/messages/count_tokens",
-        "/v1/messages/render",
-        "/v1/responses/render",
-    ]
-)
+_HARMLESS = """
+/cohere/v2/chat/render /detokenize /is_scaling_elastic_ep /ping /tokenize /v1/chat/completions/derender
+/v1/chat/completions/render /v1/completions/derender /v1/completions/render /v1/messages/count_tokens
+/v1/messages/render /v1/responses/render
+"""
+_HARMLESS_PATHS = frozenset(_HARMLESS.split())
 
 _HEARTBEAT_SECONDS = 30.0
 # Limit of a body that is read before its sender is authenticated.
@@ -228,7 +199,9 @@ class Uploads:
         # Contiguous bytes received of each file, by hash.
         self._received: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
-        self._finished: list[Path] = []
+        # Complete files, by hash.
+        self._finished: dict[str, Path] = {}
+        self._checking = asyncio.Lock()
         # A trainer that finds this file shares the directory.
         self.mark = f"{self._prefix}here"
         if directory and os.path.isdir(directory):
@@ -242,25 +215,28 @@ class Uploads:
         try:
             digest, size, offset = self._parse(headers.get(UPLOAD_HEADER.encode(), b"").decode("latin-1"))
             self._make_room(digest, size)
-            # Written at its offset, so that duplicate or concurrent pieces change nothing.
-            with self._path(digest).open("r+b", buffering=0) as file:
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    data = message.get("body", b"")
-                    if offset + len(data) > size:
-                        raise ValueError(f"The piece extends beyond the end of the file, at {size} bytes.")
-                    if offset <= self._received.get(digest, -1):
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                data, more = message.get("body", b""), message.get("more_body", False)
+                if offset + len(data) > size:
+                    raise ValueError(f"The piece extends beyond the end of the file, at {size} bytes.")
+                if offset <= self._received.get(digest, -1):
+                    # Written at its offset, so that duplicate or concurrent pieces change nothing.
+                    with self._path(digest).open("r+b", buffering=0) as file:
                         file.seek(offset)
                         file.write(data)
-                        self._received[digest] = max(self._received[digest], offset + len(data))
-                    offset += len(data)
-                    if not message.get("more_body", False):
-                        break
-            if self._received.get(digest) != size:
-                return 200, {"received": self._received.get(digest, 0)}
-            return 200, {"received": size, "file": await self._finish(digest)}
+                    self._received[digest] = max(self._received[digest], offset + len(data))
+                offset += len(data)
+            # A trainer that has lost the answer sends the last piece again, perhaps while its file is checked.
+            async with self._checking:
+                if self._received.get(digest) == size:
+                    await self._finish(digest)
+            if digest in self._finished:
+                return 200, {"received": size, "file": self._finished[digest].name}
+            return 200, {"received": self._received.get(digest, 0)}
         except ValueError as error:
             return 400, {"error": str(error)}
         except OSError as error:
@@ -270,7 +246,9 @@ class Uploads:
     def forget_finished(self) -> None:
         """Remove files that an update has read."""
         while self._finished:
-            self._finished.pop().unlink(missing_ok=True)
+            digest, path = self._finished.popitem()
+            path.unlink(missing_ok=True)
+            self._forget(digest)
 
     def _parse(self, header: str) -> tuple[str, int, int]:
         if not self._directory:
@@ -290,7 +268,7 @@ class Uploads:
         return digest, size, offset
 
     def _make_room(self, digest: str, size: int) -> None:
-        if digest in self._received:
+        if digest in self._received or digest in self._finished:
             return
         # Remove the rest of an earlier attempt, unless it is the same file.
         if sum(self._sizes.values()) > self._limit:
@@ -303,16 +281,15 @@ class Uploads:
         with open(os.open(self._path(digest), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"):
             self._received[digest] = 0
 
-    async def _finish(self, digest: str) -> str:
+    async def _finish(self, digest: str) -> None:
         path = self._path(digest)
         with path.open("rb") as file:
             found = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
         if found.hexdigest() != digest:
             self._forget(digest)
             raise ValueError("The received file does not have the announced hash.")
-        self._finished.append(finished := path.rename(path.with_suffix(".safetensors")))
+        self._finished[digest] = path.rename(path.with_suffix(".safetensors"))
         self._forget(digest)
-        return finished.name
 
     def _forget(self, digest: str | None) -> None:
         if digest is None:

@@ -30,9 +30,7 @@ import torch.nn.functional as F
 from ..packages import installed
 from . import portable
 from .compare import first_difference
-from .portable import log_softmax as log_softmax
-from .portable import rms_norm as rms_norm
-from .portable import silu_mul as silu_mul
+from .portable import log_softmax, rms_norm, silu_mul  # noqa: F401  (the same here)
 
 
 MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
@@ -141,9 +139,12 @@ def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """[`~trl_qarl.numerics.ops.rotate`], on GPUs as well."""
+    import vllm._custom_ops as ops
+
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
     # The kernel rotates queries and keys together, or queries without keys.
-    torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
+    ops.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
     return y.view_as(x)
 
 

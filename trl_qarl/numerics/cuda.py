@@ -31,7 +31,7 @@ from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
 from ..quantization.schemes import INT8, QuantScheme
 from .compare import first_difference
-from .cpu import blocks_of_keys
+from .cpu import blocks_of_keys, rotate  # noqa: F401  (an operation of this module too)
 
 
 ENVIRONMENT = {
@@ -127,28 +127,24 @@ def covers(scheme: QuantScheme) -> bool:
     return scheme.is_quantized and scheme.activation in format_of(scheme.container).repeated_on_gpus
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` is `(N,)` in any dtype, or `None`. vLLM's
-    release determines when it is added."""
-    return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
-
-
 class PackedLinear:
-    """[`linear`] by one weight."""
+    """[`~trl_qarl.numerics.ops.Product`] in bfloat16. vLLM's release determines when a bias is added."""
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x.reshape(-1, x.shape[-1]), self._weight, bias).view(*x.shape[:-1], len(self._weight))
+        bias = None if bias is None else bias.to(x.dtype)
+        y = _batch_invariant().linear_batch_invariant(x.reshape(-1, x.shape[-1]), self._weight, bias)
+        return y.view(*x.shape[:-1], len(self._weight))
 
 
 def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     """[`~trl_qarl.quantization.gemm.low_bit_linear`] of bfloat16 `x`, `(M, K)`, with the same bits in any batch."""
     scheme = weight.scheme
     if scheme.activation is None:
-        y = linear(x, weight.dequantize(x.dtype), bias)
+        y = PackedLinear(weight.dequantize(x.dtype))(x, bias)
         return y, (x,), "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
     if scheme.activation == INT8:
         # Sums of integers are exact in any order.
@@ -159,14 +155,6 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     y = product.mul_(scale).mul_(weight.scale.t()).to(x.dtype)
     y = y if bias is None else y + bias.to(y.dtype)
     return y, (codes, scale), "E4M3 codes in float32 + vllm::matmul_batch_invariant"
-
-
-def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    import vllm._custom_ops as ops
-
-    y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    ops.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
-    return y.view_as(x)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -330,9 +330,9 @@ class AuditedReload:
 
     def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[nn.Parameter, list[str]]]:
         """Yield the parameters of a layer with the names that fill their rows."""
-        for leaf, parameter in layer._parameters.items():
-            if parameter is not None and not leaf.endswith(_SHARED_BY_SHARDS):
-                yield parameter, self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
+        for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if not name.endswith(_SHARED_BY_SHARDS):
+                yield parameter, self._owned.get(name, [])
 
     def _record_then(self, prefix: str, process):
         def record_then_process(layer: nn.Module) -> None:

@@ -1,17 +1,10 @@
 """
 Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients: the
-operations of [`trl_qarl.numerics.ops`].
+operations of [`trl_qarl.numerics.ops`]. benchmarks/alignment.md lists their differences from a CPU.
 
-**Untested on GPUs.** The module follows the sources of vLLM 0.31 to 0.33 (benchmarks/alignment.md). Tests on a CPU
-check the arguments and layouts of the kernels. On a GPU each process compares the installed release before it uses the
-kernels ([`reason_against`]): from 0.32 on a bias is added before a product is rounded, in 0.31 after it.
-
-Differences from a CPU:
-
-- The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does
-  both; the learner has summed the stream already and passes zeros to add. Other norms use another kernel.
-- vLLM has no product of low-bit weights with the same bits for a row in any batch. So the engine also runs
-  [`low_bit_linear`] ([`trl_qarl.vllm_plugin.linear_kernels`]), which is slower than vLLM's own kernels.
+**Untested on GPUs.** The module follows the sources of vLLM 0.31 to 0.33. Tests on a CPU check the arguments and
+layouts of the kernels. On a GPU each process compares the installed release before it uses the kernels
+([`reason_against`]). The engine also runs [`low_bit_linear`] ([`trl_qarl.vllm_plugin.linear_kernels`]).
 """
 
 import os
@@ -164,6 +157,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     import vllm._custom_ops as ops
 
     stream = x.to(weight.dtype).reshape(-1, x.shape[-1])
+    # The kernel adds, rounds and norms; the learner has summed the stream already, so it adds zeros.
     normed = torch.zeros_like(stream)
     ops.fused_add_rms_norm(normed, stream, weight, epsilon)
     return normed.view(x.shape)

@@ -1,10 +1,8 @@
 """
 Products of low-bit weights shared by learner and engine: the fastest on this processor among those with the same bits
-for a row in any batch. A layer's operand is made once for each version of its weight; docs/alignment.md has a table.
-
-Without AVX512, without vLLM or not in bfloat16, and with `TRL_QARL_CPU_WEIGHTS=packed` in place of expanded weights,
-the product is [`~trl_qarl.quantization.gemm.low_bit_linear`], which takes less memory and more time. Both sides have to
-agree, so an engine reports its products ([`describe_arithmetic`]).
+for a row in any batch. A layer's operand is made once for each version of its weight. docs/alignment.md says which
+scheme has which product, and where it is [`~trl_qarl.quantization.gemm.low_bit_linear`], as without vLLM. Both sides
+have to agree, so an engine reports its products ([`describe_arithmetic`]).
 """
 
 import os

@@ -2,22 +2,18 @@
 The server's gate: generation only with completely published weights, and one trainer at a time.
 
 [`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server
-(`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It reads only paths and status codes and imports neither
-torch nor vLLM, only the standard library.
+(`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It reads only paths and status codes and imports only the
+standard library. docs/reliability.md says what it guarantees, docs/vllm.md how weights travel over HTTPS.
 
 - Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume`
-  after a successful `/finish_weight_update`. So the gate stays closed after an update that fails half way, and if a
-  trainer ends before it resumes the engine, other clients get an answer.
-- `POST /qarl/session` opens a session for a trainer that proves that it knows the secret
-  ([`trl_qarl.wire.handshake`]), and keeps its response open: the session *is* the connection, so it ends with the
-  trainer in any case. While it is open, a second session is refused with 409.
-- Requests that generate or only compute are open to everybody. All other requests that may change something, on known
-  and unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Requests from a
+  after a successful `/finish_weight_update`.
+- `POST /qarl/session` opens a session ([`trl_qarl.wire.handshake`]) and keeps its response open: the session *is* the
+  connection, so it ends with the trainer in any case. While it is open, a second session is refused with 409.
+- Requests that generate or only compute are open to everybody. All others that may change something, on known and
+  unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Requests from a
   browser, and methods of workers other than [`WORKER_METHODS`], are refused with 403.
-- `POST /qarl/upload` writes weights to a file in the server's transfer directory, from which its workers read them. It
-  has a piece of the file as its body, and [`UPLOAD_HEADER`] with the SHA-256 of the whole file, its size, and the
-  offset of the piece. The answer has the number of bytes received, so a dropped connection costs only a part of a
-  piece. An update can use a file once it is complete and has the announced hash. Memory does not grow with its size.
+- `POST /qarl/upload` has a piece of a file of weights as its body, and [`UPLOAD_HEADER`] with the SHA-256 of the whole
+  file, its size, and the offset of the piece. The answer has the number of bytes received.
 """
 
 import asyncio
@@ -189,8 +185,8 @@ class PublicationGate:
 
 
 class Uploads:
-    """Files that a trainer sends to the transfer directory, of at most `limit` bytes together. Without a directory
-    they are refused."""
+    """Files that a trainer sends to the transfer directory, of at most `limit` bytes together; memory does not grow
+    with their size. Without a directory they are refused."""
 
     def __init__(self, directory: str | None, limit: int = _UPLOAD_BYTES):
         self._directory = directory

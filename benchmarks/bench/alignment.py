@@ -27,7 +27,6 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
     """
     import torch
 
-    from trl_qarl.numerics.attach import engine_numerics
     from trl_qarl.quantization.schemes import SCHEMES, get_scheme
     from trl_qarl.quantization.swap import restore_model
 
@@ -39,7 +38,7 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
             # On a GPU the engine has to be another one for its arithmetic to be repeated.
             is_repeated = model.device.type == "cuda" and getattr(args, "numerics", "fast") == "engine"
             with (
-                engine_numerics(model, dtype) if is_repeated else nullcontext(),
+                _engine_numerics(model, dtype) if is_repeated else nullcontext(),
                 (
                     open_server(model, dtype)
                     if args.rollout == "server"
@@ -57,7 +56,7 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
                 is_exact = "engine" in learner
                 if learner == "high precision":
                     restore_model(model)
-                with engine_numerics(model, dtype) if is_exact else nullcontext(), _routes(model) as routes:
+                with _engine_numerics(model, dtype) if is_exact else nullcontext(), _routes(model) as routes:
                     logps = _learner_logps(model, samples, dtype)
                 measured[learner] = _mismatch(logps, [logp for *_, row in samples for logp in row])
                 engine_routes = routes if is_exact else engine_routes
@@ -133,6 +132,17 @@ def _same_weights_unquantized(path: str, scheme: "QuantScheme", dtype, args, flo
         "mean / unquantized": None if floor is None else row["mean"] / floor,
         "engine kernels": "unquantized",
     }
+
+
+@contextmanager
+def _engine_numerics(model, dtype) -> Iterator[None]:
+    from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
+
+    attach_engine_numerics(model, dtype)
+    try:
+        yield
+    finally:
+        detach_engine_numerics(model)
 
 
 def _can_use_engine_numerics(model, dtype) -> bool:

@@ -25,11 +25,11 @@ _LLM = "vllm.entrypoints.llm:LLM"
 
 # (what is called, positional arguments with `self`, keywords), from `trl_qarl`.
 _CALLS = (
-    (f"{_INVARIANT}:linear_batch_invariant", 3, ""),  # numerics/cuda.py, linear
+    (f"{_INVARIANT}:linear_batch_invariant", 3, ""),  # numerics/cuda.py, PackedLinear
     (f"{_INVARIANT}:matmul_batch_invariant", 2, ""),  # low_bit_linear
     (f"{_INVARIANT}:rms_norm_batch_invariant", 3, ""),  # rms_norm
     (f"{_INVARIANT}:log_softmax", 2, ""),  # log_softmax
-    (f"{_OPS}:rotary_embedding", 6, ""),  # rotate
+    (f"{_OPS}:rotary_embedding", 6, ""),  # numerics/cpu.py, rotate
     (f"{_OPS}:fused_add_rms_norm", 4, ""),  # rms_norm of the stream
     (f"{_FLASH}:get_flash_attn_version", 0, "head_size"),  # attention
     ("vllm.envs:disable_envs_cache", 0, ""),  # prepare_process

@@ -169,6 +169,8 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
         engine = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=is_eager))
         monkeypatch.setattr(linear_kernels, "get_current_vllm_config_or_none", lambda engine=engine: engine)
         assert kernel.can_implement(config)[0] == is_eager
+    with pytest.raises(ValueError, match=r"that a learner repeats .*pack-quantized .*numerics='fast'"):
+        kernel(config, "qweight", "weight_scale").process_weights_after_loading(SimpleNamespace())
     config.act_type = torch.float16
     assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"
 

@@ -29,8 +29,8 @@ def make_output(difference=0.0):
     }
 
 
-def check(exactness, output):
-    exactness.check(output, Batch.of(output), torch.nn.Linear(1, 1), ACCELERATOR)
+def check(exactness, output, accelerator=ACCELERATOR):
+    exactness.check(output, Batch.of(output), torch.nn.Linear(1, 1), accelerator)
 
 
 @pytest.mark.parametrize(("exact", "is_asked_for"), [("require", False), ("require", True), (None, True)])
@@ -40,6 +40,17 @@ def test_a_difference_is_an_error_where_exactness_is_required(exact, is_asked_fo
     with pytest.raises(RuntimeError, match="exact='warn'"):
         check(exactness, make_output(2**-20))
     assert exactness.is_required
+
+
+@pytest.mark.parametrize(
+    ("difference", "where"), [(0.0, "it is on another process"), (-0.5, r"token 2 of completion 1 \(id 5\) log-probs")]
+)
+def test_a_process_names_only_its_own_difference(difference, where):
+    together = SimpleNamespace(
+        **vars(ACCELERATOR) | {"gather": lambda tensor: torch.cat([tensor, torch.tensor([0.5])])}
+    )
+    with pytest.raises(RuntimeError, match=f"mismatch is 0.5 and not 0: .*{where}"):
+        check(Exactness("require", True), make_output(difference), together)
 
 
 @pytest.mark.parametrize(

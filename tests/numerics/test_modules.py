@@ -16,7 +16,7 @@ from testing_utils.learners import (
     packed_log_probs,
     padded_log_probs,
 )
-from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
+from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,14 @@ from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
 def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme, arithmetic):
     model = make_model(tmp_path, scheme=scheme)
     sequences = make_sequences(LENGTHS * 5)[:32]
-    with engine_numerics(model):
-        alone = [padded_log_probs(model, [row], "left")[0] for row in sequences]
-        batches = {"packed": packed_log_probs(model, sequences)}
-        for side in ("left", "right"):
-            for size in (2, 7, 32):
-                parts = [sequences[i : i + size] for i in range(0, len(sequences), size)]
-                batches[f"{size}, padded on the {side}"] = [
-                    row for part in parts for row in padded_log_probs(model, part, side)
-                ]
+    attach_engine_numerics(model)
+    alone = [padded_log_probs(model, [row], "left")[0] for row in sequences]
+    batches = {"packed": packed_log_probs(model, sequences)}
+    for side in ("left", "right"):
+        for size in (2, 7, 32):
+            parts = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+            rows = [row for part in parts for row in padded_log_probs(model, part, side)]
+            batches[f"{size}, padded on the {side}"] = rows
     for name, rows in batches.items():
         assert all(torch.equal(a, b) for a, b in zip(alone, rows, strict=True)), name
 
@@ -45,8 +44,8 @@ def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, 
     exact = copy.deepcopy(model).double()
     sequences = make_sequences()
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
-    with engine_numerics(model):
-        (torch.cat(padded_log_probs(model, sequences, "left")) * weights).sum().backward()
+    attach_engine_numerics(model)
+    (torch.cat(padded_log_probs(model, sequences, "left")) * weights).sum().backward()
     positions = 0
     for row in sequences:
         if len(row) == 1:
@@ -84,14 +83,15 @@ def test_lora_gives_the_same_bits_in_any_batch_and_is_taken_out_again(tmp_path, 
     sequences = make_sequences()
     before = model(torch.tensor([sequences[1]])).logits
     names = {name: vars(module).keys() for name, module in model.named_modules()}
-    with engine_numerics(model):
-        with_adapter = padded_log_probs(model, sequences, "right")
-        for row, expected in zip(sequences, with_adapter, strict=True):
-            [alone] = padded_log_probs(model, [row], "left")
-            assert torch.equal(alone, expected)
-        with model.disable_adapter():
-            without = padded_log_probs(model, sequences, "right")
-        assert not torch.equal(with_adapter[1], without[1])
+    attach_engine_numerics(model)
+    with_adapter = padded_log_probs(model, sequences, "right")
+    for row, expected in zip(sequences, with_adapter, strict=True):
+        [alone] = padded_log_probs(model, [row], "left")
+        assert torch.equal(alone, expected)
+    with model.disable_adapter():
+        without = padded_log_probs(model, sequences, "right")
+    assert not torch.equal(with_adapter[1], without[1])
+    detach_engine_numerics(model)
     assert torch.equal(model(torch.tensor([sequences[1]])).logits, before)
     assert {name: vars(module).keys() for name, module in model.named_modules()} == names
 

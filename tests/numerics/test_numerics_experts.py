@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from testing_utils import relative_error
 from testing_utils.learners import make_model, needs_vllm
-from trl_qarl.numerics.attach import engine_numerics
+from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
 from trl_qarl.numerics.experts import PackedExperts, experts, route
 
 
@@ -89,12 +89,13 @@ def test_a_model_gives_a_sequence_the_same_bits_in_every_batch_and_its_auxiliary
 ):
     model, ids = make_model(tmp_path, arch, scheme), make_ids()
     fast = model(input_ids=ids, output_router_logits=True)
-    with engine_numerics(model):
-        together = log_probs(model, ids, output_router_logits=True)
-        alone = [log_probs(model, row).log_probs for row in ids.split(1)]
-        assert torch.equal(together.log_probs, torch.cat(alone))
-        assert log_probs(model, ids).aux_loss is None
-        together.aux_loss.backward()
+    attach_engine_numerics(model)
+    together = log_probs(model, ids, output_router_logits=True)
+    alone = [log_probs(model, row).log_probs for row in ids.split(1)]
+    assert torch.equal(together.log_probs, torch.cat(alone))
+    assert log_probs(model, ids).aux_loss is None
+    together.aux_loss.backward()
+    detach_engine_numerics(model)
     assert abs(together.aux_loss - fast.aux_loss) < 0.02 * fast.aux_loss
     assert all(layer.mlp.gate.weight.grad.count_nonzero() for layer in model.model.layers)
     assert torch.equal(fast.logits, model(input_ids=ids).logits)
@@ -106,14 +107,13 @@ def test_gradients_reach_experts_routers_and_shared_experts(tmp_path, arch, arit
     model, ids = make_model(tmp_path, arch), make_ids()
     upstream = random(4, 19, seed=5)
     routes = []
-    with engine_numerics(model):
-        hooks = [
-            layer.mlp.gate.register_forward_hook(lambda m, a, out: routes.append(out[2]))
-            for layer in model.model.layers
-        ]
-        (log_probs(model, ids).log_probs * upstream).sum().backward()
-        for hook in hooks:
-            hook.remove()
+    attach_engine_numerics(model)
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [gate.register_forward_hook(lambda m, a, out: routes.append(out[2])) for gate in gates]
+    (log_probs(model, ids).log_probs * upstream).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    detach_engine_numerics(model)
     ours = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     model.double().config._experts_implementation = "eager"

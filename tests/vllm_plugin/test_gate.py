@@ -359,7 +359,10 @@ async def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(serve
     # Once more, and one that begins further on: said where to go on.
     assert await upload(server, token, 0, CONTENT[:4000]) == (200, {"received": 5000})
     assert await upload(server, token, 6000, CONTENT[6000:]) == (200, {"received": 5000})
+    # The last one again, while its file is checked and later: the answer was lost.
+    twice = await asyncio.gather(*(upload(server, token, 5000, CONTENT[5000:]) for _ in range(2)))
     status, answer = await upload(server, token, 5000, CONTENT[5000:])
+    assert twice == [(status, answer)] * 2
     assert status == 200 and answer["received"] == len(CONTENT)
     (path,) = files(directory)
     assert path.name == answer["file"] and path.read_bytes() == CONTENT and path.stat().st_mode & 0o777 == 0o600

@@ -3,8 +3,6 @@ Attaches the engine's operations to a transformers model, and detaches them: a m
 `forward` of its instance, a quantized layer a product. Classes, parameters, names, hooks and ties do not change.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -91,16 +89,6 @@ def keep_no_products(model: nn.Module) -> None:
     for module in model.modules():
         if (operation := operation_of(module)) is not None:
             operation.keeps_products = False
-
-
-@contextmanager
-def engine_numerics(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """While open, `model` has [`attach_engine_numerics`]."""
-    attach_engine_numerics(model, dtype)
-    try:
-        yield
-    finally:
-        detach_engine_numerics(model)
 
 
 def _true_positions(module, args, kwargs):

@@ -41,13 +41,13 @@ def first_difference(kernels: Any, device: torch.device) -> str | None:
 
     if device.type == "cpu":
         operations = {
-            "product of unquantized weights": _products(kernels, random),
+            "product of unquantized weights": _products(kernels, device, random),
             "norm": _cpu_norms(kernels.rms_norm, random),
             "attention": _cpu_attentions(kernels, random),
         }
     else:
         operations = {
-            "product of unquantized weights": _fused_products(kernels.linear, random),
+            "product of unquantized weights": _products(kernels, device, random),
             "product of low-bit weights": _products_in_batches(kernels.low_bit_linear, random),
             "norm": _norms(kernels.rms_norm, random),
             "attention": _flash_attentions(kernels, device, random),
@@ -66,16 +66,22 @@ def first_difference(kernels: Any, device: torch.device) -> str | None:
     return None
 
 
-def _products(kernels, random) -> Pairs:
+def _products(kernels, device, random) -> Pairs:
+    """Compare an engine's fused query, key and value with the learner's three matrices."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    x, weight, bias = random((max(ROWS), 256), (64, 256), (64,))
-    layer = SimpleNamespace(weight=weight, bias=bias)
-    # Like an engine that is told to use the learner's product.
-    kernels.dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, False)
-    ours = kernels.PackedLinear(weight)(x, bias)
-    for rows in ROWS:
-        yield ours[:rows], layer.cpu_linear(x[:rows], layer.weight, layer.bias)
+    x, weight, bias = random((max(ROWS), 256), (96, 256), (96,))
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if device.type == "cpu":
+        # Like an engine that is told to use the learner's product.
+        kernels.dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, False)
+    for b in (None, bias):
+        parts = [(weight[i : i + 32], None if b is None else b[i : i + 32]) for i in range(0, 96, 32)]
+        ours = torch.cat([kernels.PackedLinear(matrix)(x, part) for matrix, part in parts], dim=-1)
+        for rows in ROWS:
+            yield ours[:rows], UnquantizedLinearMethod().apply(layer, x[:rows], b)
 
 
 def _cpu_norms(rms_norm, random) -> Pairs:
@@ -132,20 +138,6 @@ def _attentions(attention, engine, layer, block_size, make_metadata, random) -> 
         output = torch.zeros_like(queries)
         engine.forward(layer, queries, key[-rows:], value[-rows:], cache, metadata, output)
         yield ours[-rows:], output
-
-
-def _fused_products(linear, random) -> Pairs:
-    """Compare an engine's fused query, key and value with the learner's three matrices."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    x, weight, bias = random((max(ROWS), 256), (96, 256), (96,))
-    layer = nn.Module()
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    for b in (None, bias):
-        parts = [(weight[i : i + 32], None if b is None else b[i : i + 32]) for i in range(0, 96, 32)]
-        ours = torch.cat([linear(x, *part) for part in parts], dim=-1)
-        for rows in ROWS:
-            yield ours[:rows], UnquantizedLinearMethod().apply(layer, x[:rows], b)
 
 
 def _products_in_batches(low_bit_linear, random) -> Pairs:

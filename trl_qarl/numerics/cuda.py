@@ -1,17 +1,10 @@
 """
 Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients: the
-operations of [`trl_qarl.numerics.ops`].
+operations of [`trl_qarl.numerics.ops`]. benchmarks/alignment.md lists their differences from a CPU.
 
-**Untested on GPUs.** The module follows the sources of vLLM 0.31 to 0.33 (benchmarks/alignment.md). Tests on a CPU
-check the arguments and layouts of the kernels. On a GPU each process compares the installed release before it uses the
-kernels ([`reason_against`]): from 0.32 on a bias is added before a product is rounded, in 0.31 after it.
-
-Differences from a CPU:
-
-- The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does
-  both; the learner has summed the stream already and passes zeros to add. Other norms use another kernel.
-- vLLM has no product of low-bit weights with the same bits for a row in any batch. So the engine also runs
-  [`low_bit_linear`] ([`trl_qarl.vllm_plugin.linear_kernels`]), which is slower than vLLM's own kernels.
+**Untested on GPUs.** The module follows the sources of vLLM 0.31 to 0.33. Tests on a CPU check the arguments and
+layouts of the kernels. On a GPU each process compares the installed release before it uses the kernels
+([`reason_against`]). The engine also runs [`low_bit_linear`] ([`trl_qarl.vllm_plugin.linear_kernels`]).
 """
 
 import os
@@ -31,7 +24,7 @@ from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
 from ..quantization.schemes import INT8, QuantScheme
 from .compare import first_difference
-from .cpu import blocks_of_keys
+from .cpu import blocks_of_keys, rotate  # noqa: F401  (an operation of this module too)
 
 
 ENVIRONMENT = {
@@ -127,28 +120,24 @@ def covers(scheme: QuantScheme) -> bool:
     return scheme.is_quantized and scheme.activation in format_of(scheme.container).repeated_on_gpus
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` is `(N,)` in any dtype, or `None`. vLLM's
-    release determines when it is added."""
-    return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
-
-
 class PackedLinear:
-    """[`linear`] by one weight."""
+    """[`~trl_qarl.numerics.ops.Product`] in bfloat16. vLLM's release determines when a bias is added."""
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x.reshape(-1, x.shape[-1]), self._weight, bias).view(*x.shape[:-1], len(self._weight))
+        bias = None if bias is None else bias.to(x.dtype)
+        y = _batch_invariant().linear_batch_invariant(x.reshape(-1, x.shape[-1]), self._weight, bias)
+        return y.view(*x.shape[:-1], len(self._weight))
 
 
 def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     """[`~trl_qarl.quantization.gemm.low_bit_linear`] of bfloat16 `x`, `(M, K)`, with the same bits in any batch."""
     scheme = weight.scheme
     if scheme.activation is None:
-        y = linear(x, weight.dequantize(x.dtype), bias)
+        y = PackedLinear(weight.dequantize(x.dtype))(x, bias)
         return y, (x,), "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
     if scheme.activation == INT8:
         # Sums of integers are exact in any order.
@@ -161,14 +150,6 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     return y, (codes, scale), "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    import vllm._custom_ops as ops
-
-    y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    ops.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
-    return y.view_as(x)
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """[`~trl_qarl.numerics.ops.rms_norm`] of the rounded residual stream."""
     if x.dtype is not torch.float32:
@@ -176,6 +157,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     import vllm._custom_ops as ops
 
     stream = x.to(weight.dtype).reshape(-1, x.shape[-1])
+    # The kernel adds, rounds and norms; the learner has summed the stream already, so it adds zeros.
     normed = torch.zeros_like(stream)
     ops.fused_add_rms_norm(normed, stream, weight, epsilon)
     return normed.view(x.shape)

@@ -111,12 +111,14 @@ def describe_difference(
     engine in this process, if any; `score` is `log_probs` of another [`~trl_qarl.rollout.engine.Engine`]."""
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
+    if largest == 0:
+        return "it is on another process, whose message names the token"
     text = (
         f"learner and sampler give token {column} of completion {row} (id {output['completion_ids'][row, column].item()}) "
         f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
     )
     # With sharded masters, all processes would have to compute.
-    if largest == 0 or is_sharded(model) or (llm is None and score is None):
+    if is_sharded(model) or (llm is None and score is None):
         return text
     prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
     completion = output["completion_ids"][row, : column + 1].tolist()

@@ -1,10 +1,8 @@
 """
 Products of low-bit weights shared by learner and engine: the fastest on this processor among those with the same bits
-for a row in any batch. A layer's operand is made once for each version of its weight; docs/alignment.md has a table.
-
-Without AVX512, without vLLM or not in bfloat16, and with `TRL_QARL_CPU_WEIGHTS=packed` in place of expanded weights,
-the product is [`~trl_qarl.quantization.gemm.low_bit_linear`], which takes less memory and more time. Both sides have to
-agree, so an engine reports its products ([`describe_arithmetic`]).
+for a row in any batch. A layer's operand is made once for each version of its weight. docs/alignment.md says which
+scheme has which product, and where it is [`~trl_qarl.quantization.gemm.low_bit_linear`], as without vLLM. Both sides
+have to agree, so an engine reports its products ([`describe_arithmetic`]).
 """
 
 import os
@@ -23,7 +21,7 @@ from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, NORMS
 from . import cuda, ops
-from .cpu import IN_ONE_PASS, PackedLinear, reason_not_to_call, vllm_version
+from .cpu import IN_ONE_PASS, PackedLinear, pad, reason_not_to_call, vllm_version
 
 
 def low_bit_linear(
@@ -117,7 +115,7 @@ class _Int8:
         self._pack(low_bit, *self._padding)
 
     def _pack(self, low_bit: LowBitTensor, pad_inputs: int, pad_outputs: int) -> None:
-        codes = F.pad(low_bit.qdata, (0, pad_inputs, 0, pad_outputs))
+        codes = pad(low_bit.qdata, (0, pad_inputs, 0, pad_outputs))
         self._weight = torch.ops._C.convert_weight_packed(codes.contiguous())
         self._scale = F.pad(low_bit.scale.view(-1).float(), (0, pad_outputs), value=1.0)
 
@@ -126,12 +124,8 @@ class _Int8:
 
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         pad_inputs, pad_outputs = self._padding
-        rows = F.pad(rows, (0, pad_inputs)) if pad_inputs else rows
-        bias = None if bias is None else bias.to(rows.dtype).float()
-        if not pad_outputs:
-            return self._multiply(rows.contiguous(), bias)
-        bias = None if bias is None else F.pad(bias, (0, pad_outputs))
-        return self._multiply(rows.contiguous(), bias)[:, : self.num_outputs]
+        bias = None if bias is None else pad(bias.to(rows.dtype).float(), (0, pad_outputs))
+        return self._multiply(pad(rows, (0, pad_inputs)).contiguous(), bias)[:, : self.num_outputs]
 
 
 class _Int4(_Int8):
@@ -147,7 +141,7 @@ class _Int4(_Int8):
         scale = F.pad(low_bit.scale, (0, 0, 0, pad_outputs), value=1.0).float()
         (num_outputs, num_groups), num_blocks = scale.shape, len(scale) // 32
         # A code per byte, four per word.
-        words = F.pad(low_bit.qdata, (0, 0, 0, pad_outputs)).view(torch.uint16).int()
+        words = pad(low_bit.qdata, (0, 0, 0, pad_outputs)).view(torch.uint16).int()
         words = (words | words << 8) & 0x00FF00FF
         words = (words | words << 4) & 0x0F0F0F0F
         lower, upper = words.view(num_outputs // 16, 2, 8, -1).unbind(1)

@@ -1,11 +1,8 @@
 """
-The trainer's LoRA adapter in a vLLM engine: it is published with the weights and applied to every request.
+The trainer's LoRA adapter in a vLLM engine (docs/vllm.md): [`PublishedAdapter`] fills vLLM's buffers and reads them
+back, and [`serve_adapter`] has the worker add the adapter to each request.
 
-vLLM wraps the layers that may have an adapter, and keeps A and B of each in buffers with room for the largest rank,
-side by side for `q_proj`, `k_proj` and `v_proj`. [`PublishedAdapter`] fills these buffers and reads them back: their
-content must have the learner's fingerprints, and the rest must be 0.
-
-The adapter is part of the policy, so requests do not name it: [`serve_adapter`] has the worker add it to each.
+vLLM wraps the layers that may have an adapter. It keeps A and B of `q_proj`, `k_proj` and `v_proj` side by side.
 """
 
 from collections.abc import Callable, Iterable, Iterator

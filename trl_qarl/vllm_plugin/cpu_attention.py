@@ -1,9 +1,7 @@
 """
-Attention of vLLM on a CPU with the same bits in prefill and decoding, for any length, chunks and cached prefix.
-
-vLLM has one kernel for both, and gives it all new tokens of a request. In an engine that receives its weights from
-[`trl_qarl.vllm_plugin.weight_transfer`], requests are split into parts of one pass each
-([`~trl_qarl.numerics.cpu.one_pass_requests`]); other engines do not change.
+Attention of vLLM on a CPU with the same bits in prefill and decoding, for any length, chunks and cached prefix: an
+engine that receives its weights from [`trl_qarl.vllm_plugin.weight_transfer`] splits requests into parts of one pass
+each ([`~trl_qarl.numerics.cpu.one_pass_requests`]; docs/alignment.md says why). Other engines do not change.
 """
 
 from dataclasses import replace

@@ -13,10 +13,10 @@ from ..wire.fingerprint import fingerprints
 def live_fingerprints(model: nn.Module) -> dict[str, str]:
     """Return the fingerprints of all parameters and buffers of a model in its kernels' format, by name."""
     tensors = {
-        f"{prefix}.{leaf}" if prefix else leaf: tensor
+        name: tensor
         for prefix, layer in model.named_modules()
-        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items())
-        if tensor is not None
+        for named in (layer.named_parameters, layer.named_buffers)
+        for name, tensor in named(prefix, recurse=False, remove_duplicate=False)
     }
     # A tensor can have several names.
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
@@ -29,9 +29,8 @@ def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
     names, such as a router that is shared by block and experts, counts once."""
     first: dict[int, str] = {}
     for prefix, layer in model.named_modules():
-        for leaf, parameter in layer._parameters.items():
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            if parameter is not None and first.setdefault(id(parameter), name) != name:
+        for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if first.setdefault(id(parameter), name) != name:
                 yield name, first[id(parameter)]
 
 

@@ -2,22 +2,18 @@
 The server's gate: generation only with completely published weights, and one trainer at a time.
 
 [`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server
-(`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It reads only paths and status codes and imports neither
-torch nor vLLM, only the standard library.
+(`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It reads only paths and status codes and imports only the
+standard library. docs/reliability.md says what it guarantees, docs/vllm.md how weights travel over HTTPS.
 
 - Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume`
-  after a successful `/finish_weight_update`. So the gate stays closed after an update that fails half way, and if a
-  trainer ends before it resumes the engine, other clients get an answer.
-- `POST /qarl/session` opens a session for a trainer that proves that it knows the secret
-  ([`trl_qarl.wire.handshake`]), and keeps its response open: the session *is* the connection, so it ends with the
-  trainer in any case. While it is open, a second session is refused with 409.
-- Requests that generate or only compute are open to everybody. All other requests that may change something, on known
-  and unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Requests from a
+  after a successful `/finish_weight_update`.
+- `POST /qarl/session` opens a session ([`trl_qarl.wire.handshake`]) and keeps its response open: the session *is* the
+  connection, so it ends with the trainer in any case. While it is open, a second session is refused with 409.
+- Requests that generate or only compute are open to everybody. All others that may change something, on known and
+  unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Requests from a
   browser, and methods of workers other than [`WORKER_METHODS`], are refused with 403.
-- `POST /qarl/upload` writes weights to a file in the server's transfer directory, from which its workers read them. It
-  has a piece of the file as its body, and [`UPLOAD_HEADER`] with the SHA-256 of the whole file, its size, and the
-  offset of the piece. The answer has the number of bytes received, so a dropped connection costs only a part of a
-  piece. An update can use a file once it is complete and has the announced hash. Memory does not grow with its size.
+- `POST /qarl/upload` has a piece of a file of weights as its body, and [`UPLOAD_HEADER`] with the SHA-256 of the whole
+  file, its size, and the offset of the piece. The answer has the number of bytes received.
 """
 
 import asyncio
@@ -50,48 +46,19 @@ WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "
 # Methods that change nothing in any of vLLM's routes.
 _READING_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])
 # POST requests that generate, or compute with the weights in another way.
-_GENERATING_PATHS = frozenset(
-    [
-        "/classify",
-        "/cohere/v2/chat",
-        "/generative_scoring",
-        "/inference/v1/generate",
-        "/invocations",
-        "/pooling",
-        "/rerank",
-        "/score",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/score",
-        "/v1/systemone",
-        "/v2/embed",
-        "/v2/rerank",
-    ]
-)
+_GENERATING = """
+/classify /cohere/v2/chat /generative_scoring /inference/v1/generate /invocations /pooling /rerank /score
+/v1/audio/transcriptions /v1/audio/translations /v1/chat/completions /v1/chat/completions/batch /v1/completions
+/v1/embeddings /v1/messages /v1/rerank /v1/responses /v1/score /v1/systemone /v2/embed /v2/rerank
+"""
+_GENERATING_PATHS = frozenset(_GENERATING.split())
 # POST requests that neither need weights nor have lasting effects.
-_HARMLESS_PATHS = frozenset(
-    [
-        "/cohere/v2/chat/render",
-        "/detokenize",
-        "/is_scaling_elastic_ep",
-        "/ping",
-        "/tokenize",
-        "/v1/chat/completions/derender",
-        "/v1/chat/completions/render",
-        "/v1/completions/derender",
-        "/v1/completions/render",
-        "/v1/messages/count_tokens",
-        "/v1/messages/render",
-        "/v1/responses/render",
-    ]
-)
+_HARMLESS = """
+/cohere/v2/chat/render /detokenize /is_scaling_elastic_ep /ping /tokenize /v1/chat/completions/derender
+/v1/chat/completions/render /v1/completions/derender /v1/completions/render /v1/messages/count_tokens
+/v1/messages/render /v1/responses/render
+"""
+_HARMLESS_PATHS = frozenset(_HARMLESS.split())
 
 _HEARTBEAT_SECONDS = 30.0
 # Limit of a body that is read before its sender is authenticated.
@@ -218,8 +185,8 @@ class PublicationGate:
 
 
 class Uploads:
-    """Files that a trainer sends to the transfer directory, of at most `limit` bytes together. Without a directory
-    they are refused."""
+    """Files that a trainer sends to the transfer directory, of at most `limit` bytes together; memory does not grow
+    with their size. Without a directory they are refused."""
 
     def __init__(self, directory: str | None, limit: int = _UPLOAD_BYTES):
         self._directory = directory
@@ -228,7 +195,9 @@ class Uploads:
         # Contiguous bytes received of each file, by hash.
         self._received: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
-        self._finished: list[Path] = []
+        # Complete files, by hash.
+        self._finished: dict[str, Path] = {}
+        self._checking = asyncio.Lock()
         # A trainer that finds this file shares the directory.
         self.mark = f"{self._prefix}here"
         if directory and os.path.isdir(directory):
@@ -242,25 +211,28 @@ class Uploads:
         try:
             digest, size, offset = self._parse(headers.get(UPLOAD_HEADER.encode(), b"").decode("latin-1"))
             self._make_room(digest, size)
-            # Written at its offset, so that duplicate or concurrent pieces change nothing.
-            with self._path(digest).open("r+b", buffering=0) as file:
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    data = message.get("body", b"")
-                    if offset + len(data) > size:
-                        raise ValueError(f"The piece extends beyond the end of the file, at {size} bytes.")
-                    if offset <= self._received.get(digest, -1):
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                data, more = message.get("body", b""), message.get("more_body", False)
+                if offset + len(data) > size:
+                    raise ValueError(f"The piece extends beyond the end of the file, at {size} bytes.")
+                if offset <= self._received.get(digest, -1):
+                    # Written at its offset, so that duplicate or concurrent pieces change nothing.
+                    with self._path(digest).open("r+b", buffering=0) as file:
                         file.seek(offset)
                         file.write(data)
-                        self._received[digest] = max(self._received[digest], offset + len(data))
-                    offset += len(data)
-                    if not message.get("more_body", False):
-                        break
-            if self._received.get(digest) != size:
-                return 200, {"received": self._received.get(digest, 0)}
-            return 200, {"received": size, "file": await self._finish(digest)}
+                    self._received[digest] = max(self._received[digest], offset + len(data))
+                offset += len(data)
+            # A trainer that has lost the answer sends the last piece again, perhaps while its file is checked.
+            async with self._checking:
+                if self._received.get(digest) == size:
+                    await self._finish(digest)
+            if digest in self._finished:
+                return 200, {"received": size, "file": self._finished[digest].name}
+            return 200, {"received": self._received.get(digest, 0)}
         except ValueError as error:
             return 400, {"error": str(error)}
         except OSError as error:
@@ -270,7 +242,9 @@ class Uploads:
     def forget_finished(self) -> None:
         """Remove files that an update has read."""
         while self._finished:
-            self._finished.pop().unlink(missing_ok=True)
+            digest, path = self._finished.popitem()
+            path.unlink(missing_ok=True)
+            self._forget(digest)
 
     def _parse(self, header: str) -> tuple[str, int, int]:
         if not self._directory:
@@ -290,7 +264,7 @@ class Uploads:
         return digest, size, offset
 
     def _make_room(self, digest: str, size: int) -> None:
-        if digest in self._received:
+        if digest in self._received or digest in self._finished:
             return
         # Remove the rest of an earlier attempt, unless it is the same file.
         if sum(self._sizes.values()) > self._limit:
@@ -303,16 +277,15 @@ class Uploads:
         with open(os.open(self._path(digest), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"):
             self._received[digest] = 0
 
-    async def _finish(self, digest: str) -> str:
+    async def _finish(self, digest: str) -> None:
         path = self._path(digest)
         with path.open("rb") as file:
             found = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
         if found.hexdigest() != digest:
             self._forget(digest)
             raise ValueError("The received file does not have the announced hash.")
-        self._finished.append(finished := path.rename(path.with_suffix(".safetensors")))
+        self._finished[digest] = path.rename(path.with_suffix(".safetensors"))
         self._forget(digest)
-        return finished.name
 
     def _forget(self, digest: str | None) -> None:
         if digest is None:

@@ -129,6 +129,8 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
     activations; also symmetric INT4 weights with INT8 activations."""
 
     serves_any_engine = True
+    # Reason for this kernel, and remedy for a checkpoint that it cannot read.
+    _reason, _remedy = "vLLM has no kernel on this CPU", "Serve the checkpoint with `--dtype bfloat16`."
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -153,9 +155,9 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
         super().process_weights_after_loading(layer)
         if self.w_q_name != "weight_packed" or getattr(layer, "weight_g_idx", None) is not None:
             raise ValueError(
-                f"vLLM has no kernel on this CPU for {self.config.weight_type} weights with {self.config.act_type} "
+                f"{self._reason} for {self.config.weight_type} weights with {self.config.act_type} "
                 "activations, and the kernel of trl_qarl reads only pack-quantized compressed-tensors checkpoints without "
-                "activation reordering. Serve the checkpoint with `--dtype bfloat16`."
+                f"activation reordering. {self._remedy}"
             )
         self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
         # vLLM's only hint at quantized activations, intended for another kernel.
@@ -270,6 +272,8 @@ class _Repeatable:
 
 class RepeatableInt4Kernel(_Repeatable, QaRLWeightOnlyKernel):
     """INT4 weights with bfloat16 activations."""
+
+    _reason, _remedy = "vLLM has no kernel that a learner repeats", "Serve such a checkpoint, or use numerics='fast'."
 
     @classmethod
     def _reason_against(cls, c: MPLinearLayerConfig) -> str | None:

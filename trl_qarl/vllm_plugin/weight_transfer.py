@@ -6,18 +6,10 @@ A publication is `start_weight_update`, one `update_weights` per chunk, `WorkerE
 fingerprints of all tensors, and `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a
 layer in checkpoint format, repacks it for its kernel and copies the result into the running tensors.
 
-`finish_weight_update` raises, and the server's gate stays closed, unless
-
-- exactly the names that the engine owns were received, now or in an earlier publication that is still valid;
-- each engine parameter has the learner's fingerprint after loading and before repacking. For tensors that are not
-  repacked, and with `tensor_parallel_size` above 1, where the fingerprints of shards are unknown, the received tensor
-  is compared;
-- the running tensors, including buffers, hold the result of repacking, or the loaded value if they are not repacked,
-  or their former value if nothing was sent for them. Each rank compares its own, and again at the next publication;
-- in an engine with CUDA graphs, every tensor of a layer keeps its address ([`Addresses`]).
-
-Operands of kernels outside parameters and buffers have no fingerprint; for them
-[`~trl_qarl.rollout.publisher.Publisher`] compares log-probs. Requests to load a file are untrusted.
+`finish_weight_update` raises, and the server's gate stays closed, unless all checks of docs/reliability.md ("Weights")
+pass. Names may have been received in an earlier publication that is still valid. For tensors that are not repacked,
+and with `tensor_parallel_size` above 1, the received tensor is compared with the learner's, and a tensor for which
+nothing was sent must keep its value. Requests to load a file are untrusted.
 """
 
 import os
@@ -62,7 +54,7 @@ _SHARED_BY_SHARDS = "weight_shape"
 
 
 class AuditedReload:
-    """Layer-wise reload with the checks of the module's docstring; mixed into a `WeightTransferEngine`."""
+    """Layer-wise reload with the checks that the module's docstring names; mixed into a `WeightTransferEngine`."""
 
     model: nn.Module
 
@@ -330,9 +322,9 @@ class AuditedReload:
 
     def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[nn.Parameter, list[str]]]:
         """Yield the parameters of a layer with the names that fill their rows."""
-        for leaf, parameter in layer._parameters.items():
-            if parameter is not None and not leaf.endswith(_SHARED_BY_SHARDS):
-                yield parameter, self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
+        for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if not name.endswith(_SHARED_BY_SHARDS):
+                yield parameter, self._owned.get(name, [])
 
     def _record_then(self, prefix: str, process):
         def record_then_process(layer: nn.Module) -> None:

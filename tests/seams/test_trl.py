@@ -16,14 +16,14 @@ from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
 from trl_qarl.saves import SavesRuns
-from trl_qarl.trainer_mixins import PreparesPolicy, TakesTurns
+from trl_qarl.trainer_mixins import PreparesPolicy, ScoresRollouts
 
 
 @pytest.mark.parametrize(
     ("cls", "ours"),
     [
         *((cls, []) for cls in (QaRLClient, QaRLVLLMGeneration, OwnGenerationConfig, SamplingLogProbs)),
-        *((cls, []) for cls in (QaRLTrainer, PushesPolicy, TakesTurns)),
+        *((cls, []) for cls in (QaRLTrainer, PushesPolicy, ScoresRollouts)),
         # `_gathering` is a method of `PushesPolicy`.
         (SavesRuns, ["_gathering"]),
     ],

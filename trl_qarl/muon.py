@@ -108,19 +108,15 @@ class MuonAdamW(torch.optim.Optimizer):
             return super().state_dict()
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def _by_parts(self, state_dict):
-        groups, by_parts = iter(state_dict["param_groups"]), {}
-        for name, part in self.parts.items():
-            own = [group for _, group in zip(part.param_groups, groups, strict=False)]
-            keys = [key for group in own for key in group["params"] if key in state_dict["state"]]
-            by_parts[name] = {"state": {key: state_dict["state"][key] for key in keys}, "param_groups": own}
-        return by_parts
-
     @override
     def load_state_dict(self, state_dict):
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in state_dict.get("param_groups", ())] == sizes:
-            state_dict = self._by_parts(state_dict)
+            groups, state, state_dict = iter(state_dict["param_groups"]), state_dict["state"], {}
+            for name, part in self.parts.items():
+                own = [group for _, group in zip(part.param_groups, groups, strict=False)]
+                keys = [key for group in own for key in group["params"] if key in state]
+                state_dict[name] = {"state": {key: state[key] for key in keys}, "param_groups": own}
         if state_dict.keys() != self.parts.keys():
             raise ValueError(
                 f"The checkpoint's optimizer has the parts {sorted(state_dict)}, this run's {sorted(self.parts)}: the "

@@ -27,7 +27,7 @@ from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
 from .quantization.storage import is_sharded, refresh
-from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model
+from .quantization.swap import disable_quantized_forward, prepare_model
 from .sharding.fsdp2 import shard_low_bit
 from .wire.protocol import CPU_WEIGHTS_VARIABLE
 
@@ -59,12 +59,6 @@ class Policy:
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
             Response to a log-prob that differs from the engine's.
     """
-
-    model: Any
-    has_adapter: bool
-    dtype: torch.dtype
-    swap_report: SwapReport
-    numerics: str
 
     def __init__(self, args: Any, peft_config: Any = None, has_pictures: bool = False):
         self.args, self._peft_config = args, peft_config
@@ -177,12 +171,8 @@ class Policy:
     def attach_numerics(self, model: Any) -> None:
         """Make `model` compute with the run's numerics; call it after TRL has installed its head for log-probs."""
         if self.numerics == "engine":
-            attach_engine_numerics(
-                model,
-                self.dtype,
-                self.args.temperature,
-                adapter_rank=lora_arguments(model).get("max_lora_rank"),
-            )
+            rank = lora_arguments(model).get("max_lora_rank")
+            attach_engine_numerics(model, self.dtype, self.args.temperature, adapter_rank=rank)
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""

@@ -8,22 +8,7 @@ import torch
 from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
-from .checks.options import (
-    as_dict,
-    check_ahead,
-    check_choices,
-    check_hub,
-    check_inherited,
-    check_numerics,
-    check_precision,
-    check_probe,
-    check_scheme,
-    check_turns,
-    check_vllm,
-    raise_problems,
-    refused_by_all,
-)
-from .checks.types import check_types
+from .checks import options as checks
 from .objectives.objective import Objective
 from .objectives.options import UNSET, trl_default
 from .objectives.registry import get_objective, options_of_others
@@ -93,24 +78,24 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
     def __post_init__(self):
         self.scheme = parse_scheme(self.scheme)
-        raise_problems(check_types(self, GRPOConfig))
-        self.objective_kwargs = as_dict(self, "objective_kwargs") or None
+        checks.raise_problems(checks.check_types(self, GRPOConfig))
+        self.objective_kwargs = checks.as_dict(self, "objective_kwargs") or None
         self._choose_device()
-        generation_kwargs = as_dict(self, "generation_kwargs")
+        generation_kwargs = checks.as_dict(self, "generation_kwargs")
         if generation_kwargs.get("do_sample") is True:
             # TRL sets it itself, and vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
-        problems = [*check_scheme(self), *check_numerics(self), *check_precision(self)]
+        problems = [*checks.check_scheme(self), *checks.check_numerics(self)]
         try:
             objective = get_objective(self)
         except ValueError as error:
-            problems += [str(error), *check_choices(self)]
+            problems += [str(error), *checks.check_choices(self)]
         else:
-            problems += [*objective.contradictions(self), *check_choices(self)]
+            problems += [*objective.contradictions(self), *checks.check_choices(self)]
             self._apply(objective)
             problems += [*options_of_others(self, objective), *objective.problems(self)]
-        problems += [*check_inherited(self), *check_probe(self), *check_vllm(self), *check_ahead(self)]
-        raise_problems([*problems, *check_hub(self)])
+        problems += [*checks.check_inherited(self), *checks.check_vllm(self), *checks.check_ahead(self)]
+        checks.raise_problems([*problems, *checks.check_hub(self)])
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if objective.is_on_policy else 8) * self.gradient_accumulation_steps
         # transformers does not know this optimizer name; the trainer builds the optimizer.
@@ -123,9 +108,9 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
-        raise_problems([*objective.problems_of_batch(self), *check_turns(self)])
+        checks.raise_problems([*objective.problems_of_batch(self), *checks.check_turns(self)])
         # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
-        raise_problems(refused_by_all(self))
+        checks.raise_problems(checks.refused_by_all(self))
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()
@@ -135,11 +120,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if self.use_cpu and self.bf16 is None and not self.fp16:
             self.bf16 = has_fast_bf16()
         if is_chosen:
-            logger.warning(
-                "No accelerator was found: training on the CPU (use_cpu=True) with bf16=%s, fp16=%s.",
-                self.bf16,
-                self.fp16,
-            )
+            text = "No accelerator was found: training on the CPU (use_cpu=True) with bf16=%s, fp16=%s."
+            logger.warning(text, self.bf16, self.fp16)
 
     def _apply(self, objective: Objective) -> None:
         """Set the options that `objective` decides, and TRL's defaults for options of its loss that were not given."""
@@ -156,10 +138,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
 
 def config_for(model: Any, args: Any) -> QaRLConfig:
-    """
-    Return `args`, or for `None` a configuration named after `model`, a name or a model. `TypeError` is raised if
-    `args` is a configuration of another class.
-    """
+    """Return `args`, or for `None` a configuration named after `model`, a name or a model. `TypeError` is raised if
+    `args` is a configuration of another class."""
     if args is None:
         from trl.trainer.utils import get_config_model_id
 

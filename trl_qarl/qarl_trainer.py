@@ -17,11 +17,11 @@ from .checks.arguments import check_arguments, has_pictures, problems_of_picture
 from .checks.options import raise_problems
 from .forward import Batch
 from .muon import MuonAdamW
-from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
 from .policy import Policy
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
+from .quantization.precisions import precision_at
 from .quantization.swap import quantized_forward
 from .rollout.ahead import Ahead
 from .rollout.answers import checked_rollout_func, vocabulary_size
@@ -35,13 +35,13 @@ from .sharding.zero3 import compute_in_bfloat16, forget_order
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
-from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts, TakesTurns, replaced_in_trl
+from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts, replaced_in_trl
 
 
 logger = logging.getLogger(__name__)
 
 
-class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
+class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     """
     Trainer for Quantization-aware Reinforcement Learning (QaRL), https://huggingface.co/papers/2604.07853.
 
@@ -125,11 +125,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             # TRL has given the models another forward by now.
             for each in filter(None, (self.model, self.ref_model)):
                 compute_in_bfloat16(self.accelerator.unwrap_model(each))
-        if (
-            sharded_by(self.accelerator) in ("FSDP2", "ZeRO-3")
-            and not self.use_vllm
-            and (tools or environment_factory)
-        ):
+        generates_with_tools = not self.use_vllm and (tools or environment_factory)
+        if generates_with_tools and sharded_by(self.accelerator) in ("FSDP2", "ZeRO-3"):
             raise NotImplementedError(
                 "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: each process calls tools as often as it needs, but without vLLM "
                 "all processes have to generate together."
@@ -144,9 +141,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         measured = self.accelerator, self.model, self._metrics, self._tokenizer.decode, self._objective
         self.recorder = Recorder(args, *measured)
         if self.numerics == "engine" and not self._are_compared:
-            logger.info(
-                "Rollouts are scored by a separate forward: log-probs of a `rollout_func` are not the engine's."
-            )
+            logger.info("Rollouts are scored by a forward: log-probs of a `rollout_func` are not the engine's.")
         self._add_callbacks()
 
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
@@ -304,7 +299,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
                 self._observe(output)
             self.recorder.probe(output, self.state.global_step, self.vllm_generation.engine if self.use_vllm else None)
         if self._num_compared is None:
-            self._log_scoring()
+            self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
 
     def _publish_what_changed(self) -> None:
@@ -320,9 +315,23 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             self.vllm_generation.sync_weights()
         self._last_loaded_step = self.state.global_step
 
+    def set_precision(self, precision: int | dict[str, int] | None) -> None:
+        """Set the precision of the policy with [`Policy.set_precision`]; the engine follows at its next rollout."""
+        if self.policy.set_precision(precision) and self.use_vllm:
+            self._last_loaded_step = -1
+
     @override
     def training_step(self, model, *args, **kwargs):
-        """Measures only forward and backward; TRL's `step_time` includes work done once per generation batch."""
+        """
+        Sets the precision of the generation batch that is in progress or begins, by the update at which it began, so a
+        resumed run continues unchanged. Measures only forward and backward; TRL's `step_time` includes work done once
+        per generation batch.
+        """
+        options = self.args
+        if options.precisions is not None:
+            num_updates = options.steps_per_generation * options.num_iterations // options.gradient_accumulation_steps
+            num_done = self._step // options.gradient_accumulation_steps % num_updates
+            self.set_precision(precision_at(options.precisions, self.state.global_step - num_done, num_updates))
         steps = self.recorder.steps_within(model) if self.is_deepspeed_enabled else nullcontext()
         with self.recorder.time("forward_backward"), steps:
             loss = super().training_step(model, *args, **kwargs)
@@ -354,14 +363,23 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}
         if self.beta != 0.0:
             correction = kl_ratio if self.args.use_bias_correction_kl else 1.0
-            kl, per_token_kl = kl_to_reference(per_token_logps, inputs["ref_per_token_logps"], mask, correction)
-            loss = loss + self.beta * kl
+            # TRL's estimate, averaged over the tokens of each completion and then over completions.
+            log_ratio = inputs["ref_per_token_logps"] - per_token_logps
+            per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
+            per_sequence_kl = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
+            loss = loss + self.beta * per_sequence_kl.mean()
             metrics["kl"] = self.recorder.masked_mean(per_token_kl, mask)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
             metrics["aux_loss"] = self.accelerator.gather_for_metrics(aux_loss).mean().item()
         self.recorder.log(metrics)
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1.0)
+
+    @override
+    def evaluate(self, *args, **kwargs):
+        """Evaluates the policy as it is deployed: at the bits of the scheme."""
+        self.set_precision(None)
+        return super().evaluate(*args, **kwargs)
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
@@ -385,3 +403,5 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
                 self.vllm_generation.stop_server()
             if restore_signals is not None:
                 restore_signals()
+            # Training ends at the bits of the scheme.
+            self.set_precision(None)

@@ -1,16 +1,9 @@
 """
-Bases of [`~trl_qarl.qarl_trainer.QaRLTrainer`], in the order in which Python looks up methods:
+Bases of [`~trl_qarl.qarl_trainer.QaRLTrainer`], which Python searches for methods in this order:
+[`~trl_qarl.saves.SavesRuns`] (checkpoints), [`ScoresRollouts`] (the learner's log-probs of a rollout),
+`trl.GRPOTrainer`, [`PreparesPolicy`] (the low-bit policy), TRL's `_BaseTrainer` and `transformers.Trainer`.
 
-| base | adds |
-|---|---|
-| [`~trl_qarl.saves.SavesRuns`] | checkpoints from which a run continues as if it had not ended |
-| [`TakesTurns`] | bits of the policy, batch by batch |
-| [`ScoresRollouts`] | the learner's log-probs of a rollout |
-| `trl.GRPOTrainer` | rollouts, rewards, advantages, losses |
-| [`PreparesPolicy`] | the low-bit policy |
-| `trl.trainer.base_trainer._BaseTrainer`, `transformers.Trainer` | the loop, the optimizer, files |
-
-The first three extend methods of TRL's trainer, each of them different ones. [`PreparesPolicy`] comes after it: TRL's
+The first two extend methods of TRL's trainer, each of them different ones. [`PreparesPolicy`] comes after it: TRL's
 constructor creates the model and calls `PreparesPolicy.__init__`. That calls transformers' constructor, which moves
 the model to its device, and prepares the policy. TRL then builds a reference model and an engine from it.
 """
@@ -32,7 +25,6 @@ from .numerics.exact import choose_versions
 from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
-from .quantization.precisions import precision_at
 from .quantization.versions import at_version
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
@@ -70,47 +62,7 @@ class RefreshReference(TrainerCallback):
             layer.invalidate()
 
 
-class TakesTurns(_BaseTrainer):
-    """Generates, scores and learns each generation batch at one precision, following `precisions`. The update at which
-    the batch began determines it, so a resumed run continues unchanged."""
-
-    args: Any
-    policy: Policy
-    use_vllm: bool
-    _step: int
-    _last_loaded_step: int
-
-    def set_precision(self, precision: int | dict[str, int] | None) -> None:
-        """Set the precision of the policy with [`Policy.set_precision`]; the engine follows at its next rollout."""
-        if self.policy.set_precision(precision) and self.use_vllm:
-            self._last_loaded_step = -1
-
-    @override
-    def training_step(self, *args, **kwargs):
-        """Sets the precision of the generation batch that is in progress or begins."""
-        options = self.args
-        if options.precisions is not None:
-            num_updates = options.steps_per_generation * options.num_iterations // options.gradient_accumulation_steps
-            num_done = self._step // options.gradient_accumulation_steps % num_updates
-            self.set_precision(precision_at(options.precisions, self.state.global_step - num_done, num_updates))
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def evaluate(self, *args, **kwargs):
-        """Evaluates the policy as it is deployed: at the bits of the scheme."""
-        self.set_precision(None)
-        return super().evaluate(*args, **kwargs)
-
-    @override
-    def train(self, *args, **kwargs):
-        """Leaves the policy at the bits of its scheme."""
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.set_precision(None)
-
-
-class ScoresRollouts(_BaseTrainer):
+class ScoresRollouts(grpo_trainer.GRPOTrainer):
     """
     Gives a generation batch the learner's log-probs, from a scoring forward or from the sampler, and compares the two.
 
@@ -125,16 +77,9 @@ class ScoresRollouts(_BaseTrainer):
     it the sampler's log-prob.
     """
 
-    args: Any
     policy: Policy
     recorder: Recorder
-    beta: float
-    use_vllm: bool
-    vllm_generation: Any
-    rollout_func: Any
     _objective: Objective
-    _buffered_inputs: Any
-    _step: int
     # Number of micro-batches of the generation batch in progress that were compared; `None` if none will be.
     _num_compared: int | None = None
     # The sampler's log-probs of a rollout that TRL is about to score.
@@ -265,9 +210,6 @@ class ScoresRollouts(_BaseTrainer):
         with self.recorder.time("scoring"):
             names = [name for name, value in parts[0].items() if value is not None and value.ndim]
             self._observe({name: torch.cat([part[name] for part in parts]) for name in names})
-        self._log_scoring()
-
-    def _log_scoring(self) -> None:
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
 
     def _at_old_version(self) -> AbstractContextManager:

@@ -131,11 +131,16 @@ def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, objective, optio
         config(tmp_path, use_vllm=True, objective=objective, **options)
 
 
-def test_float16_masters_are_refused_for_every_quantized_scheme(tmp_path):
+def test_float16_masters_of_a_quantized_scheme_and_integers_are_refused_in_any_case(tmp_path):
     options = {"model_init_kwargs": {"dtype": "float16"}, "allow_low_precision_masters": True}
-    problem = low_precision_masters(config(tmp_path, scheme="w8a8", **options), "float16")
+    args = config(tmp_path, scheme="w8a8", **options)
+    (problem,) = low_precision_masters(args, "float16")
     assert re.search("float16.*NaN within a few updates of scheme='w8a8'", problem)
-    assert low_precision_masters(config(tmp_path, scheme="bf16", **options), "float16") is None
+    for name in ("int8", "int64"):
+        (problem,) = low_precision_masters(args, name)
+        assert re.search(f"masters are {name}.*remove `dtype`", problem)
+    args = config(tmp_path, scheme="bf16", **options)
+    assert [*low_precision_masters(args, "float16"), *low_precision_masters(args, "auto")] == []
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,7 @@ def test_numbers_of_numpy_a_single_pattern_and_arguments_of_other_optimizers_tha
     c = config(
         tmp_path,
         mismatch_probe_steps=numpy.int64(2),
+        rollout_ahead=numpy.int64(0),
         positive_epsilon_high=numpy.float32(0.5),
         mismatch_cap=3,
         exclude_modules="lm_head",

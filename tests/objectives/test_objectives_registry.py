@@ -33,6 +33,8 @@ class Sharp(Objective):
 
 
 NARROW = Preset("narrow", dict(COMPARISON[0].options), {"epsilon": 0.01})
+SLOPED = Objective("sloped", clip="above")
+LOW = Objective("dapo", defaults={"epsilon": 0.01})
 SOMETHING = 1
 '''
 
@@ -66,9 +68,12 @@ def test_a_training_takes_an_objective_of_a_users_own(my_losses, tiny_model, tmp
     assert any(not before[name].equal(value) for name, value in parameters(trainer).items())
 
 
-def test_an_object_may_be_named_in_place_of_a_class(my_losses):
-    config = QaRLConfig("out", objective="my_losses:NARROW", bf16=False, use_cpu=True)
-    assert config.epsilon == 0.01 and config.loss_type == "grpo"
+@pytest.mark.parametrize(
+    ("name", "epsilon", "loss_type"), [("NARROW", 0.01, "grpo"), ("SLOPED", 0.2, "grpo"), ("LOW", 0.01, "dapo")]
+)
+def test_an_object_may_be_named_in_place_of_a_class(my_losses, name, epsilon, loss_type):
+    config = QaRLConfig("out", objective=f"my_losses:{name}", bf16=False, use_cpu=True)
+    assert config.epsilon == epsilon and config.loss_type == loss_type
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
 from trl_qarl.saves import SavesRuns
-from trl_qarl.trainer_mixins import PreparesPolicy, TakesTurns
+from trl_qarl.trainer_mixins import PreparesPolicy, ScoresRollouts
 
 
 @pytest.mark.parametrize(
     "cls",
     [
         *(QaRLClient, QaRLVLLMGeneration, OwnGenerationConfig, SamplingLogProbs),
-        *(QaRLTrainer, SavesRuns, PushesPolicy, TakesTurns),
+        *(QaRLTrainer, SavesRuns, PushesPolicy, ScoresRollouts),
     ],
 )
 def test_methods_that_we_override_are_called(cls):

@@ -72,9 +72,7 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
     # A model that will get an adapter will be frozen.
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
-    problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
-    if problem:
-        yield problem
+    yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
 
 
 def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:
@@ -117,55 +115,15 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         return
     if problem := problem_of_class(model):
         yield problem
-    for is_met, option in (
-        (args.numerics != "engine", "numerics='engine'"),
-        (args.exact != "require", "exact='require'"),
-    ):
-        if not is_met:
+    for name, value in (("numerics", "engine"), ("exact", "require")):
+        if getattr(args, name) == value:
             yield (
-                f"{option} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in several "
+                f"{name}={value!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in several "
                 "dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
             )
 
 
-def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[str]:
-    if columns := _columns_among({"video", "videos"}, datasets):
-        yield (
-            f"The dataset has a column {min(columns)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
-            "give frames as pictures in a column 'images'."
-        )
-    if environment_factory is not None and has_pictures(*datasets):
-        yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
-
-
-def _problems_of_ahead(args: Any, train_dataset: Any, turns: Mapping[str, Any]) -> Iterator[str]:
-    # `turns` are arguments that need several turns of an engine.
-    if not args.rollout_ahead:
-        return
-    said = f"rollout_ahead={args.rollout_ahead}"
-    for name, value in turns.items():
-        if value:
-            yield f"{said} is unsupported with `{name}`: its later turns would get newer weights. Leave out one of them."
-    if isinstance(train_dataset, IterableDataset):
-        yield f"{said} is unsupported with a streamed dataset: prompts are looked up before their turn. Load it without streaming."
-    if columns := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
-        yield f"{said} is unsupported with pictures, and the dataset has a column {min(columns)!r}. Leave out one of them."
-
-
-def check_arguments(
-    *,
-    model,
-    args,
-    train_dataset,
-    eval_dataset,
-    quantization_config,
-    peft_config,
-    optimizers,
-    rollout_func,
-    environment_factory,
-    tools,
-    **others,
-) -> None:
+def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
     """Raise one `ValueError` with all problems of the trainer's arguments, before anything is loaded."""
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
@@ -188,11 +146,12 @@ def check_arguments(
             "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
             "`peft_config`."
         )
-    if rollout_func is not None and not args.quantize_learner and not args.use_vllm:
+    if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
             "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
         )
+    environment_factory, quantization_config = others["environment_factory"], others["quantization_config"]
     if quantization_config is None:
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
@@ -203,15 +162,32 @@ def check_arguments(
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
-    problems += _problems_of_videos((train_dataset, eval_dataset), environment_factory if args.use_vllm else None)
-    turns = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
-    problems += _problems_of_ahead(args, train_dataset, turns)
+    datasets = train_dataset, eval_dataset
+    if videos := _columns_among({"video", "videos"}, datasets):
+        problems.append(
+            f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
+            "give frames as pictures in a column 'images'."
+        )
+    if args.use_vllm and environment_factory is not None and has_pictures(*datasets):
+        problems.append(
+            "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
+        )
+    if args.rollout_ahead:
+        said = f"rollout_ahead={args.rollout_ahead} is unsupported with"
+        for name in ("tools", "environment_factory", "rollout_func"):
+            if others[name]:
+                problems.append(f"{said} `{name}`: its later turns would get newer weights. Leave out one of them.")
+        if isinstance(train_dataset, IterableDataset):
+            problems.append(
+                f"{said} a streamed dataset: prompts are looked up before their turn. Load it without streaming."
+            )
+        if pictures := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
+            problems.append(f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them.")
     if isinstance(model, nn.Module):
         problems += problems_of_masters(model, args, has_adapter)
     elif not has_adapter:
         # The command line adds `dtype` after the configuration has been checked.
-        problem = low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
-        problems += [problem] if problem else []
+        problems += low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
     raise_problems(problems)
     if optimizers[0] is not None and args.optim == "muon":
         logger.info("`optimizers` was given, so `optim='muon'` is not used.")

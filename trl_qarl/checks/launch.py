@@ -30,7 +30,6 @@ OPTIMIZERS_WITHOUT_SHARDS = {
     "Adafactor": "its factored moments mix sharded and whole tensors. Use 'adamw_torch_fused' or 'adamw_torch_8bit'",
     "GaLore": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
     "APOLLO": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
-    "LOMO": "it steps within backward, before gradients are reduced. Use 'adamw_torch_fused'",
 }
 """Optimizers that fail on FSDP2's parameters, by package or kind, with reasons and alternatives."""
 
@@ -84,15 +83,8 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     if plugin is not None:
         _check_fsdp(plugin, args, model)
     if deepspeed is not None:
-        config, kind = deepspeed.deepspeed_config, _kind_of_optimizer(args)
-        # The content of `deepspeed_config_file`, which accelerate completes.
-        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        given = {} if file == "none" else HfDeepSpeedConfig(file).config
-        problems = [*_problems_of_zero(config, given, args, is_peft_model(model), kind)]
-        if deepspeed.zero_stage == 3:
-            problems += _problem_of_pushes(args, "zero_stage=3")
-        raise_problems(problems)
-        keep_float32_masters(config)
+        raise_problems(_problems_of_zero(deepspeed.deepspeed_config, args, is_peft_model(model)))
+        keep_float32_masters(deepspeed.deepspeed_config)
     if args.in_flight_updates and state.num_processes > 1:
         raise NotImplementedError(
             f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Remove it."
@@ -152,7 +144,18 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
 
 def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]:
     if is_peft_model(model):
-        yield from _problems_of_adapter(plugin, args, model)
+        if getattr(base_model(model), "is_loaded_in_4bit", False):
+            yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Remove `quantization_config`"
+        if plugin.cpu_ram_efficient_loading:
+            yield (
+                "LoRA with fsdp_cpu_ram_efficient_loading=true: only one process loads the base, but every process has to quantize it. Use "
+                "fsdp_cpu_ram_efficient_loading: false"
+            )
+        if args.lora_mode == "merged" and not plugin.reshard_after_forward:
+            yield (
+                "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights would stay the same while the adapter is "
+                "switched off. Use true"
+            )
     if not isinstance(plugin.reshard_after_forward, bool):
         yield (
             f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: a number reshards gathered weights over fewer "
@@ -195,31 +198,34 @@ def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:
         )
 
 
-def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]:
-    if getattr(base_model(model), "is_loaded_in_4bit", False):
-        yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Remove `quantization_config`"
-    if plugin.cpu_ram_efficient_loading:
-        yield (
-            "LoRA with fsdp_cpu_ram_efficient_loading=true: only one process loads the base, but every process has to quantize it. Use "
-            "fsdp_cpu_ram_efficient_loading: false"
-        )
-    if args.lora_mode == "merged" and not plugin.reshard_after_forward:
-        yield (
-            "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights would stay the same while the adapter is "
-            "switched off. Use true"
-        )
-
-
-def _problems_of_zero(
-    config: Mapping[str, Any], given: Mapping[str, Any], args: Any, has_adapter: bool, optimizer: str | None
-) -> Iterator[str]:
-    # `config` is DeepSpeed's configuration as accelerate has completed it, `given` the original.
+def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
+    # accelerate has completed `config`; `given` is the content of `deepspeed_config_file`.
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    given = {} if file == "none" else HfDeepSpeedConfig(file).config
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
         yield f"zero_stage={stage} shards nothing. Use 1, 2 or 3, or launch with DDP (`accelerate launch --multi_gpu`)"
     if stage == 3:
-        yield from _problems_of_slices(zero, args, has_adapter)
+        if has_adapter:
+            yield (
+                "an adapter with zero_stage=3: outside a forward no process has a complete factor of the adapter to add to the base. Use "
+                "zero_stage 1 or 2 with lora_mode='merged', or launch with FSDP2 or DDP"
+            )
+        if args.numerics == "engine":
+            yield "numerics='engine' with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
+        if args.sync_ref_model:
+            yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
+        if zero.get("zero_quantized_weights"):
+            yield (
+                "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made from masters rounded to 8 bits. "
+                "Remove it, or launch with FSDP2, which gathers low-bit weights"
+            )
+        if not zero.get("stage3_gather_16bit_weights_on_model_save"):
+            yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
+        if args.precisions is not None:
+            yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
+        yield from _problem_of_pushes(args, "zero_stage=3")
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device")
         if device not in (None, "none", "cpu"):
@@ -232,7 +238,7 @@ def _problems_of_zero(
     for name, option in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         if name in config:
             yield f"{name!r} in DeepSpeed's configuration: `{option}` selects it. Remove it"
-    if optimizer != "torch":
+    if _kind_of_optimizer(args) != "torch":
         yield (
             f"optim={_name_of_optimizer(args)!r} with DeepSpeed: DeepSpeed gives optimizers flat slices of masters, but this one needs "
             "matrices or is untested. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
@@ -244,43 +250,21 @@ def _problems_of_zero(
         )
 
 
-def _problems_of_slices(zero: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
-    if has_adapter:
-        yield (
-            "an adapter with zero_stage=3: outside a forward no process has a complete factor of the adapter to add to the base. Use "
-            "zero_stage 1 or 2 with lora_mode='merged', or launch with FSDP2 or DDP"
-        )
-    if args.numerics == "engine":
-        yield "numerics='engine' with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
-    if args.sync_ref_model:
-        yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
-    if zero.get("zero_quantized_weights"):
-        yield (
-            "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made from masters rounded to 8 bits. "
-            "Remove it, or launch with FSDP2, which gathers low-bit weights"
-        )
-    if not zero.get("stage3_gather_16bit_weights_on_model_save"):
-        yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
-    if args.precisions is not None:
-        yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
-
-
 def _name_of_optimizer(args: Any) -> str:
     # transformers may have replaced the name by a member of its enumeration.
     return str(getattr(args.optim, "value", args.optim))
 
 
 def _kind_of_optimizer(args: Any) -> str | None:
-    """Return the optimizer's package, or its name if that is in [`OPTIMIZERS_WITHOUT_SHARDS`]; `None` for Muon."""
+    """Return the optimizer's package, or its kind if that is in [`OPTIMIZERS_WITHOUT_SHARDS`]; `None` for Muon."""
     name = _name_of_optimizer(args)
-    for kind in ("GaLore", "APOLLO", "LOMO"):
+    for kind in ("GaLore", "APOLLO", "Adafactor"):
         if kind.lower() in name:
             return kind
     if name == "muon":
         return None
     optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
-    package = optimizer_class.__module__.partition(".")[0]
-    return optimizer_class.__name__ if optimizer_class.__name__ in OPTIMIZERS_WITHOUT_SHARDS else package
+    return optimizer_class.__module__.partition(".")[0]
 
 
 def check_agreement(accelerator: Accelerator, record: Mapping[str, Any]) -> None:

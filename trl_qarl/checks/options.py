@@ -6,15 +6,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from inspect import formatannotation
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from ..checkpoint.uploads import problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
 from ..objectives.registry import get_objective
-from ..options import CHOICES
+from ..options import CHOICES, own_options
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
 from .refused import (
@@ -25,7 +28,38 @@ from .refused import (
 )
 
 
-_CHOICES = CHOICES | {"vllm_mode": ("server", "colocate")}
+_CHOICES = CHOICES | {"vllm_mode": ("server", "colocate"), "importance_sampling_level": ("token", "sequence")}
+
+
+def check_types(config: Any, inherited: type) -> Iterator[str]:
+    """
+    Yield a problem for each value of `config` that its field's annotation does not allow. Fields of `inherited`, a
+    base class that checks them itself, are skipped unless the class of `config` redefines their annotation.
+
+    Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
+    """
+    hints = get_type_hints(type(config))
+    for name in own_options(type(config), inherited):
+        hint = hints[name]
+        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        value = getattr(config, name)
+        if not any(_fits(value, hint) for hint in allowed):
+            yield f"{name}={value!r} is of type {type(value).__name__}, and must be {formatannotation(hint)}."
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin is list:
+        return (isinstance(value, str) and arguments == (str,)) or (
+            isinstance(value, list | tuple) and all(_fits(element, arguments[0]) for element in value)
+        )
+    if origin is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if origin is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, origin)
 
 
 def check_scheme(config) -> Iterator[str]:
@@ -72,30 +106,6 @@ def check_choices(config) -> Iterator[str]:
             yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
 
 
-def check_precision(config) -> Iterator[str]:
-    if config.fp16 and config.is_quantized:
-        yield (
-            f"fp16=True with scheme={config.scheme!r}: under quantized training float16 with loss scaling underflows to "
-            "NaN (arXiv 2604.07853). Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`."
-        )
-    elif config.fp16 and config.use_cpu:
-        yield (
-            "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and silently computes in float32. "
-            "Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`."
-        )
-
-
-def check_probe(config) -> Iterator[str]:
-    if config.mismatch_probe_steps < 0:
-        yield f"mismatch_probe_steps={config.mismatch_probe_steps} must be 0 (never) or a number of updates."
-    if not config.mismatch_probe_steps or not config.use_vllm or config.vllm_mode != "colocate":
-        return
-    for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
-        if getattr(config, name) != usual:
-            asks = f"{said(config, 'mismatch_probe_steps')} asks the engine between rollouts"
-            yield f"{asks}, which {said(config, name)} does not allow: the engine sleeps, or needs all processes. Leave out one of them."
-
-
 def _check_transport(config) -> Iterator[str]:
     is_server, url = config.use_vllm and config.vllm_mode == "server", config.vllm_server_base_url
     for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
@@ -127,6 +137,13 @@ def _check_gpu(config) -> Iterator[str]:
 
 
 def check_vllm(config) -> Iterator[str]:
+    if config.mismatch_probe_steps < 0:
+        yield f"mismatch_probe_steps={config.mismatch_probe_steps} must be 0 (never) or a number of updates."
+    if config.mismatch_probe_steps and config.use_vllm and config.vllm_mode == "colocate":
+        for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
+            if getattr(config, name) != usual:
+                asks = f"{said(config, 'mismatch_probe_steps')} asks the engine between rollouts"
+                yield f"{asks}, which {said(config, name)} does not allow: the engine sleeps, or needs all processes. Leave out one of them."
     has_own_server = config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
     if config.vllm_token_file is not None and not has_own_server:
         but = said(config, "use_vllm", "vllm_mode", "vllm_server_autostart")
@@ -176,7 +193,7 @@ def check_vllm(config) -> Iterator[str]:
 
 
 def check_ahead(config) -> Iterator[str]:
-    if type(config.rollout_ahead) is not int or config.rollout_ahead < 0:
+    if config.rollout_ahead < 0:
         yield f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or a number of batches."
         return
     if config.rollout_ahead == 0:
@@ -233,6 +250,16 @@ def check_hub(config) -> Iterator[str]:
 
 
 def check_inherited(config) -> Iterator[str]:
+    if config.fp16 and config.is_quantized:
+        yield (
+            f"fp16=True with scheme={config.scheme!r}: under quantized training float16 with loss scaling underflows to "
+            "NaN (arXiv 2604.07853). Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`."
+        )
+    elif config.fp16 and config.use_cpu:
+        yield (
+            "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and silently computes in float32. "
+            "Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`."
+        )
     yield from refused_by_all(config)
     for name, why in MODEL_INIT_KWARGS_REFUSED.items():
         if as_dict(config, "model_init_kwargs").get(name) not in (None, False):
@@ -277,24 +304,25 @@ def raise_problems(problems: Iterable[str]) -> None:
         raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
 
 
-def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None:
-    """Return the problem of masters in `dtype`, or `None` for float32 or if the dtype is only known after loading."""
+def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[str]:
+    """Yield the problem of masters in `dtype`; none for float32, or if the dtype is only known after loading."""
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize >= 4:
-        return None
-    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, torch.dtype) or (dtype.is_floating_point and dtype.itemsize >= 4):
+        return
+    name, fix = str(dtype).removeprefix("torch."), "Load the model in float32 (TRL's default: remove `dtype`)"
+    if not dtype.is_floating_point:
+        yield f"The masters are {name}, which takes no gradient. {fix}."
+        return
     # The distance between neighbouring values at 0.02, a typical weight.
     spacing = torch.finfo(dtype).eps * 2**-6
     text = (
         f"The masters are {name}, where a weight of 0.02 moves in steps of {spacing:.1e}: updates of learning_rate="
-        f"{config.learning_rate:g} round to nothing. Load the model in float32 (TRL's default: remove `dtype`); `bf16=True` "
-        "still computes in bfloat16."
+        f"{config.learning_rate:g} round to nothing. {fix}; `bf16=True` still computes in bfloat16."
     )
     if dtype is torch.float16 and config.is_quantized:
-        return f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
-    if config.allow_low_precision_masters:
-        return None
-    return f"{text} `allow_low_precision_masters=True` allows them."
+        yield f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    elif not config.allow_low_precision_masters:
+        yield f"{text} `allow_low_precision_masters=True` allows them."
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:

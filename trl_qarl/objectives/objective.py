@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from .options import clip_offsets
+from .options import LOSS_TYPES, clip_offsets
 
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Objective:
 
     @property
     def loss_type(self) -> str:
-        """TRL's `loss_type`."""
-        return "grpo" if ":" in self.name else self.name
+        """TRL's `loss_type`: the name if TRL has a loss of this name."""
+        return self.name if self.name in LOSS_TYPES else "grpo"
 
     def weight(self, config: Any, batch: "Batch") -> "torch.Tensor | None":
         """Return the mismatch weight of the loss, `(B, T)` or `(B, 1)`; `None` if there is none or TRL applies it."""
@@ -169,10 +169,6 @@ class Objective:
 
     def problems(self, config: Any) -> Iterator[str]:
         """Yield problems of the loss' options, after the objective has set its own."""
-        if config.importance_sampling_level not in ("token", "sequence"):
-            yield (
-                f"importance_sampling_level={config.importance_sampling_level!r} is unknown. Choose 'token' or 'sequence'."
-            )
         for name in ("epsilon", "epsilon_high"):
             if not (getattr(config, name) or 0.0) >= 0.0:
                 yield f"{name}={getattr(config, name)!r} must be at least 0: it is an offset from a ratio of 1."

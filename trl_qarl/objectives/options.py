@@ -12,6 +12,9 @@ UNSET = (
 )
 """Options whose default is `None` here instead of TRL's, to recognize values that were given."""
 
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+"""TRL's values of `loss_type`."""
+
 RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 OF_ONE_LOSS = (

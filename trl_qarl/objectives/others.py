@@ -22,7 +22,6 @@ unknown sampling log-prob has `w = 1`; under `bypass` and `dppo-tv`, which have 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from typing_extensions import override
 from ..forward import Batch
 from .objective import NO_BOUNDS, Bounds, Loss
 from .options import OF_TRLS_LOSS, clip_offsets, refuse_changed
-from .presets import Preset
+from .presets import TOKEN, Preset
 from .ratios import geometric_mask, kpop_weight, mismatch_ratio
 
 
@@ -88,7 +87,6 @@ def _mean(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (terms.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
 
-@dataclass(frozen=True)
 class _SamplerRule(Preset):
     weighs_by_sampler = True
 
@@ -190,12 +188,8 @@ class _DPPO(_TokenLoss):
     @override
     def contradictions(self, config: Any) -> Iterator[str]:
         yield from super().contradictions(config)
-        for name in ("epsilon", "epsilon_high"):
-            if getattr(config, name) is not None:
-                yield (
-                    f"{name}={getattr(config, name)!r} is not honoured: objective='dppo-tv' bounds the change of a token's "
-                    "probability, with `divergence_threshold`, and not its ratio."
-                )
+        why = "bounds the change of a token's probability, with `divergence_threshold`, and not its ratio"
+        yield from refuse_changed(config, ("epsilon", "epsilon_high"), why)
 
     @override
     def problems(self, config: Any) -> Iterator[str]:
@@ -219,13 +213,11 @@ class _ACR(_TokenLoss):
         return None, config.vllm_importance_sampling_clip_max
 
 
-_OPTIONS = {"importance_sampling_level": "token", "vllm_importance_sampling_correction": False}
-
 OTHERS = (
-    _IcePop("icepop", _OPTIONS, {"mismatch_low": 0.5, "mismatch_high": 5.0}),
-    _KPop("kpop", _OPTIONS, {"divergence_threshold": 0.1}),
-    _GeoMask("geo-mask", _OPTIONS, {"mismatch_low": 0.99, "mismatch_high": 1.01}),
-    _Bypass("bypass", _OPTIONS),
-    _DPPO("dppo-tv", _OPTIONS, {"divergence_threshold": 0.2}),
-    _ACR("acr", _OPTIONS),
+    _IcePop("icepop", TOKEN, {"mismatch_low": 0.5, "mismatch_high": 5.0}),
+    _KPop("kpop", TOKEN, {"divergence_threshold": 0.1}),
+    _GeoMask("geo-mask", TOKEN, {"mismatch_low": 0.99, "mismatch_high": 1.01}),
+    _Bypass("bypass", TOKEN),
+    _DPPO("dppo-tv", TOKEN, {"divergence_threshold": 0.2}),
+    _ACR("acr", TOKEN),
 )

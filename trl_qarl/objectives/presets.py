@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ..forward import Batch
 from .objective import Objective
-from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, clip_offsets, refuse_changed
+from .options import BOUNDS_OF_MISMATCH, LOSS_TYPES, OF_ONE_LOSS, RESHAPES_SAMPLING, clip_offsets, refuse_changed
 from .ratios import mismatch_ratio
 
 
@@ -36,16 +36,13 @@ class Preset(Objective):
 
     is_positive_only: bool = False
 
+    loss_type = "grpo"
+
     weighs_by_sampler: ClassVar[bool] = False
     """True if the loss uses the sampling log-probs in a way for which TRL has no option, with and without vLLM."""
 
     bounds_of_mismatch: ClassVar[tuple[str, ...]] = ()
     """Options of TRL's correction that the loss uses without that correction."""
-
-    @property
-    @override
-    def loss_type(self) -> str:
-        return "grpo"
 
     @override
     def is_corrected(self, config: Any) -> bool:
@@ -110,35 +107,23 @@ class _DualClip(Preset):
         yield from super().problems(config)
 
 
-_TOKEN_TIS = {
-    "importance_sampling_level": "token",
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "token_truncate",
-}
-_SEQUENCE = {"importance_sampling_level": "sequence", "vllm_importance_sampling_correction": False}
-_SEQUENCE_MIS = {
-    "importance_sampling_level": "sequence",
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-}
+TOKEN = {"importance_sampling_level": "token", "vllm_importance_sampling_correction": False}
+_TIS = TOKEN | {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
+_SEQUENCE = TOKEN | {"importance_sampling_level": "sequence"}
+_MIS = _SEQUENCE | {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask"}
 # Table 2 of the paper: `seq_clip_ratio_low` and `seq_clip_ratio_high`, bounds of a geometric mean.
 _SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 
 COMPARISON = (
-    Preset("grpo-tis", _TOKEN_TIS),
-    Preset("positive-only", _TOKEN_TIS, is_positive_only=True),
-    Preset("on-policy", _TOKEN_TIS, is_on_policy=True),
-    _DualClip("dual-clip", _TOKEN_TIS, {"delta": 3.0}),
+    Preset("grpo-tis", _TIS),
+    Preset("positive-only", _TIS, is_positive_only=True),
+    Preset("on-policy", _TIS, is_on_policy=True),
+    _DualClip("dual-clip", _TIS, {"delta": 3.0}),
     Preset("gspo", _SEQUENCE, _SEQUENCE_CLIP),
-    Preset("mis-gspo", _SEQUENCE_MIS, _SEQUENCE_CLIP),
+    Preset("mis-gspo", _MIS, _SEQUENCE_CLIP),
 )
 """Objectives that the paper compares with TBPO."""
 
-TRLS_LOSSES = (
-    *(Objective(name) for name in ("grpo", "bnpo", "dr_grpo", "dapo")),
-    Objective("cispo", clip="above"),
-    Objective("sapo", clip="nowhere"),
-    Objective("luspo"),
-    Objective("vespo", clip="nowhere"),
-)
+_CLIPS = {"cispo": "above", "sapo": "nowhere", "vespo": "nowhere"}
+TRLS_LOSSES = tuple(Objective(name, clip=_CLIPS.get(name, "both")) for name in LOSS_TYPES)
 """TRL's own losses, with every option of TRL's."""

@@ -80,23 +80,6 @@ def binary_kl(logps: torch.Tensor, other_logps: torch.Tensor) -> torch.Tensor:
     return p * (p.log() - q.log()) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
 
 
-def kl_to_reference(
-    per_token_logps: torch.Tensor,
-    ref_per_token_logps: torch.Tensor,
-    mask: torch.Tensor,
-    correction: torch.Tensor | float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return TRL's estimate of the divergence of the learner from the reference, `exp(r) - r - 1` with `r = ref - now`,
-    times `correction`: its mean over the tokens of each completion and then over completions, 0-d, and the estimate
-    per token, `(B, T)`. Both have gradients.
-    """
-    log_ratio = ref_per_token_logps - per_token_logps
-    per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
-    per_sequence = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
-    return per_sequence.mean(), per_token_kl
-
-
 def sequence_log_ratio(
     per_token_logps: torch.Tensor, reference_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:

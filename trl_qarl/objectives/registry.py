@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import Any
 
 from .objective import Objective
+from .options import LOSS_TYPES
 
 
 OBJECTIVES = (
     "tbpo",
     *("grpo-tis", "positive-only", "on-policy", "dual-clip", "gspo", "mis-gspo"),
     *("icepop", "kpop", "geo-mask", "bypass", "dppo-tv", "acr"),
-    *("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    *LOSS_TYPES,
 )
 """TBPO, the paper's comparison, methods of other projects against the mismatch, and TRL's own losses by their
 `loss_type` names."""

@@ -169,6 +169,7 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
 class _TBPO(Objective):
     estimate: EstimatedBands | None = None
 
+    loss_type = "tbpo"
     own_options = (*Bands._fields, "mismatch_cap", "trust_band", "trust_band_share")
     has_own_loss = True
     takes_options_of_trl = False

@@ -180,11 +180,17 @@ def _channel_of(args):
 
         _piece_bytes = 2**18
 
-        def _post(self, digest, size, offset, piece):
-            start = time.monotonic()
-            answer = super()._post(digest, size, offset, piece)
-            time.sleep(max(0.0, len(piece) * 8e-6 / args.megabits - (time.monotonic() - start)))
-            return answer
+        def _upload(self, data):
+            post = self.client.session.post
+
+            def post_slowly(url, data, **request):
+                start = time.monotonic()
+                answer = post(url, data=data, **request)
+                time.sleep(max(0.0, len(data) * 8e-6 / args.megabits - (time.monotonic() - start)))
+                return answer
+
+            with patch.object(self.client.session, "post", post_slowly):
+                return super()._upload(data)
 
     return Throttled
 

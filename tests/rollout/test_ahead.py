@@ -17,7 +17,8 @@ from testing_utils import logged, make_vllm_trainer
 from testing_utils.played_server import weights
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.exact import choose_versions
-from trl_qarl.rollout.ahead import InFlight, NextPrompts
+from trl_qarl.rollout.ahead import NextPrompts
+from trl_qarl.rollout.background import BackgroundCall
 from trl_qarl.rollout.failures import EngineLost
 
 
@@ -237,13 +238,13 @@ def test_weights_are_published_when_nothing_is_in_flight(make_played_trainer):
     threading.Timer(0.2, may_end.set).start()
     backend.sync_weights()
     assert events == ["drawn", "published"]
-    _, completion_ids, _, _ = backend.collect(in_flight)
+    _, completion_ids, _, _ = backend.collect(in_flight, [[5, 6]] * 4, 4)
     assert len(completion_ids) == 4 and in_flight.seconds > 0.1
 
 
 def ask_late(monkeypatch):
     """Have what is in flight ask the server no sooner than `may_ask` is set, or than it is waited for."""
-    start, wait = InFlight.start, InFlight.wait
+    start, wait = BackgroundCall.start, BackgroundCall.wait
 
     def start_later(self, request):
         self.may_ask = threading.Event()
@@ -254,8 +255,8 @@ def ask_late(monkeypatch):
             self.may_ask.set()
         wait(self, *args)
 
-    monkeypatch.setattr(InFlight, "start", start_later)
-    monkeypatch.setattr(InFlight, "wait", wait_for_what_may_ask)
+    monkeypatch.setattr(BackgroundCall, "start", start_later)
+    monkeypatch.setattr(BackgroundCall, "wait", wait_for_what_may_ask)
 
 
 def make_in_flight(make_played_trainer, name="run", **options):
@@ -379,7 +380,7 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
     time.sleep(0.2)
     backend.vllm_client.control("/pause?mode=abort")
     with pytest.raises(EngineLost, match="completions short: it was told to abort them") as cut:
-        backend.collect(in_flight)
+        backend.collect(in_flight, [[5, 6]] * 256, 4)
     assert cut.value.can_be_filled
     backend.vllm_client.control("/resume")
     backend.max_completion_length = usual

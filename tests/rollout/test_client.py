@@ -107,6 +107,13 @@ def test_connecting_to_a_server_that_never_answers_ends(server, monkeypatch):
     assert time.monotonic() - start < 5
 
 
+def test_a_session_that_breaks_off_at_once_is_a_lost_server(server):
+    client, server.failure = make_client(server.url), "break off"
+    client._held, client._token = None, "7" * 64
+    with pytest.raises(ServerLost, match="/qarl/session"):
+        client.open_session()
+
+
 def test_a_server_of_this_machine_is_reached_past_the_proxies(server, monkeypatch):
     proxy = f"http://127.0.0.1:{free_port()}"
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):

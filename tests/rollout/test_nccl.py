@@ -15,6 +15,7 @@ import torch
 
 from testing_utils import failing_server
 from trl_qarl.rollout import channels
+from trl_qarl.rollout.background import BackgroundCall
 from trl_qarl.rollout.channels import NCCLChannel
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost
@@ -113,6 +114,14 @@ def test_a_broadcast_that_never_ends_is_a_lost_server(broadcast, behaviour, erro
 def test_an_error_of_nccl_is_a_lost_server(broadcast):
     with pytest.raises(ServerLost, match="NCCL failed: unhandled system error"):
         broadcast("receives", Communicator(error=RuntimeError("unhandled system error")))
+
+
+def test_a_call_that_was_given_up_does_not_answer_for_the_next_one():
+    call, released = BackgroundCall(), threading.Event()
+    call.start(released.wait)
+    call.fail(OSError("given up"))
+    call.start(lambda: (released.set(), time.sleep(0.2), "new")[-1])
+    assert call.answer(10) == "new"
 
 
 @pytest.mark.timeout(30)

@@ -70,9 +70,10 @@ class Engine:
     """`LLM.generate` whose completions are given."""
 
     def __init__(self, *completions):
-        self.completions, self.prompts = iter(completions), []
+        self.completions, self.prompts, self.seeds = iter(completions), [], []
 
     def generate(self, prompts, parameters, use_tqdm=True):
+        self.seeds.append(parameters.seed)
         self.prompts += [prompt["prompt_token_ids"] for prompt in prompts]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=next(self.completions))]) for _ in prompts]
 
@@ -85,10 +86,13 @@ def test_an_engine_is_sent_one_placeholder_and_asked_again_for_completions_of_pi
     rows = [{"prompt_token_ids": ids} for ids in (ROW, [1, 2], longer)]
     for row in rows[::2] if has_pictures else ():
         row["multi_modal_data"] = {"image": "a picture"}
-    outputs = with_pictures(engine.generate, frozenset([PLACEHOLDER]))(rows, None, use_tqdm=False)
+    parameters = SimpleNamespace(seed=3)
+    outputs = with_pictures(engine.generate, frozenset([PLACEHOLDER]))(rows, parameters, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == ([[8], [4], [6]] if has_pictures else first)
     assert engine.prompts == [ROW.sent, [1, 2], longer.sent] + [ROW.sent, longer.sent, ROW.sent] * has_pictures
     assert rows[0]["prompt_token_ids"] is ROW
+    # With the seed of the first request an engine draws the same tokens again.
+    assert engine.seeds == [3] + [None, None] * has_pictures and parameters.seed == 3
 
 
 def test_a_request_has_the_pixels_of_its_pictures():
@@ -115,11 +119,12 @@ def test_a_server_is_asked_again_for_one_completion_of_a_prompt():
         choices = [{"token_ids": row, "logprobs": found} for row, found in zip(tokens, logprobs, strict=True)]
         return {"prompt_token_ids": list(ROW), "choices": choices}
 
-    answer = complete_prompts(post, "model", [ROW], [None], {"n": 2}, frozenset([PLACEHOLDER]))
+    answer = complete_prompts(post, "model", [ROW], [None], {"n": 2, "seed": 3}, frozenset([PLACEHOLDER]))
     assert answer == {
         "prompt_ids": [list(ROW)],
         "completion_ids": [[5], [4]],
         "logprobs": [[[-1.0]], [[-1.0]]],
         "logprob_token_ids": [[[5]], [[4]]],
     }
-    assert [request["sampling_params"]["n"] for request in requests] == [2, 1]
+    sampling = [request["sampling_params"] for request in requests]
+    assert [(each["n"], each["seed"]) for each in sampling] == [(2, 3), (1, None)]

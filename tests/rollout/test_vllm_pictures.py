@@ -186,7 +186,7 @@ def test_buffers_that_nothing_fills_and_another_normalization_are_refused(one_ki
     monkeypatch.setattr("trl_qarl.rollout.pictures.engine_arguments", lambda model: {})
     with pytest.raises(ValueError, match="pictures.mm_device_do_normalize: learner False, engine True"):
         make_picture_trainer(one_kind, tmp_path, scheme="w4a16")
-    monkeypatch.setattr("trl_qarl.rollout.publisher.model_differences", lambda *args: [])
+    monkeypatch.setattr("trl_qarl.rollout.publisher.differences", lambda *args: [])
     trainer = make_picture_trainer(one_kind, tmp_path, scheme="w4a16")
     with pytest.raises(EngineLost, match="input_norm.weight: dummy loading has filled this buffer with noise"):
         trainer.train()

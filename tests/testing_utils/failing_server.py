@@ -28,6 +28,8 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True
+        elif failure == "break off" and self.command == "POST":
+            self.reply(200, b"", length=9)
         elif failure == "garbage":
             self.reply(200, b"<html>")
         elif str(failure).isdigit():
@@ -35,9 +37,9 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.reply(200, json.dumps({"data": [{"id": "model"}], "weight_version": "7"}).encode())
 
-    def reply(self, status, body):
+    def reply(self, status, body, length=None):
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         self.wfile.write(body)
 

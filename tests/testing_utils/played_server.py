@@ -82,8 +82,6 @@ class Server:
         pass
 
     # What the publisher does.
-    takes_all_processes = False
-
     def publish(self, version):
         self.ask("publish")
         digest = hashlib.sha256()

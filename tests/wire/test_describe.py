@@ -10,8 +10,8 @@ from trl_qarl.wire.describe import (
     config_differences,
     describe_model,
     describe_tokenizer,
+    differences,
     group_name,
-    model_differences,
     scheme_of_group,
 )
 
@@ -32,26 +32,26 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
     ours = describe_model(make_tiny_config("qwen2"))
     same = make_tiny_config("qwen2", use_cache=False, initializer_range=0.5, attention_dropout=0.5, bos_token_id=7)
     same.name_or_path, same.quantization_config = "elsewhere", {"quant_method": "compressed-tensors"}
-    assert model_differences("model", ours, describe_model(same)) == []
+    assert differences("model.", ours, describe_model(same)) == []
     for name, value in {"num_attention_heads": 4, "rms_norm_eps": 1e-3, "hidden_act": "gelu"}.items():
         other = describe_model(make_tiny_config("qwen2", **{name: value}))
-        assert model_differences("model", ours, other) == [f"model.{name}: learner {ours[name]!r}, engine {value!r}"]
+        assert differences("model.", ours, other) == [f"model.{name}: learner {ours[name]!r}, engine {value!r}"]
     theta = describe_model(make_tiny_config("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
-    (line,) = model_differences("model", ours, theta)
+    (line,) = differences("model.", ours, theta)
     assert line.startswith("model.rope_parameters: learner") and "100.0" in line
     # Another version of transformers may write a setting that this one does not know, or leave one that is not set
     # out.
     newer = ours | {"new_setting": 1, "rope_parameters": ours["rope_parameters"] | {"factor": None}}
-    assert model_differences("model", ours, newer) == []
+    assert differences("model.", ours, newer) == []
 
 
 def test_tokenizers_are_told_apart():
     ours = describe_tokenizer(make_tiny_tokenizer())
-    assert model_differences("tokenizer", ours, describe_tokenizer(make_tiny_tokenizer())) == []
+    assert differences("tokenizer.", ours, describe_tokenizer(make_tiny_tokenizer())) == []
     other = make_tiny_tokenizer()
     other.eos_token = "<|unk|>"
     other.add_tokens(["12"])
-    lines = model_differences("tokenizer", ours, describe_tokenizer(other))
+    lines = differences("tokenizer.", ours, describe_tokenizer(other))
     assert lines[0].startswith("tokenizer.encoding of a fixed text: ") and lines[1:] == [
         "tokenizer.eos_token_id: learner 2, engine 3",
         "tokenizer.vocabulary size: learner 260, engine 261",

@@ -3,8 +3,12 @@
 import gc
 import json
 import os
+import secrets
+import ssl
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +22,6 @@ from trl_qarl.wire.handshake import (
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
     is_proof,
-    make_token,
     make_token_file,
     proof,
     read_token_file,
@@ -30,10 +33,10 @@ from trl_qarl.wire.transfer_dir import make_transfer_dir
 
 
 def test_a_proof_is_of_one_secret_and_one_message():
-    token = make_token()
+    token = secrets.token_hex(32)
     given = proof(token, "trainer", ["a", "b"], "process 7")
     assert is_proof(given, token, "trainer", ["a", "b"], "process 7")
-    assert not is_proof(given, make_token(), "trainer", ["a", "b"], "process 7")
+    assert not is_proof(given, secrets.token_hex(32), "trainer", ["a", "b"], "process 7")
     # The server's proof is no trainer's, and no two messages are one.
     assert not is_proof(given, token, "server", ["a", "b"], "process 7")
     assert not is_proof(given, token, "trainer", ["a"], "b", "process 7")
@@ -50,7 +53,7 @@ def test_a_token_file_is_its_owners_alone_and_kept(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
     token = read_token_file(path)
     make_token_file(path)
-    assert read_token_file(path) == token != make_token()
+    assert read_token_file(path) == token != secrets.token_hex(32)
 
 
 def test_what_is_no_token_and_what_others_may_know_is_refused(tmp_path):
@@ -81,7 +84,7 @@ def test_a_server_does_not_start_without_a_secret_and_keeps_it_from_its_children
     make_token_file(tmp_path / "token")
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
     assert PublicationGate(None)._token == read_token_file(tmp_path / "token")
-    monkeypatch.setenv(TOKEN_VARIABLE, token := make_token())
+    monkeypatch.setenv(TOKEN_VARIABLE, token := secrets.token_hex(32))
     assert take_token() == token
     assert TOKEN_VARIABLE not in os.environ
     assert server_token() == token
@@ -213,12 +216,29 @@ def test_trainer_and_server_find_each_other(started, make_client, monkeypatch, t
             time.sleep(0.01)
 
 
+def test_one_thread_at_a_time_reads_from_the_session(started, make_client, monkeypatch):
+    """OpenSSL allows no two, and requests with pictures come from many."""
+    started.append(server := serve(token := secrets.token_hex(32)))
+    client, reading = make_client(server.url, token=token), threading.Lock()
+
+    def receive(size):
+        assert reading.acquire(blocking=False)
+        time.sleep(0.01)
+        reading.release()
+        raise ssl.SSLWantReadError
+
+    sock = SimpleNamespace(settimeout=lambda seconds: None, recv=receive)
+    monkeypatch.setattr(client._held.raw.connection, "sock", sock)
+    with ThreadPoolExecutor(4) as executor:
+        assert not any(executor.map(lambda _: client.has_lost_session(), range(4)))
+
+
 def test_the_session_ends_with_its_client(started):
     """Such as that of a trainer whose constructor raises: no garbage collector is needed."""
     pytest.importorskip("vllm")
     from trl_qarl.rollout.client import QaRLClient
 
-    started.append(server := serve(token := make_token()))
+    started.append(server := serve(token := secrets.token_hex(32)))
     gc.collect()
     gc.disable()
     try:
@@ -233,7 +253,7 @@ def test_the_session_ends_with_its_client(started):
 
 def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client, monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
-    started.append(server := serve(make_token()))
+    started.append(server := serve(secrets.token_hex(32)))
     with pytest.raises(ValueError, match="`vllm_token_file`"):
         make_client(server.url)
     with pytest.raises(ValueError, match="`vllm_token_file`"):
@@ -249,7 +269,7 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     from trl_qarl.rollout.channels import FileChannel
     from trl_qarl.rollout.http_session import ServerLost
 
-    token, mine, theirs = make_token(), tmp_path / "mine", tmp_path / "theirs"
+    token, mine, theirs = secrets.token_hex(32), tmp_path / "mine", tmp_path / "theirs"
     for directory in (mine, theirs):
         make_transfer_dir(directory)
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(mine))
@@ -286,7 +306,7 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
 
 
 def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp_path):
-    token = make_token()
+    token = secrets.token_hex(32)
     started.append(server := serve(token))
     started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
     with pytest.raises(RuntimeError, match="opened no session"):

@@ -31,15 +31,6 @@ from .failures import EngineLost, all_or_none
 logger = logging.getLogger(__name__)
 
 
-class InFlight(BackgroundCall):
-    """Request for completions that a thread of the main process waits for; other processes start no thread. Each of
-    this process' `prompts`, token ids, is repeated for its `num_generations` completions."""
-
-    def __init__(self, prompts: list[list[int]], num_generations: int):
-        super().__init__()
-        self.prompts, self.num_generations = prompts, num_generations
-
-
 @dataclass
 class Pending:
     """A generation batch of this process that is drawn before its turn. `versions` are the update whose weights draw
@@ -51,7 +42,7 @@ class Pending:
     completion_ids: list[list[int]] | None = None
     logps: list[list[float | None]] | None = None
     seconds: float = 0.0
-    in_flight: InFlight | None = None
+    in_flight: BackgroundCall | None = None
 
     @property
     def version(self) -> int:
@@ -141,7 +132,7 @@ class Ahead:
                 continue
             in_flight = batch.in_flight
             try:
-                batch.keep(self.generation.collect(in_flight))
+                batch.keep(self.generation.collect(in_flight, batch.prompt_ids, self.args.num_generations))
             except EngineLost as lost:
                 batch.in_flight = None
                 logger.warning("A generation batch was lost while it was drawn ahead: %s", lost)

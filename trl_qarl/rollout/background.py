@@ -28,11 +28,11 @@ class BackgroundCall:
 
     def start(self, function: Callable[[], Any]) -> None:
         """Call `function`. An error of the call is raised by `answer`."""
-        self._outcome = Future()
+        self._outcome = outcome = Future()
         if self.in_thread:
-            threading.Thread(target=self._run, args=(function,), name="trl-qarl-call", daemon=True).start()
+            threading.Thread(target=self._run, args=(function, outcome), name="trl-qarl-call", daemon=True).start()
         else:
-            self._run(function)
+            self._run(function, outcome)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait at most `timeout` seconds for the end of the call, without raising its error."""
@@ -49,16 +49,17 @@ class BackgroundCall:
         with suppress(InvalidStateError):
             self._outcome.set_exception(error)
 
-    def _run(self, function: Callable[[], Any]) -> None:
+    def _run(self, function: Callable[[], Any], outcome: Future) -> None:
         start = time.perf_counter()
         try:
             answer = function()
         except BaseException as error:
             self.seconds = time.perf_counter() - start
-            self.fail(error)
+            with suppress(InvalidStateError):
+                outcome.set_exception(error)
             if not isinstance(error, Exception):
                 raise
             return
         self.seconds = time.perf_counter() - start
         with suppress(InvalidStateError):
-            self._outcome.set_result(answer)
+            outcome.set_result(answer)

@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 import ssl
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -83,6 +84,7 @@ class QaRLClient(VLLMClient):
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
+        self._reading = threading.Lock()
         self.instance = self.transfer_dir = self.transfer_mark = None
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
@@ -137,7 +139,10 @@ class QaRLClient(VLLMClient):
             raise RuntimeError(f"The server at {self.base_url} opened no session: {error_text(held)}")
         # Keep the iterator with the response: it closes the connection when it is garbage-collected early.
         lines = held.iter_lines()
-        state = json_object(next(lines, b""))
+        try:
+            state = json_object(next(lines, b""))
+        except requests.RequestException as error:
+            raise ServerLost(f"The vLLM server did not answer {held.url}: {error}") from error
         if not is_proof(state.pop("proof", None), token, "server", nonces, state):
             held.close()
             raise RuntimeError(
@@ -174,16 +179,18 @@ class QaRLClient(VLLMClient):
         sock = None if held is None else getattr(held.raw.connection, "sock", None)
         if sock is None:
             return False
-        sock.settimeout(0)
-        try:
-            # Meanwhile the server writes empty lines to keep the connection alive.
-            while sock.recv(4096):
+        # Requests come from many threads, which must not read from one TLS connection at a time.
+        with self._reading:
+            sock.settimeout(0)
+            try:
+                # Meanwhile the server writes empty lines to keep the connection alive.
+                while sock.recv(4096):
+                    pass
+            except (BlockingIOError, ssl.SSLWantReadError):
+                return False
+            except OSError:
                 pass
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return False
-        except OSError:
-            pass
-        return True
+            return True
 
     def close_session(self) -> None:
         """Let another trainer use the server. From now on only a new handshake is sent."""

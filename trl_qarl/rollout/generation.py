@@ -12,9 +12,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
-from ..quantization.storage import writes_to
-from .ahead import InFlight
+from ..quantization.storage import is_sharded, writes_to
 from .answers import BadAnswer, check_answer, vocabulary_size
+from .background import BackgroundCall
 from .channels import choose_channel, sends_changes
 from .client import QaRLClient
 from .engine import Engine
@@ -59,8 +59,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.engine: Any = None
         self.description: dict[str, Any] = {}
         self._published_parameters: list[tuple[int, ...]] | None = None
-        self._in_flight: InFlight | None = None
-        self._launched: list[InFlight] = []
+        self._in_flight: BackgroundCall | None = None
+        self._launched: list[BackgroundCall] = []
         # False while a `rollout_func` asks, possibly for text or other log-probs; its result is checked later.
         self._is_generating = False
         super().__init__(*args, **kwargs)
@@ -181,18 +181,19 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
         return attempt(0) if self.mode == "colocate" else persistently(_GENERATING, attempt)
 
-    def launch(self, prompts: list[list[int]], num_generations: int) -> InFlight:
-        """Have a thread of the main process ask the server for the completions of all processes, which all call."""
-        in_flight = InFlight(prompts, num_generations)
-        self.collect(in_flight)
+    def launch(self, prompts: list[list[int]], num_generations: int) -> BackgroundCall:
+        """Have a thread of the main process ask the server for the completions of all processes, which all have to
+        call this. Each of this process' `prompts`, token ids, is repeated for its `num_generations` completions."""
+        in_flight = BackgroundCall()
+        self.collect(in_flight, prompts, num_generations)
         return in_flight
 
-    def collect(self, in_flight: InFlight) -> tuple:
+    def collect(self, in_flight: BackgroundCall, prompts: list[list[int]], num_generations: int) -> tuple:
         """Wait for a launched request and return what [`~QaRLVLLMGeneration.generate`] returns. A failure raises
         [`EngineLost`] on every process; there is no retry, as the learner may have other weights by now."""
         self._in_flight = in_flight
         try:
-            return self._generate_once(in_flight.prompts, None, in_flight.num_generations)
+            return self._generate_once(prompts, None, num_generations)
         finally:
             self._in_flight = None
 
@@ -277,7 +278,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             try:
                 if failed:
                     self._recover(failed)
-                if self.publisher.takes_all_processes:
+                if is_sharded(self.model):
                     broadcast_object_list([_GATHERS], from_process=0)
                 self._publish()
                 outcome = [self.publication]
@@ -317,7 +318,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _ask_alone(self, request: Callable[[], dict[str, Any]], failed: int) -> dict[str, Any]:
         """Send the request of a `rollout_func`, in which other processes take no part."""
         if failed:
-            if self.publisher.takes_all_processes:
+            if is_sharded(self.model):
                 raise EngineLost(
                     "A `rollout_func` has lost the server, and all processes are needed to fill it again."
                 )

@@ -1,6 +1,7 @@
 """HTTP requests that raise an error unless the server answers in time with an expected status."""
 
 import ipaddress
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -59,9 +60,9 @@ class CheckedSession(requests.Session):
         generates = method == "POST" and parts.path.endswith(_GENERATING_PATHS)
         seconds = self.generation_timeout if generates else self.request_timeout
         kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
-        if self.ca_certs is not None:
-            # Set per request: REQUESTS_CA_BUNDLE would override the session's.
-            kwargs.setdefault("verify", self.ca_certs)
+        # Set per request: these variables would override the session's file, and without `trust_env` are not read.
+        if ca_certs := self.ca_certs or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"):
+            kwargs.setdefault("verify", ca_certs)
         try:
             response = super().request(method, url, **kwargs)
         except requests.ReadTimeout as error:

@@ -9,6 +9,7 @@ equal the learner's, token by token.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from operator import itemgetter
 from typing import Any
 
@@ -175,11 +176,14 @@ def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -
         outputs = generate(prompts, sampling_params, **kwargs)
         if not has_pictures:
             return outputs
+        # With the seed of a request the same tokens would be drawn again.
+        unseeded = copy(sampling_params)
+        unseeded.seed = None
         return draw_again(
             outputs,
             lambda output: output.outputs[0].token_ids,
             placeholders,
-            lambda places: generate([prompts[place] for place in places], sampling_params, **kwargs),
+            lambda places: generate([prompts[place] for place in places], unseeded, **kwargs),
         )
 
     return generate_with_pictures
@@ -214,16 +218,16 @@ def complete_prompts(
     like that of TRL's client, with the server's prompts."""
     num_each = sampling["n"]
 
-    def draw(place: int, count: int) -> dict[str, Any]:
-        return post(json=picture_request(model, prompts[place], pictures[place], **{**sampling, "n": count}))
+    def draw(place: int, **changed: Any) -> dict[str, Any]:
+        return post(json=picture_request(model, prompts[place], pictures[place], **{**sampling, **changed}))
 
     with ThreadPoolExecutor(min(_MAX_REQUESTS, len(prompts))) as executor:
-        answers = list(executor.map(lambda place: draw(place, num_each), range(len(prompts))))
+        answers = list(executor.map(draw, range(len(prompts))))
     choices = draw_again(
         [choice for answer in answers for choice in answer["choices"]],
         itemgetter("token_ids"),
         placeholders,
-        lambda places: [draw(place // num_each, 1)["choices"][0] for place in places],
+        lambda places: [draw(place // num_each, n=1, seed=None)["choices"][0] for place in places],
     )
     logprobs, logprob_token_ids = parse_logprobs([choice["logprobs"] for choice in choices])
     return {

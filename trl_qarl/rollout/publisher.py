@@ -32,7 +32,6 @@ from ..wire.describe import (
     describe_pictures,
     describe_tokenizer,
     differences,
-    model_differences,
 )
 from ..wire.fingerprint import fingerprints as fingerprints_of
 from ..wire.patches import PatchBook
@@ -75,11 +74,6 @@ class Publisher:
         self._published: dict[str, str] = {}
         self._patches = PatchBook() if delta else None
 
-    @property
-    def takes_all_processes(self) -> bool:
-        """True if all other processes have to [`~Publisher.join`] a publication."""
-        return is_sharded(self.model)
-
     def forget(self) -> None:
         """Make the next publication send everything, because the engine is new or its state is unknown."""
         self._published = {}
@@ -91,17 +85,17 @@ class Publisher:
         inventory = Inventory.of(self.model)
         problems = config_differences(quantization_config(inventory), theirs["quantization_config"])
         ours = {"dtype": str(self.dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs"}
-        problems += differences(ours, ours, theirs)
+        problems += differences("", ours, theirs, ours)
         config = getattr(self.model, "config", None)
         if config is not None:
             ours = describe_model(config.get_text_config())
-            problems += model_differences("model", ours, theirs.get("model") or {})
+            problems += differences("model.", ours, theirs.get("model") or {})
             image_processor = getattr(self.processing_class, "image_processor", None)
             ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
-            problems += model_differences("pictures", ours, theirs.get("pictures") or {})
+            problems += differences("pictures.", ours, theirs.get("pictures") or {})
         if self.tokenizer is not None:
             ours = describe_tokenizer(self.tokenizer)
-            problems += model_differences("tokenizer", ours, theirs.get("tokenizer") or {})
+            problems += differences("tokenizer.", ours, theirs.get("tokenizer") or {})
         problems += [
             *_unsupported_settings(theirs),
             *adapter_problems(self.model, theirs),
@@ -148,7 +142,7 @@ class Publisher:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
         finally:
             # Finish the collectives even after a failure: the other ranks do not know about it.
-            for _ in layers if self.takes_all_processes else ():
+            for _ in layers if is_sharded(self.model) else ():
                 pass
         canary = self.canary.compare(learner, self.engine)
         self._published = fingerprints

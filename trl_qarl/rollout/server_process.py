@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..processes import end_with_parent, exit_on_signals
-from ..wire.handshake import TOKEN_VARIABLE, make_token
+from ..wire.handshake import TOKEN_VARIABLE
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
 from .http_session import CheckedSession, ServerLost
@@ -43,7 +44,7 @@ class ServerProcess:
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log_file: Path):
         self.argv = list(argv)
-        self.token = make_token()
+        self.token = secrets.token_hex(32)
         self.environment = dict(environment)
         self.log_file = log_file
         self._process: subprocess.Popen | None = None

@@ -15,7 +15,7 @@ _ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
 def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the differences between the `quantization_config` of learner and engine, empty for an unquantized model,
     that change numbers, as `"setting: ours, theirs"`."""
-    lines = differences(("quant_method", "format"), ours, theirs)
+    lines = differences("", ours, theirs, ("quant_method", "format"))
     our_groups, their_groups = (list(config.get("config_groups", {}).values()) for config in (ours, theirs))
     if len(our_groups) != len(their_groups):
         lines.append(f"config_groups: learner {len(our_groups)}, engine {len(their_groups)}")
@@ -23,7 +23,7 @@ def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
         if sorted(our_group["targets"]) != sorted(their_group["targets"]):
             lines.append(f"targets: learner {our_group['targets']}, engine {their_group['targets']}")
         for part in ("weights", "input_activations"):
-            lines += differences(_ARGS, our_group.get(part) or {}, their_group.get(part) or {}, f"{part}.")
+            lines += differences(f"{part}.", our_group.get(part) or {}, their_group.get(part) or {}, _ARGS)
     if set(ours.get("ignore", [])) != set(theirs.get("ignore", [])):
         lines.append(
             f"exclude list: learner {sorted(ours.get('ignore', []))}, engine {sorted(theirs.get('ignore', []))}"
@@ -32,14 +32,22 @@ def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
 
 
 def differences(
-    names: Iterable[str], ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+    prefix: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> list[str]:
-    """Return the named settings that differ, as `"setting: ours, theirs"`."""
+    """Return the settings that differ, as `"setting: ours, theirs"` after a `prefix`. Only `names` are compared, by
+    default those of both sides, because versions of transformers write different settings."""
     return [
         f"{prefix}{name}: learner {ours.get(name)!r}, engine {theirs.get(name)!r}"
-        for name in names
-        if ours.get(name) != theirs.get(name)
+        for name in (sorted(ours.keys() & theirs.keys()) if names is None else names)
+        if _without_nothing(ours.get(name)) != _without_nothing(theirs.get(name))
     ]
+
+
+def _without_nothing(value: Any) -> Any:
+    """Drop nested settings that are `None`, which are equal to missing ones."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_nothing(part) for name, part in value.items() if part is not None}
 
 
 def group_name(index: int, scheme: QuantScheme) -> str:
@@ -163,20 +171,3 @@ def describe_tokenizer(tokenizer) -> dict[str, Any]:
 def sample_token_ids(tokenizer) -> list[int]:
     """Return the token ids of a fixed text, without special tokens."""
     return list(tokenizer.encode(_SAMPLE_TEXT, add_special_tokens=False))
-
-
-def model_differences(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`.
-    Settings of one side only are ignored, because versions of transformers write different ones."""
-    return [
-        f"{kind}.{name}: learner {ours[name]!r}, engine {theirs[name]!r}"
-        for name in sorted(ours.keys() & theirs.keys())
-        if _without_nothing(ours[name]) != _without_nothing(theirs[name])
-    ]
-
-
-def _without_nothing(value: Any) -> Any:
-    """Drop nested settings that are `None`, which are equal to missing ones."""
-    if not isinstance(value, dict):
-        return value
-    return {name: _without_nothing(part) for name, part in value.items() if part is not None}

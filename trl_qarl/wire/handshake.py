@@ -36,11 +36,6 @@ def json_object(content: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def make_token() -> str:
-    """Return a new secret."""
-    return secrets.token_hex(32)
-
-
 def proof(token: str, *parts: Any) -> str:
     """Return the HMAC-SHA256 of `parts`, in JSON, in hexadecimal digits."""
     return hmac.new(token.encode(), json.dumps(parts, sort_keys=True).encode(), "sha256").hexdigest()
@@ -58,7 +53,7 @@ def make_token_file(path: str | Path) -> None:
     except FileExistsError:
         return
     with os.fdopen(descriptor, "w") as file:
-        file.write(f"{make_token()}\n")
+        file.write(f"{secrets.token_hex(32)}\n")
 
 
 def read_token_file(path: str | Path) -> str:

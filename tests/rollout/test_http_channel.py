@@ -101,9 +101,6 @@ def test_weights_reach_a_server_over_tls(serve, tmp_path, monkeypatch):
     # Nothing stays in the directory but the mark.
     assert [path.name for path in (tmp_path / "transfer").iterdir()] == [client.transfer_mark]
     client.close_session()
-    # The variable is that of requests, to which it names every certificate.
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
-    assert CheckedSession(5, 5).get(f"{server.url}/health").ok
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,9 @@ def test_a_probe_that_loses_the_server_warns_and_one_of_pictures_too(monkeypatch
     recorder.probe(make_batch(), 0, engine=None)
     recorder.probe(make_batch() | {"pixel_values": torch.zeros(1)}, 1, engine=None)
     recorder.probe(make_batch() | {"completion_ids": torch.zeros(4, 1), "completion_mask": torch.ones(4, 1)}, 2, None)
-    assert [record.getMessage() for record in caplog.records] == [
+    # An engine that another test had in this process makes transformers warn of its process group.
+    ours = [record for record in caplog.records if record.name.startswith("trl_qarl")]
+    assert [record.getMessage() for record in ours] == [
         "The mismatch was not probed: gone",
         "The mismatch was not probed: the prompts contain more than text.",
     ]

@@ -18,7 +18,6 @@ from packaging.version import Version
 from torch import nn
 
 from ..checkpoint.layout import problem_of_zero_points
-from ..numerics import cpu, cuda
 from ..packages import installed
 from ..quantization.gemm import has_fast_bf16
 from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts
@@ -27,7 +26,6 @@ from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
 from ..quantization.swap import SwapReport, prepare_model
 from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
-from ..rollout.publisher import CHUNK_BYTES, Publisher, largest_chunk
 from ..wire.transfer_dir import room_for, transfer_bases
 
 
@@ -58,6 +56,9 @@ def diagnose(
 ) -> Iterator[Finding]:
     """Check this machine, and `model`, which is on the meta device and changed in place, for `plan`. `args` are the
     command's; `chosen` are the schemes that they name."""
+    # Imported where they are used: `trl-qarl env` needs neither vLLM nor what its engine loads.
+    from ..rollout.publisher import CHUNK_BYTES, largest_chunk
+
     yield from check_versions(*_installed())
     yield from check_zero_points(chosen)
     yield from check_hardware(chosen)
@@ -305,6 +306,8 @@ def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
 
 def check_numerics() -> Finding:
     """Describe where `numerics="engine"` can be used."""
+    from ..numerics import cpu, cuda
+
     on_cpu, on_gpu = cpu.reason_against(), cuda.reason_against()
     if on_cpu is None:
         exact = "can be used with vLLM here"
@@ -328,6 +331,7 @@ def check_engine(plan: QuantPlan) -> list[Finding]:
 
 def _try_engine(plan: QuantPlan) -> list[Finding]:
     from ..rollout.in_process import make_engine
+    from ..rollout.publisher import Publisher
     from ..rollout.spec import EngineSpec
 
     on_cpu = not torch.cuda.is_available()

@@ -1,7 +1,6 @@
 """HTTP requests that raise an error unless the server answers in time with an expected status."""
 
 import ipaddress
-import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -43,8 +42,8 @@ def refusals() -> Iterator[None]:
 class CheckedSession(requests.Session):
     """
     Session whose requests, including TRL's, either get one of the `expected` statuses in time or raise [`ServerLost`].
-    The arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. Proxies of the environment are not used for
-    addresses of this machine, which no proxy can reach. `ValueError` is raised for a certificate that is not trusted.
+    The arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. Proxies and certificates of the environment
+    are not used for addresses of this machine. `ValueError` is raised for a certificate that is not trusted.
     """
 
     def __init__(self, request_timeout: float, generation_timeout: float, ca_certs: str | Path | None = None):
@@ -60,9 +59,9 @@ class CheckedSession(requests.Session):
         generates = method == "POST" and parts.path.endswith(_GENERATING_PATHS)
         seconds = self.generation_timeout if generates else self.request_timeout
         kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
-        # Set per request: these variables would override the session's file, and without `trust_env` are not read.
-        if ca_certs := self.ca_certs or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"):
-            kwargs.setdefault("verify", ca_certs)
+        if self.ca_certs is not None:
+            # Set per request: REQUESTS_CA_BUNDLE would override the session's.
+            kwargs.setdefault("verify", self.ca_certs)
         try:
             response = super().request(method, url, **kwargs)
         except requests.ReadTimeout as error:

@@ -189,9 +189,9 @@ def test_a_signal_that_comes_while_a_program_starts_waits_for_its_handler():
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone does it")
 def test_a_child_ends_with_its_parent(tmp_path):
     code = (
-        "import subprocess, sys, time\nfrom trl_qarl.processes import end_with_parent\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], preexec_fn=end_with_parent())\n"
-        "print(child.pid, flush=True)\ntime.sleep(60)"
+        "import subprocess, sys, time\nfrom trl_qarl.processes import as_child\n"
+        "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "subprocess.Popen(as_child([sys.executable, '-c', code])).wait()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         child = psutil.Process(int(parent.stdout.readline()))

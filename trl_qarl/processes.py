@@ -3,6 +3,7 @@ Signal handling that ends a command and the processes that it started: Linux del
 process 1 of a container. Needs no torch.
 
 `python -m trl_qarl.processes MODULE ...` runs another package's module with these handlers, until it installs its own.
+With `--parent=PID COMMAND ...` it becomes a command that ends with its parent, see [`as_child`].
 """
 
 import ctypes
@@ -12,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NoReturn
 
 
@@ -64,18 +64,31 @@ def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     os.execvpe(argv[0], argv, environment)
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], object]:
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """
-    Return a function for a child to call, after which Linux sends the child `number` once the thread that started it
-    is gone, however that happens. The child's own children are not affected. On other systems it does nothing.
+    Have Linux send this process `number` once the thread that started it is gone, however that happens. Other programs
+    that this process becomes keep this, its own children do not. On other systems this does nothing.
     """
-    if sys.platform != "linux":
-        return lambda: None
-    set_parent_death_signal = 1
-    return partial(ctypes.CDLL(None).prctl, set_parent_death_signal, number)
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+
+
+def as_child(argv: Sequence[str]) -> list[str]:
+    """
+    Return a command that calls [`end_with_parent`] and becomes `argv`, for `subprocess`. Its `preexec_fn` would fork,
+    which Linux refuses to a process that has mapped more memory than the machine has, and which can hang with threads.
+    """
+    return [sys.executable, "-m", "trl_qarl.processes", f"--parent={os.getpid()}", *argv]
 
 
 if __name__ == "__main__":
-    exit_on_signals()
     del sys.argv[0]
+    if sys.argv[0].startswith("--parent="):
+        end_with_parent()
+        # The parent may have gone before.
+        if sys.argv[0] != f"--parent={os.getppid()}":
+            sys.exit(128 + signal.SIGTERM)
+        os.execvp(sys.argv[1], sys.argv[1:])
+    exit_on_signals()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -140,15 +140,15 @@ def test_a_trainer_that_is_told_to_end_cleans_up_and_ends_its_server(tmp_path, s
     assert not is_running(pid) and not (tmp_path / "transfer").exists()
 
 
-def test_the_handler_of_sigterm_goes_with_the_server(tmp_path):
+def test_the_handler_of_sigterm_goes_with_the_server(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     server = child_that_sleeps(tmp_path, tmp_path / "transfer")
     server.start()
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     server.stop()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    server.argv[0] = "there-is-no-such-program"
-    with pytest.raises(FileNotFoundError, match=server.argv[0]):
+    monkeypatch.setattr(sys, "executable", "there-is-no-such-program")
+    with pytest.raises(FileNotFoundError, match=sys.executable):
         server.start()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not (tmp_path / "transfer").exists()
 

@@ -89,6 +89,8 @@ class Server:
 def server(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        # Set by an engine in this process; a server with it has no worker, whose queues a test looks at.
+        patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
         server = Server(tmp_path_factory.mktemp("server"), patch)
         yield server
         server.stop()

@@ -53,7 +53,8 @@ class WarmServers:
         return json.loads(self.process.stdout.readline())
 
     def popen(self, argv, env, stdout, **options):
-        return WarmServer(self, self.ask("start", argv, env, stdout.name))
+        _launcher, command = argv[:4], argv[4:]
+        return WarmServer(self, self.ask("start", command, env, stdout.name))
 
     def serve(self, patch, in_one_process: bool = True) -> dict:
         """
@@ -112,7 +113,7 @@ def run(argv: list[str], environment: dict[str, str], log: str) -> None:
     from trl_qarl.processes import end_with_parent
 
     os.setsid()
-    end_with_parent()()
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

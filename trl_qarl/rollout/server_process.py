@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..processes import end_with_parent, exit_on_signals
+from ..processes import as_child, exit_on_signals
 from ..wire.handshake import TOKEN_VARIABLE
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
@@ -69,13 +69,12 @@ class ServerProcess:
         try:
             with self.log_file.open("ab") as log:
                 self._process = subprocess.Popen(
-                    self.argv,
+                    as_child(self.argv),
                     env={**os.environ, **self.environment, TOKEN_VARIABLE: self.token},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=end_with_parent(),
                 )
         except OSError:
             self._clean_up()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..checkpoint.marker import is_complete
-from ..processes import end_with_parent
+from ..processes import as_child
 from ..study.grid import build_command, cell_name, check_evaluation, expand_grid, load_grid
 from .command_line import check_names, configuration_errors
 from .train import known_options
@@ -147,13 +147,12 @@ async def _run(command: list[str], out: TextIO, log: TextIO, lock: TextIO, devic
     log.flush()
     # The process inherits the lock: as long as it runs a second command is refused, even if this one was killed.
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *as_child(command),
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=log,
         start_new_session=True,
         pass_fds=[lock.fileno()],
-        preexec_fn=end_with_parent(),
         env=None if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device},
     )
     try:

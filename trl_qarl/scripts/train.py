@@ -292,7 +292,7 @@ if __name__ == "__main__":
     exit_on_signals()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # SIGKILL, because a rank may be waiting for another one that has ended.
-        end_with_parent(signal.SIGKILL)()
+        end_with_parent(signal.SIGKILL)
     with configuration_errors():
         parsed = make_parser().parse_args_and_config(fail_with_unknown_args=False)
     try:

@@ -11,7 +11,7 @@ from testing_utils.learners import needs_vllm
 from trl_qarl.numerics import low_bit as products
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
-from trl_qarl.quantization.schemes import INT8, SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import E4M3, INT8, SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.wire.protocol import CPU_WEIGHTS_VARIABLE
 
@@ -73,6 +73,26 @@ def test_a_row_has_the_same_bits_among_any_others_and_so_has_a_channel(name, sha
     assert (y.double() - exact).norm() < 2**-7 * exact.norm()
     expected = (x,) if scheme.activation is None else quantize_activation(x, scheme)
     assert all(map(torch.equal, map(_bytes, seen), map(_bytes, expected)))
+
+
+@needs_vllm
+@pytest.mark.parametrize("activation", [INT8, E4M3], ids=lambda grid: grid.name)
+def test_kernels_quantize_activations_like_the_learner(activation, monkeypatch):
+    if products.reason_not_to_call() is not None:
+        pytest.skip(products.reason_not_to_call())
+    every_bfloat16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    finite = every_bfloat16[every_bfloat16.isfinite()].view(-1, 255)
+    rows = torch.cat([finite, finite.flip(0).t().reshape(-1, 255), torch.zeros(2, 255).bfloat16()])
+    rows = torch.cat([rows, torch.randn(300, 255).bfloat16() * torch.logspace(-40, 36, 300)[:, None].bfloat16()])
+    scheme = get_scheme("w8a8" if activation == INT8 else "fp8")
+    rows = rows[: len(rows) // 32 * 32]
+    for part in (rows, rows.t(), rows.t()[:, rows.abs().amax(1) > 1e-2]):
+        expected = quantize_activation(part, scheme)
+        assert all(map(torch.equal, map(_bytes, products.quantize_rows(part, activation)), map(_bytes, expected)))
+    assert products._quantizes(activation)
+    # A kernel of another release with other bits.
+    monkeypatch.setitem(products._KERNELS, activation, lambda rows: tuple(map(torch.zeros_like, expected)))
+    assert not products._quantizes.__wrapped__(activation)
 
 
 @needs_vllm

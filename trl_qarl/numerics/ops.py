@@ -12,7 +12,7 @@ precision.
 Operations round float32 masters to the engine's dtype and pass the gradient straight through that rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ LOGIT_ROWS = 1024
 LOGITS_IN_CACHE = 2**18
 """Logits in float32 per thread at a time, so that intermediate results stay in a processor's cache."""
 
-BLOCK_OF_QUERIES = {"cpu": 64}
-"""Queries per block of attention's gradient by type of device: a CPU's fit its cache. Other devices take 512."""
+BLOCK_OF_QUERIES, TOKENS_OF_ATTENTION = {"cpu": 64}, {"cpu": 1024}
+"""Queries per block, and tokens of sequences at a time, of attention's gradient by type of device: a CPU's fit its
+cache. Other devices take 512 and 4,096."""
 
 
 def backend_of(x: torch.Tensor) -> Any:
@@ -161,10 +162,10 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         positions, cache = ctx.saved_tensors
-        # A rotation's transpose is the rotation back.
-        cos, sin = cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
-        first, second = grad.float().chunk(2, dim=-1)
-        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(grad.dtype), None, None
+        # A rotation's transpose is the rotation back, whose table has the other sign of the sines.
+        cos, sin = cache[positions].chunk(2, dim=-1)
+        places = torch.arange(len(positions), device=positions.device)
+        return backend_of(grad).rotate(grad, places, torch.cat([cos, -sin], dim=-1)), None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -181,44 +182,70 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grads = []
-        # One sequence at a time, which needs no mask of padding.
-        for part in zip(*(tensor.split(ctx.lengths) for tensor in (*ctx.saved_tensors, grad)), strict=True):
-            parts = _grad_attention(*(tensor.float() for tensor in part), ctx.scale, ctx.window)
-            grads.append([tensor.to(grad.dtype) for tensor in parts])
+        tensors = [tensor.split(ctx.lengths) for tensor in (*ctx.saved_tensors, grad)]
+        num_key_heads = tensors[1][0].shape[1]
+        grads: list[Any] = [None] * len(ctx.lengths)
+        for group in _similar_lengths(ctx.lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
+            length = ctx.lengths[group[0]]
+            padded = (_pad_sequences([parts[i] for i in group], length, num_key_heads) for parts in tensors)
+            for i, *parts in zip(group, *_grad_attention(*padded, ctx.scale, ctx.window), strict=True):
+                grads[i] = [x[:, : ctx.lengths[i]].transpose(0, 1).flatten(1, 2).to(grad.dtype) for x in parts]
         return *map(torch.cat, zip(*grads, strict=True)), None, None, None, None
+
+
+def _similar_lengths(lengths: tuple[int, ...], num_tokens: int) -> Iterator[list[int]]:
+    """Yield groups of places in `lengths`, the longest first, that have at most `num_tokens` tokens together, or a
+    single sequence, and at most a tenth of padding each."""
+    places = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    while places:
+        longest = lengths[places[0]]
+        count = sum(lengths[place] >= 0.9 * longest for place in places[: max(1, num_tokens // longest)])
+        yield places[:count]
+        del places[:count]
+
+
+def _pad_sequences(sequences: list[torch.Tensor], length: int, num_key_heads: int) -> torch.Tensor:
+    """Return `sequences`, `(tokens, heads, head_dim)` each, as float32 `(sequences, key heads, length, heads per key
+    head, head_dim)`, with zeros after the last token."""
+    _, num_heads, head_dim = sequences[0].shape
+    shape = len(sequences), num_key_heads, length, num_heads // num_key_heads, head_dim
+    padded = torch.empty(shape, device=sequences[0].device)
+    for target, sequence in zip(padded, sequences, strict=True):
+        target[:, : len(sequence)] = sequence.unflatten(1, shape[1:4:2]).transpose(0, 1)
+        target[:, len(sequence) :] = 0.0
+    return padded
 
 
 def _grad_attention(query, key, value, grad, scale, window):
     """
-    Return float32 gradients of one sequence's causal attention to the last `window` keys, or to all.
+    Return float32 gradients of causal attention to the last `window` keys, or to all, in the shapes of
+    [`_pad_sequences`]. Padding comes after the last token, which does not see it, and its own gradients are zeros.
 
     A block of queries needs all its keys at once, so its probabilities are exact, and those of later keys are not
     computed. Queries that share a key head are rows of the same product.
     """
-    num_groups = query.shape[1] // key.shape[1]
-    # (key heads, queries per key head, tokens, head_dim)
-    query, grad = (x.unflatten(1, (-1, num_groups)).permute(1, 2, 0, 3).contiguous() for x in (query * scale, grad))
-    key, value = (x.transpose(0, 1).contiguous() for x in (key, value))
+    num_sequences = len(query)
+    query, grad = query.flatten(0, 1).mul_(scale), grad.flatten(0, 1)
+    key, value = key.flatten(0, 1).squeeze(2), value.flatten(0, 1).squeeze(2)
     grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    length = key.shape[1]
+    length, num_groups = query.shape[1:3]
     size = BLOCK_OF_QUERIES.get(key.device.type, 512)
     for start in range(0, length, size):
         end, first = min(start + size, length), 0 if window is None else max(start - window + 1, 0)
-        rows, keys = (..., slice(start, end), slice(None)), (slice(None), slice(first, end))
+        rows, keys = (slice(None), slice(start, end)), (slice(None), slice(first, end))
         q, g, k, v = query[rows].flatten(1, 2), grad[rows].flatten(1, 2), key[keys], value[keys]
         places = torch.arange(first, end, device=key.device)
         distance = places[start - first :, None] - places
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores = q @ k.mT
-        scores.unflatten(1, (num_groups, -1)).masked_fill_(hidden, -torch.inf)
+        scores.unflatten(1, (-1, num_groups)).masked_fill_(hidden[:, None], -torch.inf)
         probs = scores.softmax(dim=-1)
         grad_value[keys] += probs.mT @ g
         grad_scores = torch._softmax_backward_data(g @ v.mT, probs, -1, probs.dtype)
-        grad_query[rows] = (grad_scores @ k).unflatten(1, (num_groups, -1))
+        grad_query[rows] = (grad_scores @ k).unflatten(1, (-1, num_groups))
         grad_key[keys] += grad_scores.mT @ q
-    grad_query = grad_query.mul_(scale).permute(2, 0, 1, 3).flatten(1, 2)
-    return grad_query, grad_key.transpose(0, 1), grad_value.transpose(0, 1)
+    grads = grad_query.mul_(scale), grad_key.unsqueeze(2), grad_value.unsqueeze(2)
+    return [tensor.unflatten(0, (num_sequences, -1)) for tensor in grads]
 
 
 class _Linear(torch.autograd.Function):

@@ -24,6 +24,9 @@ from .schemes import E4M3_CODES, INT8_CODES, QuantScheme
 BLOCK_OF_WEIGHTS = {"cpu": 2**18}
 """Weights per block of quantization by type of device: a CPU's fit its cache. Other devices take 2**24."""
 
+SMALLEST_E4M3_SCALE = 1.0 / (448.0 * 512.0)
+"""Smallest scale of E4M3 activations in vLLM."""
+
 
 @torch.no_grad()
 def quantize_weight(
@@ -59,7 +62,7 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
     denormal numbers gets zero codes."""
     assert scheme.activation is not None
     if scheme.activation.type == "float":
-        scale = e4m3_scale(x)
+        scale = (x.abs().amax(dim=-1, keepdim=True).float() / 448.0).clamp_(min=SMALLEST_E4M3_SCALE)
         scaled = x.float() / scale if x.is_cuda else x.float() * scale.reciprocal()
         return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).contiguous(), scale
     # Below the smallest normal number the reciprocal would overflow.
@@ -68,11 +71,6 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
     scale = amax / 127.0
     codes = (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8)
     return codes.contiguous(), scale
-
-
-def e4m3_scale(x: torch.Tensor) -> torch.Tensor:
-    """Return vLLM's float32 scales `(M, 1)` for E4M3 activations `(M, K)`, one for each token."""
-    return (x.abs().amax(dim=-1, keepdim=True).float() / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
 
 
 def dequantize_activation(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

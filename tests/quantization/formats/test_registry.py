@@ -4,7 +4,6 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from trl_qarl.quantization.formats.e4m3 import round_to_grid
 from trl_qarl.quantization.formats.fp4 import MAGNITUDES
 from trl_qarl.quantization.formats.int4_packed import Int4Packed, to_words
 from trl_qarl.quantization.formats.registry import format_of
@@ -77,17 +76,6 @@ def test_every_tensor_has_a_row_for_each_of_the_weight_and_is_as_declared(contai
     declared = [(o.dtype, scale.shape if o.per_group else (48, 1)) for o in weight.format.operands]
     assert [(tensor.dtype, tensor.shape) for tensor in tensors] == declared
     assert torch.equal(weight.take(slice(16)).dequantize(), weight.dequantize()[:16])
-
-
-def test_rounding_by_sums_is_the_conversion_to_codes():
-    every_bfloat16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halfway = (codes[1:] + codes[:-1]) / 2
-    numbers = torch.cat([every_bfloat16, halfway, halfway.nextafter(halfway * 2), halfway.nextafter(halfway * 0)])
-    numbers = torch.cat([numbers, -numbers, 2.0 ** (torch.rand(10_000) * 40 - 31)])
-    numbers = numbers[~(numbers.abs() > 448.0)]
-    expected = numbers.to(torch.float8_e4m3fn).float()
-    torch.testing.assert_close(round_to_grid(numbers.clone()), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_bits", [2, 3])

@@ -11,7 +11,16 @@ from trl_qarl.numerics.ops import backend_of, token_log_probs
 
 
 @pytest.mark.parametrize(
-    ("lengths", "window"), [((5, 140, 33), None), ((1600,), None), ((5, 1100, 33), 33), ((700,), 600)]
+    ("lengths", "window"),
+    [
+        ((5, 140, 33), None),
+        ((1600,), None),
+        ((5, 1100, 33), 33),
+        ((700,), 600),
+        # Of similar length, so computed together with padding, and not in order.
+        ((66, 61, 140, 130, 64), None),
+        ((66, 140, 61, 64, 136), 33),
+    ],
 )
 def test_attention_has_the_gradient_of_exact_attention(lengths, window, arithmetic):
     if window is not None and not kernels.has_engine_kernels():

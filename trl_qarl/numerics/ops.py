@@ -209,7 +209,7 @@ def _pad_sequences(sequences: list[torch.Tensor], length: int, num_key_heads: in
     head, head_dim)`, with zeros after the last token."""
     _, num_heads, head_dim = sequences[0].shape
     shape = len(sequences), num_key_heads, length, num_heads // num_key_heads, head_dim
-    padded = torch.empty(shape, device=sequences[0].device)
+    padded = torch.empty(shape, dtype=torch.float32, device=sequences[0].device)
     for target, sequence in zip(padded, sequences, strict=True):
         target[:, : len(sequence)] = sequence.unflatten(1, shape[1:4:2]).transpose(0, 1)
         target[:, len(sequence) :] = 0.0

@@ -102,7 +102,9 @@ STARTS_A_SERVER = """
     server.start()
     try:
         print(server._process.pid, flush=True)
-        time.sleep(60)
+        # Python handles a signal that comes just before a sleep after the sleep.
+        for _ in range(600):
+            time.sleep(0.1)
     finally:
         print("cleaned up", flush=True)
         time.sleep(1)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
 
 from . import cpu, cuda, portable
 
@@ -186,8 +187,7 @@ class _Attention(torch.autograd.Function):
         num_key_heads = tensors[1][0].shape[1]
         grads: list[Any] = [None] * len(ctx.lengths)
         for group in _similar_lengths(ctx.lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
-            length = ctx.lengths[group[0]]
-            padded = (_pad_sequences([parts[i] for i in group], length, num_key_heads) for parts in tensors)
+            padded = (_pad_sequences([parts[i] for i in group], num_key_heads) for parts in tensors)
             for i, *parts in zip(group, *_grad_attention(*padded, ctx.scale, ctx.window), strict=True):
                 grads[i] = [x[:, : ctx.lengths[i]].transpose(0, 1).flatten(1, 2).to(grad.dtype) for x in parts]
         return *map(torch.cat, zip(*grads, strict=True)), None, None, None, None
@@ -204,16 +204,11 @@ def _similar_lengths(lengths: tuple[int, ...], num_tokens: int) -> Iterator[list
         del places[:count]
 
 
-def _pad_sequences(sequences: list[torch.Tensor], length: int, num_key_heads: int) -> torch.Tensor:
-    """Return `sequences`, `(tokens, heads, head_dim)` each, as float32 `(sequences, key heads, length, heads per key
+def _pad_sequences(sequences: list[torch.Tensor], num_key_heads: int) -> torch.Tensor:
+    """Return `sequences`, `(tokens, heads, head_dim)` each, as float32 `(sequences, key heads, tokens, heads per key
     head, head_dim)`, with zeros after the last token."""
-    _, num_heads, head_dim = sequences[0].shape
-    shape = len(sequences), num_key_heads, length, num_heads // num_key_heads, head_dim
-    padded = torch.empty(shape, dtype=torch.float32, device=sequences[0].device)
-    for target, sequence in zip(padded, sequences, strict=True):
-        target[:, : len(sequence)] = sequence.unflatten(1, shape[1:4:2]).transpose(0, 1)
-        target[:, len(sequence) :] = 0.0
-    return padded
+    rows = pad_sequence(sequences, batch_first=True).unflatten(2, (num_key_heads, -1)).transpose(1, 2)
+    return rows.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _grad_attention(query, key, value, grad, scale, window):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..quantization import gemm
-from ..quantization.quantize import SMALLEST_E4M3_SCALE, activation_form, quantize_activation
+from ..quantization.quantize import SMALLEST_E4M3_SCALE, dequantize_activation, quantize_activation
 from ..quantization.schemes import E4M3, INT8, INT8_CODES, Grid, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, NORMS
@@ -34,11 +34,7 @@ def low_bit_linear(
     product = _product_of(low_bit, rows.dtype)
     if product is None:
         return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)
-    activation = low_bit.scheme.activation
-    # Kernels that quantize rows keep their codes to themselves.
-    seen = (rows,) if activation is None else quantize_rows(rows, activation)
-    y = product.multiply(*seen, rows.dtype, bias) if activation == E4M3 else product(rows, bias)
-    return y, seen, product.name
+    return *product.multiply(rows, bias), product.name
 
 
 def multiply(rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -83,8 +79,8 @@ def describe_arithmetic() -> dict[str, Any]:
 
 
 class _Expanded:
-    """The dequantized weight in the product of unquantized layers. Codes of activations are exact in its dtype, and
-    their scale multiplies the result."""
+    """The dequantized weight in the product of unquantized layers. Low-bit activations are dequantized as well, to the
+    dtype of the rows, as for the gradient."""
 
     name = "expanded once + vLLM's product of unquantized layers"
 
@@ -101,18 +97,15 @@ class _Expanded:
         self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype))
 
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.scheme.activation is not None:
-            return self.multiply(*quantize_rows(rows, self.scheme.activation), rows.dtype, bias)
-        bias = None if bias is None else bias.to(rows.dtype)
-        return self._product(rows.to(self.dtype), bias).to(rows.dtype)
+        return self.multiply(rows, bias)[0]
 
-    def multiply(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the product, in `dtype`, of activations that are quantized."""
-        # PyTorch's mixed `bfloat16 * float32` would be slower.
-        y = self._product(activation_form(codes).unpack(codes, self.dtype)).float().mul_(scale).to(dtype)
-        return y if bias is None else y.add_(bias.to(dtype))
+    def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the product and the tensors from which backward rebuilds its activations."""
+        dtype, activation = rows.dtype, self.scheme.activation
+        if activation is not None:
+            rows = dequantize_activation(*quantize_rows(rows, activation), dtype)
+        bias = None if bias is None else bias.to(dtype)
+        return self._product(rows.to(self.dtype), bias).to(dtype), (rows,)
 
 
 class _Int8:
@@ -139,6 +132,10 @@ class _Int8:
         pad_inputs, pad_outputs = self._padding
         bias = None if bias is None else pad(bias.to(rows.dtype).float(), (0, pad_outputs))
         return self._multiply(pad(rows, (0, pad_inputs)).contiguous(), bias)[:, : self.num_outputs]
+
+    def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        # The kernel keeps its codes to itself.
+        return self(rows, bias), quantize_rows(rows, INT8)
 
 
 class _Int4(_Int8):
@@ -192,9 +189,9 @@ def _int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _e4m3_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The kernel has another smallest scale, and ignores what does not fill a block of 32 inputs.
-    if rows.shape[1] % 32 == 0:
+    if rows.numel() and rows.shape[1] % 32 == 0:
         codes, scale = torch.ops._C.quantize_fp8e4m3_vec(rows, True, None)
-        if bool((scale >= SMALLEST_E4M3_SCALE).all()):
+        if scale.min() >= SMALLEST_E4M3_SCALE:
             return codes, scale[:, None]
     return quantize_activation(rows, get_scheme(_SCHEMES[E4M3]))
 

@@ -9,8 +9,8 @@ kernels compute each row by itself; if they cannot run, the weight is expanded a
 because BLAS chooses the order of summation by the number of rows.
 
 On a CPU the thresholds, here and in `formats/`, are where the measured times cross (benchmarks/learner.md). PyTorch
-has no product of FP8, or of INT4 by INT8, for x86 processors. The codes of activations are exact in bf16 and float32,
-so they go through a weight-only product, whose result is multiplied by their scale.
+has no product of FP8, or of INT4 by INT8, for x86 processors: activations are dequantized, rounded to the compute
+dtype as for the gradient, and go through a weight-only product.
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.cpu import _is_vnni_supported as _has_vnni
 
 from .formats.registry import format_of
-from .quantize import activation_form, quantize_activation
+from .quantize import dequantize_activation, quantize_activation
 from .schemes import QuantScheme
 
 
@@ -49,9 +49,9 @@ def low_bit_linear(
     Multiply activations `(M, K)` in the compute dtype by a `LowBitTensor` `(N, K)`, without recording a gradient.
 
     Return `x @ w'.T + bias` in the dtype of `x`; the tensors from which backward rebuilds the product's activations,
-    `(x,)` or codes and scale; and the kernel's name. A bias `(N,)` of any floating dtype is added in the compute
-    dtype. On a CPU, `row_invariant` asks for one kernel for any number of rows, with which no row changes another's
-    result.
+    codes and scale or only `(M, K)` in high precision; and the kernel's name. A bias `(N,)` of any floating dtype is
+    added in the compute dtype. On a CPU, `row_invariant` asks for one kernel for any number of rows, with which no row
+    changes another's result.
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
@@ -62,13 +62,10 @@ def low_bit_linear(
         weight = weight.gemm_weight()
         if weight.qdata.dtype is torch.int8 or _has_fp8_kernel(codes, weight.qdata):
             product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
-        else:
-            # Sums of codes may overflow float16.
-            dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-            codes_as_numbers = activation_form(codes).unpack(codes, dtype)
-            product, kernel = _weight_only_linear(codes_as_numbers, weight, None, row_invariant)
-            product = product.mul_(scale).to(x.dtype)
-        return _add_bias(product, bias), (codes, scale), kernel
+            return _add_bias(product, bias), (codes, scale), kernel
+        rows = dequantize_activation(codes, scale, x.dtype)
+        y, kernel = _weight_only_linear(rows, weight, bias, row_invariant)
+        return y, (rows,), kernel
 
 
 def low_bit_matmul(

@@ -42,3 +42,9 @@ def _pairs(dtype: torch.dtype) -> torch.Tensor:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
     pairs = patterns.view(torch.float8_e4m3fn).to(dtype)
     return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64)
+
+
+def as_halves(codes: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of codes, divided by 256, as float16: sign, exponent and mantissa are in the same places. NaN
+    becomes 480 / 256."""
+    return codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(~0x4000).view(torch.float16)

@@ -122,7 +122,8 @@ class Format:
             lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
             largest = torch.where(highest > -lowest, highest, lowest)
         else:
-            largest = groups.abs().amax(dim=-1)
+            # Without a copy of the magnitudes.
+            largest = torch.maximum(groups.amax(dim=-1), -groups.amin(dim=-1))
         return (largest / scheme.grid.scale_divisor,)
 
     def quotients(self, groups: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:

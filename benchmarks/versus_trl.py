@@ -96,7 +96,7 @@ def make_trainer(contender: str, options):
         "max_steps": options.updates * (options.batches + 1),
         "learning_rate": options.learning_rate,
         "lr_scheduler_type": "constant",
-        "optim": "adamw_torch",
+        "optim": "adamw_torch_fused",
         "bf16": True,
         "use_cpu": not has_gpu,
         "gradient_checkpointing": False,

@@ -32,6 +32,7 @@ def test_hidden_matrices_get_the_update_of_muon_and_everything_else_that_of_adam
     adamw = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.1}, {"params": [p for p in others if p.ndim != 2], "weight_decay": 0.0}],
         lr=1e-2,
+        fused=True,
     )
     backward(reference)
     muon.step()

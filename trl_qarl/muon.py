@@ -74,7 +74,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if muon_params:
             parts["muon"] = _MuonOfWhole(muon_params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         if groups:
-            parts["adamw"] = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+            parts["adamw"] = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self.parts = parts
         # The parts' own group dictionaries, so that a scheduler's changes reach them.
         groups = [group for part in parts.values() for group in part.param_groups]

@@ -39,7 +39,7 @@ def state_of(trainer):
     return sum(getattr(value, "nbytes", 0) for value in state)
 
 
-@pytest.mark.parametrize(("optim", "rank"), [("muon", 0), ("adamw_torch", 0), ("muon", 8)])
+@pytest.mark.parametrize(("optim", "rank"), [("muon", 0), ("adamw_torch", 0), ("adamw_torch_fused", 0), ("muon", 8)])
 def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
     gradients, adapter = Gradients(), lora(r=rank) if rank else None
     trainer = make_trainer(

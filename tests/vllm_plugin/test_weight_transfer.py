@@ -1,5 +1,7 @@
 """Publication into a real vLLM engine in this process: what arrives, what is refused, what is computed then."""
 
+from collections import Counter
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -41,7 +43,7 @@ CASES = [
 
 @pytest.mark.usefixtures("quick_engines")
 @pytest.mark.parametrize(("scheme", "arch", "dtype"), CASES, ids=lambda v: str(v).removeprefix("torch."))
-def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch, dtype):
+def test_the_engine_computes_with_what_was_published_last(tmp_path, monkeypatch, scheme, arch, dtype):
     path = make_tiny_model(tmp_path, arch)
     publisher = make_publisher(path, scheme, dtype)
     llm, model = publisher.engine.llm, publisher.model
@@ -75,6 +77,58 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
     exported = export_checkpoint(model, tmp_path / "export", AutoTokenizer.from_pretrained(path), dtype)
     fresh = load_engine(exported, max_model_len=128, max_num_seqs=8)
     assert engine_logps(fresh) == again
+
+
+@pytest.mark.usefixtures("quick_engines")
+@pytest.mark.parametrize(
+    ("scheme", "arch", "leaf"),
+    [("w4a16", "qwen2", "weight_packed"), ("w8a8", "gemma", "weight"), ("fp8", "qwen2", "weight")],
+)
+def test_codes_are_compared_as_the_engine_runs_with_them(tmp_path, monkeypatch, caplog, scheme, arch, leaf):
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from trl_qarl.vllm_plugin import engine_tensors, weight_transfer
+
+    publisher = make_publisher(make_tiny_model(tmp_path, arch), scheme, torch.bfloat16)
+    publisher.publish("before")
+    before = engine_logps(publisher.engine.llm)
+    layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
+    codes = engine_tensors.rows_as_loaded(layer, leaf)
+    assert codes.data_ptr() == getattr(layer, leaf).data_ptr() and codes.is_contiguous()
+    codes.view(torch.uint8)[-1, -1] ^= 1
+    with caplog.at_level("WARNING", "trl_qarl"):
+        publisher.publish("repaired")
+    assert "Sent again: model.layers.0" in caplog.text and engine_logps(publisher.engine.llm) == before
+
+    # They are read when a weight sync begins and when it ends, not while they are loaded.
+    read, one, many = Counter(), weight_transfer.fingerprint, engine_tensors.fingerprints
+
+    def count(tensors):
+        tensors = list(tensors)
+        for _, tensor in tensors:
+            read[tensor.dtype] += tensor.nbytes
+        return tensors
+
+    publisher.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_transfer, "fingerprint", lambda tensor: one(count([("", tensor)])[0][1]))
+        patch.setattr(engine_tensors, "fingerprints", lambda tensors: many(count(tensors)))
+        publisher.publish("all of it")
+    sizes = Counter()
+    for _, tensor in iter_checkpoint_tensors(publisher.model, torch.bfloat16):
+        sizes[tensor.dtype] += tensor.nbytes
+    assert read[codes.dtype] == 2 * sizes[codes.dtype] > 0
+
+    update_masters(publisher.model, 3)
+    copy = layerwise._copy_and_restore_kernel_tensors
+    with monkeypatch.context() as patch:
+        place = layerwise._place_kernel_tensors
+        patch.setattr(
+            layerwise, "_copy_and_restore_kernel_tensors", lambda at, i: (place if at is layer else copy)(at, i)
+        )
+        with pytest.raises(PublishError, match=rf"self_attn.v_proj.{leaf}: learner .*, engine"):
+            publisher.publish("not copied")
+    publisher.publish("healed")
 
 
 @pytest.fixture(scope="module")

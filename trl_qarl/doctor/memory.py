@@ -27,7 +27,7 @@ LAUNCHES = ("ddp", "fsdp2")
 TILE = (4096, 32768)
 """Tokens and vocabulary entries in a tile of TRL's logits (`trl.kernels.chunked_logprob`)."""
 
-OPTIMIZERS = ("muon", "adamw_torch", "adamw_torch_8bit")
+OPTIMIZERS = ("muon", "adamw_torch_fused", "adamw_torch", "adamw_torch_8bit")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
         # Muon treats no factor of an adapter as a matrix.
         matrices, total = 0, run.lora_rank * sum(sum(weight.shape) for weight in linears.values())
         held += total - sum(weight.numel() for weight in _quantized(model))
-    state = {"muon": 4 * matrices + 8 * (total - matrices), "adamw_torch": 8 * total, "adamw_torch_8bit": 2 * total}
+    state = dict.fromkeys(OPTIMIZERS, 8 * total)
+    state |= {"muon": 4 * matrices + 8 * (total - matrices), "adamw_torch_8bit": 2 * total}
     is_sharded = launch == "fsdp2"
     shards = run.num_gpus if is_sharded else 1
     parts = {

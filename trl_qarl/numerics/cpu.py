@@ -288,10 +288,15 @@ def dispatch_row_invariant(original, is_ours):
             original(layer, remove_weight)
             return
         # Even if a release's products differ from the learner's, a row keeps its bits in any batch.
-        product = (PackedLinear if reason_not_to_call() is None else portable.PackedLinear)(weight.detach())
-        layer.cpu_linear = lambda x, weight, bias: product(x, bias)
+        pack = PackedLinear if reason_not_to_call() is None else portable.PackedLinear
         if remove_weight:
+            product = pack(weight.detach())
+            layer.cpu_linear = lambda x, weight, bias: product(x, bias)
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        else:
+            # At the first use, because most embeddings are never multiplied.
+            packed = lru_cache(lambda: pack(layer.weight.detach()))
+            layer.cpu_linear = lambda x, weight, bias: packed()(x, bias)
 
     dispatch.is_row_invariant = True
     return dispatch

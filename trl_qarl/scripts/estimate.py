@@ -29,7 +29,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="their compute capability, such as 9.0: also check as `trl-qarl doctor` does that vLLM runs each scheme there",
     )
     add_plan_options(parser, default="w4a16")
-    add("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
+    add("--optim", default="muon", help="muon, adamw_torch_fused, adamw_torch or adamw_torch_8bit")
     add("--use_peft", action="store_true", help="LoRA on all linear layers, over a frozen base")
     add("--lora_r", type=int, default=16, help="its rank")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a process in an update")

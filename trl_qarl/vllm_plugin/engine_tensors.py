@@ -1,27 +1,50 @@
 """Names, fingerprints and kernels of the layers of a model in vLLM."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from ..wire.fingerprint import fingerprints
+from .linear_kernels import LowBitKernel
 
 
-def live_fingerprints(model: nn.Module) -> dict[str, str]:
-    """Return the fingerprints of all parameters and buffers of a model in its kernels' format, by name."""
-    tensors = {
-        name: tensor
-        for prefix, layer in model.named_modules()
-        for named in (layer.named_parameters, layer.named_buffers)
-        for name, tensor in named(prefix, recurse=False, remove_duplicate=False)
-    }
+def live_fingerprints(model: nn.Module, rows: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the fingerprints of all parameters and buffers of a model in its kernels' format, by name. A parameter in
+    `rows` has one for each of these numbers of rows in [`rows_as_loaded`], by [`part_name`]."""
+    tensors, keys = {}, {}
+    for prefix, layer in model.named_modules():
+        for named in (layer.named_parameters, layer.named_buffers):
+            for name, tensor in named(prefix, recurse=False, remove_duplicate=False):
+                parts = {name: tensor}
+                if name in rows:
+                    split = rows_as_loaded(layer, name.rpartition(".")[2]).split(rows[name])
+                    parts = {part_name(name, i): part for i, part in enumerate(split)}
+                tensors |= parts
+                keys |= {part: (id(tensor), i) for i, part in enumerate(parts)}
     # A tensor can have several names.
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    first = {keys[name]: name for name in reversed(tensors)}
     values = fingerprints((name, tensors[name]) for name in first.values())
-    return {name: values[first[id(tensor)]] for name, tensor in tensors.items()}
+    return {name: values[first[keys[name]]] for name in tensors}
+
+
+def part_name(name: str, index: int) -> str:
+    """Return the name of the rows of a parameter that one tensor of a checkpoint fills."""
+    return f"{name}[{index}]"
+
+
+def rows_as_loaded(layer: nn.Module, name: str) -> torch.Tensor | None:
+    """Return a large parameter of a layer as it is in a checkpoint, without a copy, or `None` if the layer may keep it
+    in another form."""
+    kernel = _kernel_of(layer)
+    if isinstance(kernel, LowBitKernel):
+        return kernel.codes_as_loaded(layer) if name == kernel.codes_name else None
+    is_embedding = type(getattr(layer, "quant_method", None)) is UnquantizedEmbeddingMethod
+    return layer.weight.data if is_embedding and name == "weight" else None
 
 
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -83,12 +106,17 @@ def kernels_in_use(model: nn.Module) -> dict[str, int]:
     """Return the class names of the kernels of linear layers and experts, with the number of layers of each."""
     counts: dict[str, int] = {}
     for layer in model.modules():
-        scheme = getattr(layer, "scheme", None)
         if isinstance(layer, RoutedExperts):
             kernel = getattr(layer.quant_method, "experts_cls", None) or type(layer.quant_method)
-        elif scheme is not None:
-            kernel = type(getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme)
+        elif (used := _kernel_of(layer)) is not None:
+            kernel = type(used)
         else:
             continue
         counts[kernel.__name__] = counts.get(kernel.__name__, 0) + 1
     return counts
+
+
+def _kernel_of(layer: nn.Module) -> object | None:
+    """Return the kernel of a quantized linear layer, or `None`."""
+    scheme = getattr(layer, "scheme", None)
+    return getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme

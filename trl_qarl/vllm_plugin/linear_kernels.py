@@ -83,6 +83,8 @@ class LowBitKernel:
     repacking at a reload."""
 
     serves_any_engine = False
+    codes_name: str | None = None
+    """Name of the parameter with the codes, if vLLM leaves them as loaded."""
     # Returns why layers of a configuration cannot run here, or `None`.
     _reason_against: Callable[[Any], str | None]
     # Returns the weight of a layer, made from its tensors, for activations in a dtype.
@@ -102,6 +104,10 @@ class LowBitKernel:
     def _reason_against_engine(cls) -> str | None:
         """Return why the engine that is being built does not take this kernel, or `None`."""
         return None if cls.serves_any_engine or is_our_engine() else "weights do not come from trl_qarl"
+
+    def codes_as_loaded(self, layer: torch.nn.Module) -> torch.Tensor:
+        """Return the codes of a layer with the rows of a checkpoint."""
+        return getattr(layer, self.codes_name).data
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._product: Callable[..., torch.Tensor] | None = None
@@ -129,6 +135,7 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
     activations; also symmetric INT4 weights with INT8 activations."""
 
     serves_any_engine = True
+    codes_name = "weight_packed"
     # Reason for this kernel, and remedy for a checkpoint that it cannot read.
     _reason, _remedy = "vLLM has no kernel on this CPU", "Serve the checkpoint with `--dtype bfloat16`."
 
@@ -223,6 +230,8 @@ def _has_activations(weight_type: str) -> bool:
 class QaRLInt8Kernel(LowBitKernel, Int8ScaledMMLinearKernel):
     """INT8 weights with dynamic per-token INT8 activations."""
 
+    codes_name = "weight"
+
     @classmethod
     def _reason_against(cls, c: Int8ScaledMMLinearLayerConfig) -> str | None:
         if not c.is_channelwise or c.is_static_input_scheme or not c.input_symmetric:
@@ -237,6 +246,8 @@ class QaRLInt8Kernel(LowBitKernel, Int8ScaledMMLinearKernel):
 class QaRLFp8Kernel(LowBitKernel, FP8ScaledMMLinearKernel):
     """FP8 weights with dynamic per-token FP8 activations."""
 
+    codes_name = "weight"
+
     @classmethod
     def _reason_against(cls, c: FP8ScaledMMLinearLayerConfig) -> str | None:
         if not c.weight_quant_key.scale.group_shape.is_per_channel():
@@ -245,10 +256,13 @@ class QaRLFp8Kernel(LowBitKernel, FP8ScaledMMLinearKernel):
             return "not a scale per token"
         return None
 
-    def _make_low_bit(self, layer, dtype):
-        weight, scale, *_ = self._get_layer_params(layer)
+    def codes_as_loaded(self, layer):
         # vLLM holds FP8 weights transposed.
-        return LowBitTensor(weight.data.t(), scale.data, get_scheme("fp8"), scale.dtype)
+        return layer.weight.data.t()
+
+    def _make_low_bit(self, layer, dtype):
+        _, scale, *_ = self._get_layer_params(layer)
+        return LowBitTensor(self.codes_as_loaded(layer), scale.data, get_scheme("fp8"), scale.dtype)
 
     def apply_scaled_mm(self, **arguments) -> torch.Tensor:
         raise NotImplementedError("apply_weights does not use it")

@@ -46,7 +46,15 @@ from ..wire.transfer_dir import confined_path
 from .adapters import PublishedAdapter, on_bare_model
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
-from .engine_tensors import engine_name, live_fingerprints, names_by_module, owned_names, tied_names
+from .engine_tensors import (
+    engine_name,
+    live_fingerprints,
+    names_by_module,
+    owned_names,
+    part_name,
+    rows_as_loaded,
+    tied_names,
+)
 
 
 # A fused layer keeps only the shape of the shard that was loaded last. Experts have `w13_weight_shape`.
@@ -66,6 +74,8 @@ class AuditedReload:
         self._live: dict[str, str] = {}
         # Names in a checkpoint that fill each module.
         self._sources: dict[str, list[str]] = {}
+        # Numbers of rows of the parameters that stay as loaded, by their names.
+        self._rows: dict[str, list[int]] = {}
         self._is_loading = False
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
@@ -100,6 +110,8 @@ class AuditedReload:
         # A tied tensor is loaded twice.
         self._loaded: list[tuple[str, str]] = []
         self._processed: dict[str, str] = {}
+        # Names in a checkpoint, by those of the running rows that they fill.
+        self._filled: dict[str, str] = {}
         self._before: dict[str, str] = {}
         self._owned: dict[str, list[str]] = {}
         self._tied: dict[str, str] = {}
@@ -109,7 +121,7 @@ class AuditedReload:
     def changed(self) -> list[str]:
         """Return the names in a checkpoint of the running tensors that changed since the last publication.
         `RuntimeError` is raised for a tensor that no publication fills."""
-        self._before = live_fingerprints(self.model)
+        self._before = live_fingerprints(self.model, self._rows)
         names: set[str] = set()
         for path, value in self._live.items():
             now = self._before.get(path, "gone")
@@ -127,7 +139,7 @@ class AuditedReload:
 
     @on_bare_model
     def start_weight_update(self) -> None:
-        before = self._before or live_fingerprints(self.model)
+        before = self._before or live_fingerprints(self.model, self._rows)
         self.abandon()
         self._before = before
         # With LoRA most updates contain only an adapter and need no reload.
@@ -180,7 +192,8 @@ class AuditedReload:
         if self._is_loading:
             self._finalize()
             problems = [] if self._addresses is None else self._addresses.restore()
-            live = live_fingerprints(self.model)
+            live = live_fingerprints(self.model, self._rows)
+            self._loaded += [(name, live[rows]) for rows, name in self._filled.items()]
             problems += self._problems(self._expected) + self._live_problems(self._expected, live)
         else:
             # Only an adapter. Its base was compared when the update began.
@@ -253,12 +266,15 @@ class AuditedReload:
         problems = []
         for path, value in live.items():
             prefix, _, leaf = path.rpartition(".")
+            if path in self._filled:
+                # Compared with the learner's.
+                continue
             if path in self._processed:
                 wanted = self._processed[path]
             elif prefix not in loaded or leaf in modules[prefix]._non_persistent_buffers_set:
                 # Attention layers compute their scales again at the end of every reload.
                 wanted = value if is_deferred_attention_layer(modules[prefix]) else self._before.get(path, value)
-            elif hasattr(getattr(modules[prefix], leaf), "weight_loader"):
+            elif hasattr(getattr(modules[prefix], leaf.partition("[")[0]), "weight_loader"):
                 # Its loader may convert the tensor of the checkpoint, or take a shard of it.
                 wanted = value
             else:
@@ -314,32 +330,42 @@ class AuditedReload:
         for prefix, layer in self.model.named_modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
-                for _, parts in self._parameters(prefix, layer):
+                for _, _, parts in self._parameters(prefix, layer):
                     yield from parts
                 if not hasattr(method, "_qarl_process"):
                     process = method._qarl_process = method.process_weights_after_loading
                     method.process_weights_after_loading = self._record_then(prefix, process)
 
-    def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[nn.Parameter, list[str]]]:
-        """Yield the parameters of a layer with the names that fill their rows."""
+    def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
+        """Yield the names and parameters of a layer, with the names that fill their rows."""
         for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
             if not name.endswith(_SHARED_BY_SHARDS):
-                yield parameter, self._owned.get(name, [])
+                yield name, parameter, self._owned.get(name, [])
 
     def _record_then(self, prefix: str, process):
         def record_then_process(layer: nn.Module) -> None:
             if not self._is_loading:
                 return process(layer)
-            for parameter, parts in self._parameters(prefix, layer):
-                offset = 0
-                for part in parts if self._received.keys() >= set(parts) else ():
-                    name, (rows, *_) = self._received[part]
-                    self._loaded.append((name, fingerprint(parameter.data[offset : offset + rows])))
-                    offset += rows
+            as_loaded = set()
+            for path, parameter, parts in self._parameters(prefix, layer):
+                if not parts or not self._received.keys() >= set(parts):
+                    continue
+                names, shapes = zip(*(self._received[part] for part in parts), strict=True)
+                rows = [size for size, *_ in shapes]
+                if sum(rows) == len(parameter) and rows_as_loaded(layer, path.rpartition(".")[2]) is not None:
+                    as_loaded.add(path)
+                    self._rows[path] = rows
+                    # The running rows of a tied head are its source's; the head's kernel repacks these.
+                    if path not in self._tied:
+                        self._filled |= {part_name(path, i): name for i, name in enumerate(names)}
+                        continue
+                blocks = parameter.data[: sum(rows)].split(rows)
+                self._loaded += [(name, fingerprint(block)) for name, block in zip(names, blocks, strict=True)]
             process(layer)
             for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-                if tensor is not None and leaf not in layer._non_persistent_buffers_set:
-                    self._processed[f"{prefix}.{leaf}" if prefix else leaf] = fingerprint(tensor)
+                path = f"{prefix}.{leaf}" if prefix else leaf
+                if tensor is not None and leaf not in layer._non_persistent_buffers_set and path not in as_loaded:
+                    self._processed[path] = fingerprint(tensor)
 
         return record_then_process
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from trl_qarl.numerics import cpu
 from trl_qarl.quantization import gemm
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -136,3 +137,20 @@ def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dt
         exact = x.double() @ low_bit.dequantize(torch.float64).t() + bias
         error = (apply(x, bias).double() - exact).norm() / exact.norm()
         assert error < (2e-2 if name in ("w8a8", "w4a8-int8") else 5e-3)
+
+
+def test_embeddings_are_packed_at_their_first_product(monkeypatch):
+    if cpu.reason_not_to_call() is not None:
+        pytest.skip(cpu.reason_not_to_call())
+    packed, pack = [], cpu.PackedLinear
+    monkeypatch.setattr(cpu, "PackedLinear", lambda weight: packed.append(weight.data_ptr()) or pack(weight))
+    layer = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        cpu.dispatch_row_invariant(pytest.fail, lambda: True)(layer, remove_weight=False)
+        # A reload copies values into the tensor that the engine keeps.
+        layer.weight.copy_(torch.randn(96, 64))
+        assert not packed
+        x = torch.randn(3, 64).bfloat16()
+        outputs = [layer.cpu_linear(x, layer.weight, None) for _ in range(2)]
+    assert packed == [layer.weight.data_ptr()] and torch.equal(*outputs)
+    torch.testing.assert_close(outputs[0], x @ layer.weight.t(), rtol=2**-7, atol=2**-5)

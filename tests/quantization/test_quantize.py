@@ -11,7 +11,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 
 from reference.signed_scales_naive import naive_signed
 from testing_utils.layers import bits
-from trl_qarl.quantization.quantize import quantize_activation
+from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -339,3 +339,19 @@ def test_activations_follow_the_engines_rule(name, dtype, largest, smallest_scal
     assert codes.double()[others].abs().amax(1).tolist() == [largest] * 4
     assert not codes.double()[2].any() and torch.isfinite(scale).all()
     assert smallest_scale is None or scale[2].item() == pytest.approx(smallest_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_code_of_an_fp8_activation_is_dequantized_exactly(dtype):
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[codes.float().isfinite()].expand(3, -1).contiguous()
+    scale = torch.tensor([[1 / (448 * 512)], [0.37], [65504 / 448]])
+    x = dequantize_activation(codes, scale, dtype)
+    assert x.dtype is dtype and torch.equal(x, (codes.to(torch.promote_types(dtype, scale.dtype)) * scale).to(dtype))
+
+
+def test_nan_in_an_fp8_activation_is_not_a_number_afterwards():
+    x = torch.randn(3, 64)
+    x[1, 5], x[2, 7] = math.nan, math.inf
+    x = dequantize_activation(*quantize_activation(x, get_scheme("fp8")), torch.bfloat16)
+    assert x[0].isfinite().all() and x[1].isnan().all() and not x[2].isfinite().any()

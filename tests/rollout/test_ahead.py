@@ -135,10 +135,10 @@ def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_we
     whole.train()
     ages = logged(whole, "rollout/age_updates")
     assert ages == [2.0 * min(number, lag) for number in range(6)]
-    # The first update on what was drawn ahead has other ratios than 1, too. Later updates may have no completion
-    # with an advantage: that depends on how the processor rounds.
+    # The first updates on what was drawn ahead, the third and the fifth, have other ratios than 1, too. Later updates
+    # may have no completion with an advantage: that depends on rounding.
     has_moved = [len(update) > 0 for update in whole._objective.state()["window"]]
-    assert len(has_moved) == 12 and has_moved[:8] == [False] + 7 * [True]
+    assert len(has_moved) == 12 and has_moved[:6] == [False] + 5 * [True]
     for step in (1, 2, 5, 8, 11) if lag == 1 else (3, 6):
         resumed, server = make_played_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)

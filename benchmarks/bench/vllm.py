@@ -76,7 +76,7 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
             models[scheme] = model
         del model, publisher
     for batch in args.tokens:
-        parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0)
+        parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": ids} for ids in make_prompts(path, batch)]
         speeds: dict[str, list[float]] = {scheme: [] for scheme in schemes}
         for repeat in range(args.repeats + 1):
@@ -122,7 +122,7 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
     from vllm import SamplingParams
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0)
+    parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     prompts = make_prompts(path, max(args.tokens))
     forget_peak()
     parts: dict[str, list[float]] = {"publish s": [], "rollout s": [], "scoring s": [], "update s": []}

@@ -268,6 +268,23 @@ def test_a_server_in_another_process_agrees_too(tmp_path, monkeypatch, warm_serv
     assert min(logged(trainer, "rollout/mean_length")) > 20
 
 
+@pytest.mark.parametrize("stop", [None, ["a", "b", "c", "d"]])
+def test_an_engine_makes_text_only_for_stop_strings(tmp_path, stop):
+    trainer = make_trainer(tmp_path, generation_kwargs=stop and {"stop": stop})
+    llm, completions = trainer.vllm_generation.llm, []
+    generate = llm.generate
+
+    def generate_and_record(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        completions[:] = [completion for output in outputs for completion in output.outputs]
+        return outputs
+
+    llm.generate = generate_and_record
+    trainer._generate_and_score_completions([{"prompt": "1 +"}] * 16)
+    assert len(completions) == 16 and any(completion.stop_reason for completion in completions) == bool(stop)
+    assert any(completion.text for completion in completions) == bool(stop)
+
+
 class ChangeArithmetic(TrainerCallback):
     """From update `step` on the learner's last layer computes something else."""
 

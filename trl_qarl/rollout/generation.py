@@ -129,6 +129,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
             trust_remote_code=self.trust_remote_code,
         )
         self.llm = engine.llm
+        # Completions are read as token ids. Text, which vLLM makes of each token in turn, is needed for stop strings.
+        if not self.generation_kwargs.get("stop"):
+            self.generation_kwargs = {"detokenize": False} | self.generation_kwargs
         if takes_pictures(self.model):
             self.llm.generate = with_pictures(self.llm.generate, placeholders_of(self.processing_class))
         if self.enable_sleep_mode:

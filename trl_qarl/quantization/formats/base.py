@@ -133,8 +133,8 @@ class Format:
     def dequantize(
         self, dtype: torch.dtype, qdata: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor
     ) -> torch.Tensor:
-        """Return the dense weight `(N, K)`: the exact product of scale and code, rounded once to `dtype`. Marlin and
-        Machete round INT4 weights in the same way before the matrix product."""
+        """Return the dense weight `(N, K)`, the product of scale and code in `dtype`; of wider scales first in their
+        dtype. Marlin and Machete round INT4 weights in the same way before the matrix product."""
         # A wider scale must not be rounded before the product.
         dense = self.unpack(qdata, scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype)
         # Without rows, `-1` would be undetermined.

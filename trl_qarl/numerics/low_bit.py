@@ -150,7 +150,7 @@ class _Int4(_Int8):
         # bytes of output n, and then the sum of each output's codes (vLLM's csrc/cpu/sgl-kernels/gemm_int4.cpp).
         scale = F.pad(low_bit.scale, (0, 0, 0, pad_outputs), value=1.0).float()
         (num_outputs, num_groups), num_blocks = scale.shape, len(scale) // 32
-        # A code per byte, four per word. Multiplications move bits several times as fast as shifts.
+        # A code per byte, four per word. Adding a multiple of the upper bits moves them up in one pass.
         words = pad(low_bit.qdata, (0, 0, 0, pad_outputs)).view(torch.uint16).int()
         words.add_(words & 0xFF00, alpha=0xFF)
         words.add_(words & 0x00F000F0, alpha=0xF)

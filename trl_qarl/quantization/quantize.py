@@ -75,7 +75,7 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
 
 
 def dequantize_activation(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return activations `(M, K)`: the float32 product of scale and code, in `dtype`."""
+    """Return activations `(M, K)` in `dtype`, as [`~trl_qarl.quantization.formats.base.Format.dequantize`] does."""
     if codes.device.type == "cpu" and codes.dtype is torch.float8_e4m3fn and dtype.itemsize <= 4:
         # Faster than a table, which evicts other data from the caches. The scale of a row with NaN is NaN as well.
         return as_halves(codes).float().mul_(scale * 256.0).to(dtype)

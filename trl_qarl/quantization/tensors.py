@@ -139,7 +139,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dense weight in `output_dtype` or `orig_dtype`: scale times code, rounded once."""
+        """Return the dense weight in `output_dtype` or `orig_dtype`: scale times code."""
         return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":

@@ -120,11 +120,11 @@ def _rules() -> str:
         ],
         "_entropy": [
             f"**Entropy**: last quarter against first | {advisor.ENTROPY_LEFT:g} to {advisor.ENTROPY_UP:g} times | less, or more | "
-            f"above {advisor.ENTROPY_FAR_UP:g} times | worst completions, `temperature`"
+            f"above {advisor.ENTROPY_FAR_UP:g} times | completions, `temperature`"
         ],
         "_text": [
             f"**Sound text**: `rollout/repetition_share`, `garbled_share` | up to {advisor.UNSOUND_WATCH:.0%} | up to "
-            f"{advisor.UNSOUND_BAD:.0%} | above | worst completions, the reward"
+            f"{advisor.UNSOUND_BAD:.0%} | above | completions, the reward"
         ],
         "_zero_spread": [
             f"**Reward spread**: `frac_reward_zero_std` | up to {advisor.ZERO_SPREAD_WATCH:.0%} | up to "

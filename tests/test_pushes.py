@@ -133,7 +133,7 @@ def test_both_uploads_masters_to_a_repository_of_their_own(tiny_model, tmp_path,
     files = pushed_files(hub, "someone/policy-masters")
     at_top = {path for path in files if "/" not in path}
     assert {"config.json", "model.safetensors", "qarl.json", "tokenizer.json", "README.md"} <= at_top
-    assert not {"training_args.bin", "metrics.jsonl", "run.json", "worst_completions.jsonl", "optimizer.pt"} & at_top
+    assert not {"training_args.bin", "metrics.jsonl", "run.json", "optimizer.pt"} & at_top
     assert {path.partition("/")[0] for path in files if "/" in path} == {"last-checkpoint"}
     card = files["README.md"].decode()
     # A policy that was trained in float32, as on processors without bf16 instructions, is served in it.

@@ -29,7 +29,7 @@ COMMANDS = {
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
     "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
     "report": "Write an HTML page that compares training runs",
-    "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before training",
+    "doctor": "Check versions, hardware, memory for a model, and with --engine vLLM, before training",
     "estimate": "Estimate the memory of a training on each GPU, and name the launches that fit",
     "env": "Print versions, hardware and the kernel of each scheme",
 }

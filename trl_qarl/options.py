@@ -19,7 +19,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lora_mode": ("adapter", "merged"),
     "trust_band": ("fixed", "auto"),
     "vllm_transport": ("auto", "file", "nccl", "http"),
-    "old_logps": ("version", "learner", "sampler"),
     "hub_export": ("low-bit", "master", "both", "adapter"),
 }
 """Allowed values of options."""
@@ -204,19 +203,8 @@ class EngineOptions:
 
     Parameters:
         rollout_ahead (`int`, *optional*, defaults to `0`):
-            Number of generation batches that a vLLM server draws ahead, while the learner trains on the previous one.
-            With 1 both work at the same time, and the weights of a batch are older by the updates of one batch;
-            larger values are for studies.
-        old_logps (`str`, *optional*, defaults to `"version"`):
-            With `rollout_ahead`, log-probs in the denominator of the ratio: `"version"`, those of the weights that
-            drew the batch, which are kept; `"learner"`, those of the learner when it begins with the batch;
-            `"sampler"`, the engine's.
-        in_flight_updates (`bool`, *optional*, defaults to `False`):
-            Experimental. With `rollout_ahead` of at least 2 and `numerics="engine"`, publish weights while completions
-            are drawn: the engine continues with the new ones, and never waits for the longest completion of a batch.
-        mismatch_probe_steps (`int`, *optional*, defaults to `0`):
-            Number of updates between measurements of the mismatch over the whole vocabulary, on a few sequences of the
-            rollout: `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 stands for never.
+            With 1, a vLLM server draws the next generation batch while the learner trains on the previous one. The
+            weights that draw a batch are older by the updates of one batch; they are kept for the old log-probs.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training. Its log is
             `vllm_server.log` in the output directory.
@@ -254,9 +242,6 @@ class EngineOptions:
     """
 
     rollout_ahead: int = 0
-    old_logps: str = _one_of("old_logps", "version")
-    in_flight_updates: bool = False
-    mismatch_probe_steps: int = 0
     vllm_server_autostart: bool = False
     vllm_request_timeout: float = 300.0
     vllm_generation_timeout: float = 1800.0

@@ -138,8 +138,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
-        measured = self.accelerator, self.model, self._metrics, self._tokenizer.decode, self._objective
-        self.recorder = Recorder(args, *measured)
+        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._objective)
         if self.numerics == "engine" and not self._are_compared:
             logger.info("Rollouts are scored by a forward: log-probs of a `rollout_func` are not the engine's.")
         self._add_callbacks()
@@ -258,11 +257,11 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def _generate(self, prompts):
-        """First waits for batches drawn ahead and publishes changed weights; then counts loops and garbled text."""
+        """First waits for the batch drawn ahead and publishes changed weights; then counts loops and garbled text."""
         if self._ahead is not None:
             # Timed separately from the other work on a generation batch.
             with self.recorder.time("wait"):
-                has_other_weights = self._ahead.collect(self.model.training)
+                has_other_weights = self._ahead.collect()
             if has_other_weights:
                 self._last_loaded_step = -1
         if self.use_vllm:
@@ -297,7 +296,6 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             self._num_compared = 0 if self._are_compared else None
             if self._num_compared is None:
                 self._observe(output)
-            self.recorder.probe(output, self.state.global_step, self.vllm_generation.engine if self.use_vllm else None)
         if self._num_compared is None:
             self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output

@@ -152,8 +152,8 @@ class SavesRuns(PushesPolicy):
             # The push may be reading the checkpoint that is deleted next.
             self._finish_current_push()
         folder = self._checkpoint_folder(trial)
-        # This waits for the batches that the engine is drawing.
-        ahead, versions = ([], []) if self._ahead is None else self._ahead.state()
+        # This waits for the batch that the engine is drawing.
+        ahead, weights = (None, None) if self._ahead is None else self._ahead.state()
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
@@ -165,8 +165,8 @@ class SavesRuns(PushesPolicy):
                     # FSDP2's sharded checkpoints contain the weights only, and nothing else that `save_model` writes.
                     record.write_scheme(folder, self.policy.record())
                 self._save_batch(folder, ahead)
-                if versions and (self.args.should_save or self.policy.takes_all_processes):
-                    torch.save(versions, folder / self._versions_file())
+                if weights is not None and (self.args.should_save or self.policy.takes_all_processes):
+                    torch.save(weights, folder / self._version_file())
                 learned = self._objective.state()
                 if learned and self.args.should_save:
                     torch.save(learned, folder / _OBJECTIVE_FILE)
@@ -181,9 +181,9 @@ class SavesRuns(PushesPolicy):
             self._push_from_checkpoint(os.fspath(folder))
         rotate()
 
-    def _save_batch(self, folder: Path, ahead: list) -> None:
+    def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
-        batch in progress; this batch; whether learner and sampler have differed; and those of `Ahead.state`."""
+        batch in progress; this batch; whether learner and sampler have differed; and that of `Ahead.state`."""
         batch = {
             "shape": self._batch_shape(),
             "step": self._step,
@@ -220,7 +220,7 @@ class SavesRuns(PushesPolicy):
         # A process that was added finds no file. The others find another `num_processes` and start a new batch too.
         if checkpoint is None or (batch := _load(checkpoint, name, device)) is None:
             return
-        theirs, ours, ahead = batch["shape"], self._batch_shape(), batch.get("ahead", ())
+        theirs, ours, ahead = batch["shape"], self._batch_shape(), batch["ahead"]
         if theirs != ours:
             changed = [
                 f"{name}={theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]
@@ -234,10 +234,12 @@ class SavesRuns(PushesPolicy):
         self._step, self._buffered_inputs = batch["step"], batch["buffered_inputs"]
         self.policy.exactness.has_differed = batch.get("has_differed", False)
         if self._ahead is not None:
-            self._ahead.load(ahead, _load(checkpoint, self._versions_file(), device) or [])
-        elif ahead:
-            message = "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped and drawn again."
-            logger.warning(message, checkpoint, len(ahead))
+            self._ahead.load(ahead, _load(checkpoint, self._version_file(), device))
+        elif ahead is not None:
+            message = (
+                "%s has a generation batch that was drawn ahead. With rollout_ahead=0 it is dropped and drawn again."
+            )
+            logger.warning(message, checkpoint)
 
     def _check_folders_are_free(self) -> None:
         """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`, before a server starts."""
@@ -277,10 +279,10 @@ class SavesRuns(PushesPolicy):
             if self._relay is not None:
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
-    def _versions_file(self) -> str:
-        """Return the name of the file with the weights that draw pending batches."""
+    def _version_file(self) -> str:
+        """Return the name of the file with the weights that draw the pending batch."""
         part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
-        return f"rollout_versions{part}.pt"
+        return f"rollout_version{part}.pt"
 
     def _batch_shape(self) -> dict[str, int]:
         """Return the settings that divide a generation batch, and how often it is used."""

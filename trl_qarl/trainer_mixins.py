@@ -21,11 +21,9 @@ from typing_extensions import override
 from .checks.launch import check_agreement, check_launch
 from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward
 from .numerics.attach import keep_no_products
-from .numerics.exact import choose_versions
 from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
-from .quantization.versions import at_version
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 from .sharding import sharded_by
@@ -72,9 +70,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
     rest of the batch only for the comparison.
 
     A batch that was drawn ahead was sampled with earlier weights. These weights are kept and used for scoring. No
-    update runs with them, so each process scores one micro-batch only for the comparison. If weights were published
-    while the batch was drawn, all versions score this micro-batch, and each token belongs to the version that gives
-    it the sampler's log-prob.
+    update runs with them, so each process scores one micro-batch only for the comparison.
     """
 
     policy: Policy
@@ -98,20 +94,13 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         """True if the learner computed the last micro-batch with the weights of its old log-probs."""
         args = self.args
         place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
-        has_older = args.rollout_ahead and args.old_logps != "learner"
-        return place < args.gradient_accumulation_steps and not has_older
+        return place < args.gradient_accumulation_steps and not args.rollout_ahead
 
     @property
     def _are_compared(self) -> bool:
         """True if the sampler's log-probs of a rollout are used and compared in the first update."""
         is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
-        is_of_learner = self._is_stale and self.args.old_logps == "learner"
-        return is_exact and self.rollout_func is None and not is_of_learner
-
-    @property
-    def _are_sampled(self) -> bool:
-        """True if the sampler's log-probs of a rollout are used, compared or not."""
-        return self._are_compared or (self.args.old_logps == "sampler" and self.model.training)
+        return is_exact and self.rollout_func is None
 
     @property
     def _are_unused(self) -> bool:
@@ -132,26 +121,17 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. "
                 "Return the log-prob of every sampled token."
             )
-        if self._are_unused or self._are_sampled:
+        if self._are_unused or self._are_compared:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         elif "old_per_token_logps" not in output:
-            with self._at_old_version():
-                output["old_per_token_logps"] = self._score_rollout(output)
+            output["old_per_token_logps"] = self._score_drawn(output)
         weight = self._objective.weight(self.args, Batch.of(output))
         if weight is not None:
             output["importance_sampling_ratio"] = weight
 
     def _observe(self, output: dict[str, Any]) -> None:
         """Measures the mismatch of a generation batch with the weights that drew it, and checks that it is exact."""
-        if self._is_stale and self.args.old_logps == "learner":
-            now = output["old_per_token_logps"]
-            with self._ahead.at_drawn():
-                output = output | {"old_per_token_logps": self._score_rollout(output)}
-            self.recorder.observe_staleness(now, Batch.of(output))
         batch = Batch.of(output)
-        if self._are_sampled and not self._are_compared:
-            # The sampler's log-probs would be compared with themselves.
-            return
         if not self._are_unused:
             self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
@@ -159,7 +139,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
         # Only the main process can ask a server; tokens of other processes are reported without the engine's answer.
         asks = self.use_vllm and self.accelerator.is_main_process and not self._is_stale
-        score = self.vllm_generation.engine.log_probs if asks else None
+        score = self.vllm_generation.engine.score if asks else None
         self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
 
     @override
@@ -171,7 +151,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         if self._num_compared == 0:
             self._score_compared()
         if self._is_stale:
-            self._measures_staleness = self.args.old_logps != "learner"
+            self._measures_staleness = True
             self._ahead.drawn = None
         return inputs
 
@@ -213,9 +193,8 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
 
     def _at_old_version(self) -> AbstractContextManager:
-        """Return a context in which the learner has the weights of the old log-probs, chosen by `old_logps`."""
-        has_earlier = self._is_stale and self.args.old_logps != "learner"
-        return self._ahead.at_drawn() if has_earlier else nullcontext()
+        """Return a context in which the learner has the weights that drew the batch in progress."""
+        return self._ahead.at_drawn() if self._is_stale else nullcontext()
 
     @torch.no_grad()
     def _score_rollout(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -224,19 +203,9 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         return self._score(self.model, inputs, batch_size=batch_size)[0]
 
     def _score_drawn(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the log-probs of a rollout under the weights that drew it, for each token those of its version."""
-        drawn = self._ahead.drawn if self._is_stale else None
-        if drawn is None:
+        """Return the log-probs of a rollout under the weights that drew it."""
+        with self._at_old_version():
             return self._score_rollout(inputs)
-        by_version = []
-        for _, kept in drawn.versions:
-            with at_version(self.model, kept):
-                by_version.append(self._score_rollout(inputs))
-        mask = inputs["completion_mask"].bool()
-        logps, places = choose_versions(torch.stack(by_version), inputs["sampling_per_token_logps"], mask)
-        if self.args.in_flight_updates:
-            self.recorder.log({"rollout/later_weights_share": (places[mask] > 0).float().mean().item()})
-        return logps
 
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
@@ -259,7 +228,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             sampled, self._sampled = self._sampled, None
             if self._are_unused:
                 return None, None, None
-            if sampled is not None and self._are_sampled:
+            if sampled is not None and self._are_compared:
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
         forward = scoring_forward(model, self.accelerator.unwrap_model(model))
         with nullcontext() if sampled is None else self._at_old_version():

@@ -16,11 +16,9 @@ from trl_qarl.rollout.gpu_kernels import Gpu
 
 SERVER = {"vllm_mode": "server"}
 AHEAD = SERVER | {"use_vllm": True, "bf16": True, "rollout_ahead": 1}
-IN_FLIGHT = AHEAD | {"in_flight_updates": True, "numerics": "engine"}
 TURNS = {"precisions": [4, 3], "scheme": SIGNED[4], "gradient_accumulation_steps": 2}
 REFUSED = [
     ({"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'"),
-    ({"mismatch_probe_steps": -1}, "mismatch_probe_steps=-1"),
     ({"scheme": "int4"}, "'int4'"),
     ({"scheme": {"_default": "w4a61"}}, "Did you mean 'w4a16'"),
     ({"scheme": "{mlp: w4a16}"}, "JSON"),
@@ -59,18 +57,11 @@ REFUSED = [
     (AHEAD | {"precisions": [4, 3]}, "precisions="),
     (AHEAD | {"objective": "on-policy"}, "objective='on-policy'"),
     (AHEAD | {"quantize_learner": False}, "quantize_learner=False"),
-    (AHEAD | {"old_logps": "engine"}, "old_logps='engine'"),
     (AHEAD | {"rollout_ahead": -1}, "rollout_ahead=-1"),
-    (AHEAD | {"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler'"),
-    (IN_FLIGHT | {"rollout_ahead": 0}, "in_flight_updates=True"),
-    (IN_FLIGHT, "rollout_ahead=1"),
-    (IN_FLIGHT | {"numerics": None}, "numerics=None"),
-    (IN_FLIGHT | {"exact": "warn"}, "exact='warn'"),
-    (IN_FLIGHT | {"old_logps": "learner"}, "old_logps='learner'"),
+    (AHEAD | {"rollout_ahead": 2}, "rollout_ahead=2"),
     # Values that resemble a right one.
     ({"quantize_learner": "false"}, "quantize_learner"),
-    ({"in_flight_updates": 0}, "in_flight_updates"),
-    ({"mismatch_probe_steps": True}, "mismatch_probe_steps"),
+    ({"rollout_ahead": True}, "rollout_ahead"),
     ({"rollout_ahead": 1.0}, "rollout_ahead"),
     ({"positive_epsilon_high": "4e-4"}, "positive_epsilon_high"),
     ({"exclude_modules": [1, "lm_head"]}, "exclude_modules"),
@@ -89,8 +80,6 @@ REFUSED = [
     (TURNS | {"steps_per_generation": 3}, "the 3 micro-batches of a generation batch"),
 ]
 REFUSED_WITH_VLLM = [
-    ({"mismatch_probe_steps": 5, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
-    ({"mismatch_probe_steps": 5, "vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True"),
     ({"top_p": 0.9, "temperature": 0.7}, "top_p=0.9"),
     ({"top_k": 50}, "top_k=50"),
     ({"min_p": 0.1}, "min_p=0.1"),
@@ -178,11 +167,10 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_option(tmp_path, 
 def test_numbers_of_numpy_a_single_pattern_and_arguments_of_other_optimizers_than_muon_are_taken(tmp_path):
     c = config(
         tmp_path,
-        mismatch_probe_steps=numpy.int64(2),
         rollout_ahead=numpy.int64(0),
         positive_epsilon_high=numpy.float32(0.5),
         mismatch_cap=3,
         exclude_modules="lm_head",
     )
-    assert (c.mismatch_probe_steps, c.positive_epsilon_high, c.mismatch_cap) == (2, 0.5, 3)
+    assert (c.rollout_ahead, c.positive_epsilon_high, c.mismatch_cap) == (0, 0.5, 3)
     assert config(tmp_path, optim="adamw_torch", optim_args="momentum=0.9").optim_args == "momentum=0.9"

@@ -15,7 +15,7 @@ from trl_qarl.objectives.trust_bands import estimate_bands
 from trl_qarl.rollout.server_process import free_port
 
 
-OPTIONS = {"max_grad_norm": 1.0, "mismatch_probe_steps": 0}
+OPTIONS = {"max_grad_norm": 1.0}
 BANDS = {"trust_band": "auto", "trust_band_share": 0.5, "per_device_train_batch_size": 4}
 ADAPTER = {"lora": LORA, "hub_model_id": "someone/adapter", "hub_export": "both"}
 # Low-bit codes that follow the adapter have to move.

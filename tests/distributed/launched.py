@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 folder, name = sys.argv[1:]
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-options = {"bf16": True, "max_steps": 1, "mismatch_probe_steps": 0, "max_completion_length": 4}
+options = {"bf16": True, "max_steps": 1, "max_completion_length": 4}
 if name.startswith("deepspeed"):
     import zero
 

@@ -138,7 +138,6 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
         "per_device_train_batch_size": 2,
         # The norm of all gradients is added up in another order.
         "max_grad_norm": 0.0,
-        "mismatch_probe_steps": 1,
         "eval_strategy": "no",
         "bf16": False,
     } | options
@@ -186,7 +185,7 @@ def assert_trained_the_same(trainer, ddp):
 
 
 # A training of two generation batches with an engine in every process.
-COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
 COLOCATED |= {"max_steps": 2, "steps_per_generation": 1, "learning_rate": 1e-2}
 # vLLM's engine ends the processes' group when it is collected.
 ENGINES = []

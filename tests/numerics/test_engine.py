@@ -349,7 +349,7 @@ def test_the_first_layer_that_differs_is_named_and_a_warning_lets_training_go_on
     # An engine whose layers are out of reach, as those of a server, is asked for log-probs.
     (batch,) = batches
     batch["old_per_token_logps"] = batch["learner_logps"]
-    score = trainer.vllm_generation.engine.log_probs
+    score = trainer.vllm_generation.engine.score
     text = describe_difference(batch, batch["completion_mask"], trainer.model, score=score)
     assert re.search(
         r"learner and sampler give token \d+ of completion \d+ \(id \d+\) log-probs .*; over the same tokens at once, at "

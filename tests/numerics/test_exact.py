@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_qarl.forward import Batch
-from trl_qarl.numerics.exact import Exactness, choose_versions
+from trl_qarl.numerics.exact import Exactness
 
 
 ACCELERATOR = SimpleNamespace(
@@ -68,15 +68,3 @@ def test_tokens_that_do_not_count_are_not_compared():
     output["tool_mask"] = torch.ones(2, 3)
     output["tool_mask"][1, 2] = 0
     check(Exactness("require", True), output)
-
-
-def test_a_token_is_of_the_first_weights_that_give_it_its_log_prob_and_none_before_those_of_the_token_before():
-    first, second = torch.tensor([-1.0, -1.0, -3.0, -1.0, -1.0]), torch.tensor([-2.0, -1.0, -2.0, -2.0, -2.0])
-    # Equal under both; of the second; of none, and closer to weights that are earlier than those of the token before;
-    # not counted.
-    sampling = torch.tensor([[-1.0, -1.0, -2.0, -1.1, 0.0]])
-    mask = torch.tensor([[True, True, True, True, False]])
-    logps, places = choose_versions(torch.stack([first, second])[:, None], sampling, mask)
-    assert places.tolist() == [[0, 0, 1, 1, 1]]
-    assert logps.tolist() == [[-1.0, -1.0, -2.0, -2.0, -2.0]]
-    assert (logps != sampling)[mask].sum() == 1

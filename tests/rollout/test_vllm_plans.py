@@ -58,7 +58,7 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
     assert logged(trainer, "quant/bits") == options.get("precisions", [])
     assert min(logged(trainer, "quant/code_flip_rate")) > 0 and min(logged(trainer, "publish/tensors")) > 0
     trainer.vllm_generation.sync_weights()
-    published = trainer.vllm_generation.engine.log_probs(PROMPTS)
+    published = [trainer.vllm_generation.engine.score(prompt) for prompt in PROMPTS]
 
     folder = trainer.export_model(tmp_path / "export")
     weights = {name: layer.low_bit_weight() for name, layer in layers.items()}
@@ -85,4 +85,4 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
         assert len(levels.unique()) <= 2**layer.scheme.grid.num_bits
     # vLLM answers with the export as it did in training, bit for bit.
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)
-    assert InProcessEngine(engine).log_probs(PROMPTS) == published
+    assert [InProcessEngine(engine).score(prompt) for prompt in PROMPTS] == published

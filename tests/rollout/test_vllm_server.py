@@ -15,9 +15,8 @@ import psutil
 import pytest
 import requests
 
-from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
+from testing_utils import logged, make_tiny_model, make_vllm_trainer
 from testing_utils.web_servers import complete, wait_until, write_certificate
-from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.channels import FileChannel, HTTPChannel
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.server import ServerEngine
@@ -168,9 +167,8 @@ def files_of(server):
 
 def train_and_check(server, make_trainer, **arguments):
     """A training after which the server has its weights, on which both agree."""
-    trainer = make_trainer(mismatch_probe_steps=1, **arguments)
+    trainer = make_trainer(**arguments)
     trainer.train()
-    assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     assert logged(trainer, "rollout/weight_version") == [0, 2]
     assert server.complete().status_code == 200
@@ -179,11 +177,8 @@ def train_and_check(server, make_trainer, **arguments):
     return trainer
 
 
-def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
-    trainer = train_and_check(server, make_trainer)
-    audit_in_this_process(monkeypatch)
-    # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
-    assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
+def test_training_publishes_and_agrees(server, make_trainer):
+    train_and_check(server, make_trainer)
 
 
 def test_a_training_that_sends_changes_over_tls_agrees(server, make_trainer):

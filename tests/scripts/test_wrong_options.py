@@ -24,7 +24,7 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
         ("estimate /nope --gpu_memory 80", "trl-qarl: error: /nope is not a folder."),
         ("estimate . --gpu_memory 80", "trl-qarl: error: MODEL .: "),
         ("estimate FOLDER --gpu_memory -1", "--gpu_memory=-1.0 must be greater than 0"),
-        ("estimate FOLDER --gpu_memory 80 --rollout_ahead -1", "--rollout_ahead=-1 must be at least 0"),
+        ("estimate FOLDER --gpu_memory 80 --rollout_ahead 2", "--rollout_ahead=2 must be 0 or 1"),
         ("estimate FOLDER --gpu_memory 80 --vllm_gpu_memory_utilization 1", "less than 1, a whole GPU"),
         (
             "estimate FOLDER --gpu_memory 80 --gpu_capability nine",

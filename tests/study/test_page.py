@@ -31,29 +31,6 @@ def test_png_files_are_written_where_they_are_asked_for(tmp_path):
     assert all(data.startswith(b"\x89PNG") for data in files.values())
 
 
-def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
-    path = write_run(tmp_path / "run")
-    rows = [
-        {
-            "step": step,
-            "kind": kind,
-            "nats": nats,
-            "advantage": 1.0,
-            "prompt": "2 +\n<b>",
-            "completion": f"⟦{nats}⟧\x00",
-        }
-        for step, nats in enumerate((1.25, 3.5, 2.75), 1)
-        for kind in ("mismatch", "improbable")
-    ]
-    lines = [json.dumps(row) for row in rows] + ['{"step": 4}', '{"step"']
-    (path / "worst_completions.jsonl").write_text("\n".join(lines))
-    report(tmp_path / "report.html", path)
-    text = read_page(tmp_path / "report.html")
-    assert text.count("⟦3.5⟧") == text.count("⟦2.75⟧") == 2 and "⟦1.25⟧" not in text
-    assert "2 +⏎&lt;b&gt;" in text and "\x00" not in text
-    assert "worst_completions.jsonl: 1 unreadable lines" in text and "The last line of worst_completions.jsonl" in text
-
-
 def test_gaps_zeros_broken_lines_and_missing_metrics_are_on_the_page(tmp_path):
     rows = [
         {"step": step, "reward": None if step in (3, 4) else 0.1 * step, "quant/code_flip_rate": 0.0}
@@ -181,18 +158,11 @@ def write_changed_run(path, change, **config):
 @pytest.mark.slow
 def test_exact_run_says_that_its_mismatch_is_zero(tmp_path):
     path = write_changed_run(tmp_path / "run", lambda step: dict.fromkeys(MISMATCH, 0.0))
-    worst = [
-        {"step": 1, "kind": kind, "nats": nats, "advantage": 1.0, "prompt": "2 + 2", "completion": f"⟦{kind}⟧"}
-        for kind, nats in (("mismatch", 0.0), ("improbable", 6.0))
-    ]
-    (path / "worst_completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in worst))
     report(tmp_path / "report.html", path)
     text, _, num_panels = section_of(tmp_path / "report.html", "mismatch-between-learner-and-rollout")
     assert num_panels == 0 and "Exactly 0 at every logged update: mean |log-prob difference|" in text
     assert "Red" not in text
     assert section_of(tmp_path / "report.html", "irregularities") is None
-    _, rows, _ = section_of(tmp_path / "report.html", "worst-completions")
-    assert [row[3] for row in rows[1:]] == ["improbable"]
 
 
 @pytest.mark.slow

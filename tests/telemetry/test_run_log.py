@@ -163,23 +163,6 @@ def test_one_histogram_per_update_quantity_and_sign_counts_every_sequence(tiny_m
     assert near > far
 
 
-def test_worst_completions_are_written_with_their_span_marked(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, max_steps=4)
-    trainer.evaluate()
-    trainer.train()
-    rows = read(tmp_path / "worst_completions.jsonl")
-    # Two generation batches of two updates each.
-    assert [(row["step"], row["kind"]) for row in rows] == [
-        (step, kind) for step in (1, 3) for kind in ("mismatch", "improbable")
-    ]
-    for row in rows:
-        assert "+" in row["prompt"] and row["completion"].count("⟦") == row["completion"].count("⟧") == 1
-        assert row["completion"].partition("⟦")[2][0] != "⟧" and row["nats"] >= 0
-    make(tiny_model, tmp_path, max_steps=1).train()
-    assert len(read(tmp_path / "worst_completions.jsonl")) == 2
-    assert len(read(tmp_path / "worst_completions.previous.jsonl")) == 4
-
-
 @pytest.mark.slow
 def test_resumed_run_appends(tiny_model, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}

@@ -200,23 +200,6 @@ def start_engines_quickly(patch) -> None:
     patch.setattr(eval_frame, "_stance", eval_frame.DynamoStance("force_eager"))
 
 
-def audit_in_this_process(patch) -> None:
-    """
-    Have [`deep_audit`] load the export in this process, which has imported what that takes, until the monkeypatch
-    `patch` is undone. An engine that was here before ends with the one that is loaded.
-    """
-    from types import SimpleNamespace
-
-    from trl_qarl.doctor import deep_audit
-
-    def run(command, **kwargs):
-        deep_audit._main(command[-1])
-        return SimpleNamespace(returncode=0)
-
-    start_engines_quickly(patch)
-    patch.setattr(deep_audit, "subprocess", SimpleNamespace(run=run))
-
-
 def is_running(pid: int) -> bool:
     """Whether a process has not ended, on Linux."""
     try:

@@ -85,10 +85,6 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     if deepspeed is not None:
         raise_problems(_problems_of_zero(deepspeed.deepspeed_config, args, is_peft_model(model)))
         keep_float32_masters(deepspeed.deepspeed_config)
-    if args.in_flight_updates and state.num_processes > 1:
-        raise NotImplementedError(
-            f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Remove it."
-        )
 
 
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:

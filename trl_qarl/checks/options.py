@@ -137,13 +137,6 @@ def _check_gpu(config) -> Iterator[str]:
 
 
 def check_vllm(config) -> Iterator[str]:
-    if config.mismatch_probe_steps < 0:
-        yield f"mismatch_probe_steps={config.mismatch_probe_steps} must be 0 (never) or a number of updates."
-    if config.mismatch_probe_steps and config.use_vllm and config.vllm_mode == "colocate":
-        for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
-            if getattr(config, name) != usual:
-                asks = f"{said(config, 'mismatch_probe_steps')} asks the engine between rollouts"
-                yield f"{asks}, which {said(config, name)} does not allow: the engine sleeps, or needs all processes. Leave out one of them."
     has_own_server = config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
     if config.vllm_token_file is not None and not has_own_server:
         but = said(config, "use_vllm", "vllm_mode", "vllm_server_autostart")
@@ -193,17 +186,13 @@ def check_vllm(config) -> Iterator[str]:
 
 
 def check_ahead(config) -> Iterator[str]:
-    if config.rollout_ahead < 0:
-        yield f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or a number of batches."
+    if config.rollout_ahead not in (0, 1):
+        yield (
+            f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or 1: each weight sync waits for "
+            "the batch in flight, so further batches would only be older."
+        )
         return
     if config.rollout_ahead == 0:
-        if config.old_logps != "version":
-            yield (
-                f"{said(config, 'old_logps')} is for rollouts that are drawn ahead, but rollout_ahead=0: the learner has the weights that "
-                "drew the batch. Remove it; objective='bypass' uses the sampler's log-probs."
-            )
-        if config.in_flight_updates:
-            yield "in_flight_updates=True is for rollouts that are drawn ahead, but rollout_ahead=0. Set rollout_ahead=2, or remove it."
         return
     ahead = said(config, "rollout_ahead")
     if not config.use_vllm or config.vllm_mode != "server":
@@ -218,23 +207,11 @@ def check_ahead(config) -> Iterator[str]:
         # Problems of the objective itself are reported elsewhere.
         if get_objective(config).is_on_policy:
             yield f"{ahead} contradicts {said(config, 'objective')}: batches would come from earlier weights. Leave out one of them."
-    if config.old_logps == "version" and not config.quantize_learner:
+    if not config.quantize_learner:
         yield (
-            f"{ahead} with quantize_learner=False does not support old_logps='version': only low-bit weights are kept, and this learner "
-            "computes with masters. Use old_logps='sampler' or 'learner'."
+            f"{ahead} is unsupported with quantize_learner=False: only the low-bit weights that draw a batch are kept, and this learner "
+            "computes old log-probs with masters. Leave out one of them."
         )
-    if not config.in_flight_updates:
-        return
-    if config.rollout_ahead < 2:
-        yield f"in_flight_updates=True with {ahead}: nothing is in flight when weights are published. Use rollout_ahead=2."
-    if config.numerics != "engine" or config.exact == "warn":
-        yield (
-            f"in_flight_updates=True needs numerics='engine', and not exact='warn', but {said(config, 'numerics', 'exact')}: the tokens of "
-            "a completion come from several versions of the weights, and only log-probs that are equal bit for bit tell which. "
-            "Remove it, or set these numerics."
-        )
-    if config.old_logps == "learner":
-        yield "in_flight_updates=True is unsupported with old_logps='learner'. Use 'version'."
 
 
 def check_hub(config) -> Iterator[str]:

@@ -37,7 +37,7 @@ class Run:
     `num_tokens` is the number of tokens of a micro-batch, prompts and completions; `engine_bytes` is the memory of a
     colocated engine on each GPU; `lora_rank` is the rank of adapters on all linear layers over a frozen base, 0
     without adapters; `accumulates` means that gradients of several micro-batches are added up without
-    `sync_each_batch`; `rollout_ahead` is the number of batches drawn ahead, whose weights are kept.
+    `sync_each_batch`; `rollout_ahead` is 1 if batches are drawn ahead, whose weights are kept.
     """
 
     num_gpus: int

@@ -81,34 +81,12 @@ def largest_difference(
     return difference.flatten()[index].item(), *divmod(index, difference.shape[1])
 
 
-def choose_versions(
-    by_version: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Find the version of the weights that sampled each token, for completions during which weights changed: the first
-    version, from that of the previous token on, with the sampler's log-prob, else the one with the closest log-prob.
-
-    `by_version`, `(V, B, T)`, has the log-probs by each version, in the order of publication; `mask`, `(B, T)`, is
-    true for completion tokens. Return the log-probs by the version of each token and that version's index, `(B, T)`.
-    """
-    difference = (by_version - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
-    all_places = torch.arange(len(by_version), device=mask.device)[:, None]
-    current = torch.zeros_like(mask[:, 0], dtype=torch.long)
-    places = []
-    for column in range(mask.shape[1]):
-        closest = difference[:, :, column].masked_fill(all_places < current, torch.inf).argmin(dim=0)
-        current = torch.where(mask[:, column], closest, current)
-        places.append(current)
-    chosen = torch.stack(places, dim=1)
-    return by_version.gather(0, chosen[None])[0], chosen
-
-
 def describe_difference(
     output: dict[str, Any], mask: torch.Tensor, model: nn.Module, llm: Any = None, score: Callable | None = None
 ) -> str:
     """Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
     differs when the engine computes the whole sequence. `mask`, `(B, T)`, is true for completion tokens; `llm` is the
-    engine in this process, if any; `score` is `log_probs` of another [`~trl_qarl.rollout.engine.Engine`]."""
+    engine in this process, if any; `score` is that of another [`~trl_qarl.rollout.engine.Engine`]."""
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
     if largest == 0:
@@ -136,7 +114,8 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
     tokens = torch.tensor([ids], device=device)
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
     ours = token_log_probs(logits, tokens[0, 1:]).tolist()
-    theirs = [entry[token] for entry, token in zip(score([ids])[0], ids[1:], strict=True)]
+    # Of the first replica.
+    theirs = score(ids)[: len(ours)]
     differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b]
     text = "over the same tokens at once, at temperature 1,"
     if not differing:

@@ -60,7 +60,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.description: dict[str, Any] = {}
         self._published_parameters: list[tuple[int, ...]] | None = None
         self._in_flight: BackgroundCall | None = None
-        self._launched: list[BackgroundCall] = []
+        self._launched: BackgroundCall | None = None
         # False while a `rollout_func` asks, possibly for text or other log-probs; its result is checked later.
         self._is_generating = False
         super().__init__(*args, **kwargs)
@@ -101,9 +101,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             logger.info("Weights reach the server by %s: %s.", type(channel).__name__, reason)
             delta = sends_changes(channel, options.vllm_delta_sync)
             channel.connect()
-            engine = ServerEngine(client, channel)
-            engine.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
-            self._use(engine, delta)
+            self._use(ServerEngine(client, channel), delta)
         except BaseException:
             # A trainer that does not fit must not keep the server until it is garbage-collected.
             client.close_session()
@@ -153,8 +151,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors. Without `in_flight_updates` no request may be in flight: vLLM would
-        cut it short and report success. A failure raises [`EngineLost`], with a server on every process.
+        Publishes the learner's low-bit tensors, when no request is in flight: vLLM would cut it short and report
+        success. A failure raises [`EngineLost`], with a server on every process.
         """
         if self.mode == "colocate":
             self._publish_directly()
@@ -274,8 +272,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _publish_to_server(self, failed: int) -> None:
         """Publish from the main process, after getting the server back if attempts have failed. All processes gather
         sharded masters together, and raise the main process' error."""
-        while self._launched and not self.options.in_flight_updates:
-            self._launched.pop().wait()
+        if self._launched is not None:
+            self._launched.wait()
         outcome: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
@@ -299,21 +297,16 @@ class QaRLVLLMGeneration(VLLMGeneration):
         """Return completions, or an error in their place so that every process raises it. A launched request has no
         completions yet."""
         is_own, in_flight = self._is_generating, self._in_flight
-        # A thread does not know which versions are published meanwhile.
-        checks_version = in_flight is None or not self.options.in_flight_updates
-        request = partial(self._ask, is_own, checks_version, *args, **kwargs)
+        request = partial(self._ask, is_own, *args, **kwargs)
         try:
             if not is_own:
                 return persistently(_GENERATING, partial(self._ask_alone, request))
             if in_flight is None:
                 return request()
             if in_flight.is_started:
-                completions = in_flight.answer()
-                if self.options.in_flight_updates:
-                    self._check_weight_version()
-                return completions
+                return in_flight.answer()
             in_flight.start(request)
-            self._launched = [*(other for other in self._launched if other.is_running), in_flight]
+            self._launched = in_flight
             return dict.fromkeys(_ANSWER, ())
         except Exception as error:
             return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
@@ -329,7 +322,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self._publish()
         return request()
 
-    def _ask(self, is_own: bool, checks_version: bool, prompts, features=None, *args, **sampling) -> dict[str, Any]:
+    def _ask(self, is_own: bool, prompts, features=None, *args, **sampling) -> dict[str, Any]:
         try:
             completions = self.engine.generate(prompts, features, *args, **sampling)
             if is_own:
@@ -340,8 +333,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             # TRL's client does not check the answer before it takes it apart.
             raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
         # Check now: nothing else is asked of the server before the completions have been rewarded.
-        if checks_version:
-            self._check_weight_version()
+        self._check_weight_version()
         return completions
 
     def _recover(self, failed: int) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,10 @@ from .spec import EngineSpec
 
 
 class ServerEngine:
-    """The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas. `is_drawing` returns whether this
-    trainer has requests in flight that will continue with newly published weights."""
+    """The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas."""
 
     def __init__(self, client, channel: Channel):
         self.client, self.channel = client, channel
-        self.is_drawing: Callable[[], bool] = lambda: False
         self.works_meanwhile = channel.works_meanwhile
         self._replicas = 1
 
@@ -44,9 +42,8 @@ class ServerEngine:
 
     def begin(self) -> list[str]:
         self.channel.begin()
-        # Abort other clients' requests, which must finish with the weights they began with. For kept requests vLLM
-        # recomputes keys and values with the new weights.
-        self.client.control(f"/pause?mode={'keep' if self.is_drawing() else 'abort'}")
+        # Abort other clients' requests, which would go on with the new weights.
+        self.client.control("/pause?mode=abort")
         # Union over ranks.
         changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
         self.client.control("/start_weight_update")
@@ -98,12 +95,6 @@ class ServerEngine:
                 value = (entry or {}).get(str(token), {}).get("logprob")
                 scores.append(math.nan if value is None else value)
         return scores
-
-    def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
-        body = {"model": self.client.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": num_top}
-        choices = self.client._post(f"{self.client.base_url}/v1/completions", json=body)["choices"]
-        rows = [choice["prompt_logprobs"][1:] for choice in choices]
-        return [[{int(token): value["logprob"] for token, value in entry.items()} for entry in row] for row in rows]
 
     def clear_cache(self) -> None:
         self.client.call_workers("qarl_clear_cache")

@@ -192,10 +192,9 @@ def _make_titles(groups: list[Group]) -> tuple[str, str]:
 def _make_tables(groups: list[Group], scores: list[str]) -> dict[str, dict[str, list[pandas.DataFrame]]]:
     """
     Return sections of the page with tables: what `trl-qarl eval` measured; mean seconds over the logged steps of each
-    run, with the range over the runs of a group; the two worst completions of each kind and group; what groups differ
-    in and what came out, and the runs.
+    run, with the range over the runs of a group; what groups differ in and what came out, and the runs.
     """
-    evals, times, worst, outcomes, of_runs = [], [], [], [], []
+    evals, times, outcomes, of_runs = [], [], [], []
     for group in groups:
         means = {name: _spread(run.values(name).mean() for run in group.runs) for name in _TIMES}
         times.append({"group": group.label} | {_TIMES[name]: text for name, text in means.items()})
@@ -210,7 +209,6 @@ def _make_tables(groups: list[Group], scores: list[str]) -> dict[str, dict[str, 
         )
         for run in group.runs:
             evals += [{"run": run.name, **row} for row in run.evals]
-            worst += [{"group": group.label, "run": run.name, **row} for row in run.worst]
             shares = {name: f"{of['correct']} of {of['total']}" for name, of in run.evaluation.items()}
             of_runs.append(
                 {
@@ -226,14 +224,9 @@ def _make_tables(groups: list[Group], scores: list[str]) -> dict[str, dict[str, 
     evaluation, seconds = (table.loc[:, (table != "-").any()] for table in map(pandas.DataFrame, (evals, times)))
     if len(of_runs) == 1:
         evaluation = evaluation.drop(columns="run", errors="ignore")
-    header = ["group", "run", "step", "kind", "nats", "prompt", "completion"]
-    table = pandas.DataFrame(worst, columns=header).sort_values("nats", ascending=False)
-    table = table[table["nats"] > 0].groupby(["group", "kind"]).head(2).sort_values(["group", "kind"], kind="stable")
-    table = table.assign(nats=table["nats"].map(format_number)).replace("\n", "⏎", regex=True)
     return {
         "evaluation": {"tables": [evaluation] if evals else []},
         "time": {"tables": [seconds] if len(seconds.columns) > 1 else []},
-        "worst": {"tables": [table] if len(table) else []},
         "runs": {"tables": [pandas.DataFrame(outcomes), pandas.DataFrame(of_runs).fillna("-")]},
     }
 

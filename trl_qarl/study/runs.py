@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from ..telemetry.run_files import DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, METRICS_FILE, RUN_FILE, WORST_FILE
+from ..telemetry.run_files import DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, METRICS_FILE, RUN_FILE
 from .grid import check_evaluation, label_parts
 
 
@@ -46,7 +46,6 @@ class Run:
     metrics: pandas.DataFrame
     distributions: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, dict[str, int]] = field(default_factory=dict)
-    worst: list[dict[str, Any]] = field(default_factory=list)
     evals: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     path: Path = Path()
@@ -174,7 +173,6 @@ def read_run(path: str | Path) -> Run:
     if isinstance(max_steps, (int, float)) and 0 < max_steps != run.last_step > 0:
         notes.append(f"The run ended at step {run.last_step} of {max_steps}.")
     run.distributions = _read_rows(path / DISTRIBUTIONS_FILE, _kind_of_distribution, notes)
-    run.worst = _read_rows(path / WORST_FILE, lambda row: row["kind"], notes)
     if (path / "evaluation.json").is_file():
         try:
             run.evaluation = check_evaluation((path / "evaluation.json").read_text(encoding="utf-8"))

@@ -116,7 +116,7 @@ def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     threshold = f"first and last quarter; to rise by more than its noise, {noise:.2g}"
     level = "fine" if change > noise else "watch" if change >= -noise else "bad"
     advice = (
-        "The reward falls. Lower `learning_rate`, look at the entropy and at the worst completions, and go back to a checkpoint "
+        "The reward falls. Lower `learning_rate`, look at the entropy and at completions (`log_completions`), and go back to a checkpoint "
         "from before."
     )
     return level, value, threshold, advice if level == "bad" else ""
@@ -143,8 +143,8 @@ def _realign(settings: Mapping[str, Any]) -> str:
             "page about alignment."
         )
     return (
-        "Compare with the table of your scheme on the page about alignment, look at the worst completions, and take a scheme "
-        "without 8-bit activations or, on a CPU, numerics='engine'."
+        "Compare with the table of your scheme on the page about alignment, and take a scheme without "
+        "8-bit activations or, on a CPU, numerics='engine'."
     )
 
 
@@ -212,9 +212,7 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     value, threshold = f"{first:.3g} → {last:.3g}", f"{ENTROPY_LEFT:g} to {ENTROPY_UP:g} times that of the start"
     if last > ENTROPY_UP * first:
         level = "bad" if last > ENTROPY_FAR_UP * first else "watch"
-        advice = (
-            "The text falls apart. Look at the worst completions and at the repetition, and lower `learning_rate`."
-        )
+        advice = "The text falls apart. Look at completions (`log_completions`) and at the repetition, and lower `learning_rate`."
         return level, value, threshold, advice
     wider = "lower `trust_band_share`" if settings.get("trust_band") == "auto" else "raise `positive_epsilon_high`"
     advice = (
@@ -235,7 +233,7 @@ def _text(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     level = _rising(max(shares.values()), UNSOUND_WATCH, UNSOUND_BAD)
     value = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     advice = (
-        "Read the worst completions. Lower `learning_rate` or `max_completion_length`, and check that the reward does not pay "
+        "Read completions (`log_completions`). Lower `learning_rate` or `max_completion_length`, and check that the reward does not pay "
         "for length."
     )
     return level, value, f"up to {UNSOUND_WATCH:.0%}", advice

@@ -7,7 +7,6 @@ METRICS_FILE = "metrics.jsonl"
 BATCHES_FILE = "batches.jsonl"
 RUN_FILE = "run.json"
 DISTRIBUTIONS_FILE = "distributions.jsonl"
-WORST_FILE = "worst_completions.jsonl"
 
 LOG_EDGES = [10 ** (exponent / 4) for exponent in range(-20, 5)]
 LOG_EDGES = [-edge for edge in reversed(LOG_EDGES)] + LOG_EDGES

@@ -16,7 +16,7 @@ from typing_extensions import override
 from .._version import __version__
 from ..packages import installed
 from .recorder import Recorder
-from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
+from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE
 
 
 _RECORDED = (
@@ -73,7 +73,7 @@ class RunLog(TrainerCallback):
             return
         if state.global_step == 0:
             written_before = self._written_before or set()
-            for name in {METRICS_FILE, BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - written_before:
+            for name in {METRICS_FILE, BATCHES_FILE, DISTRIBUTIONS_FILE} - written_before:
                 path = self.folder / name
                 if path.exists():
                     path.replace(path.with_suffix(f".previous{path.suffix}"))

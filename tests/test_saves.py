@@ -88,17 +88,16 @@ def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(
     assert resumed.state.global_step == 3 and marker.is_complete(last)
 
 
-def test_a_training_is_refused_its_folders_before_a_server_starts(tmp_path):
+def test_a_folder_in_use_is_refused_before_a_server_starts(tmp_path):
     pytest.importorskip("vllm")
-    server = {"vllm_mode": "server", "vllm_server_autostart": True, "publish_dir": str(tmp_path / "versions")}
+    server = {"vllm_mode": "server", "vllm_server_autostart": True}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         # With a server the constructor would end here.
         server["vllm_server_port"] = taken.getsockname()[1]
-        for option, lock in (("output_dir", "output/.lock"), ("publish_dir", "versions/lock")):
-            with hold(tmp_path / lock, option), pytest.raises(ValueError, match=f"{option}=.*is still training"):
-                make_vllm_trainer(tmp_path, **server)
+        with hold(tmp_path / "output/.lock"), pytest.raises(ValueError, match="output_dir=.*is still training"):
+            make_vllm_trainer(tmp_path, **server)
         with pytest.raises(ValueError, match="cannot start a server on port"):
             make_vllm_trainer(tmp_path, **server)
 

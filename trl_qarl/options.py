@@ -18,7 +18,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "cpu_weights": ("expanded", "packed"),
     "lora_mode": ("adapter", "merged"),
     "trust_band": ("fixed", "auto"),
-    "vllm_transport": ("auto", "file", "nccl", "http"),
     "hub_export": ("low-bit", "master", "both", "adapter"),
 }
 """Allowed values of options."""
@@ -199,7 +198,7 @@ class ObjectiveOptions:
 @dataclass
 class EngineOptions:
     """
-    Engine of the rollouts: batches drawn ahead, transport of weights, and other destinations of the policy.
+    Engine of the rollouts: batches drawn ahead, its server, and the policy's place on the Hub.
 
     Parameters:
         rollout_ahead (`int`, *optional*, defaults to `0`):
@@ -208,32 +207,9 @@ class EngineOptions:
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training. Its log is
             `vllm_server.log` in the output directory.
-        vllm_request_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds for the server to answer a request that does not generate, such as one with a chunk of weights.
-            After that the server counts as lost.
-        vllm_generation_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds for the server to generate a batch of completions.
         vllm_token_file (`str`, *optional*):
             File with the secret that opens the session of a server on another host: a copy of its `--token_file`,
             which only you can read. Defaults to the file that the server names, on the same host.
-        vllm_transport (`str`, *optional*, defaults to `"auto"`):
-            Transport of weights to a server: `"nccl"`, `"file"` through a directory that both hosts share, or
-            `"http"`. Defaults to NCCL if the server was started for it, else to the directory if this host has it,
-            else to HTTP; the log has the choice and its reason.
-        vllm_ssl_ca_certs (`str`, *optional*):
-            File with the certificates that sign a server's at https://, or its own. Defaults to those of public
-            authorities.
-        vllm_allow_plain_http (`bool`, *optional*, defaults to `False`):
-            Allow sending weights to another host over http://, where every network in between can read and change
-            them.
-        vllm_delta_sync (`bool`, *optional*):
-            Whether a weight sync to a server sends only the changes of each tensor since the last one. Trainer and
-            server each keep a copy of the low-bit policy in host memory. Defaults to `True` only over HTTP, where it
-            is faster; not possible with NCCL.
-        publish_dir (`str`, *optional*):
-            Folder to which the low-bit policy of each rollout is also written, as files for object storage: the first
-            version whole, then changes. `trl-qarl export --from_patches` exports any version. Not with FSDP, nor for
-            an adapter next to its base.
         hub_export (`str`, *optional*, defaults to `"low-bit"`):
             Model to push to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the
             repository's name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy
@@ -243,12 +219,5 @@ class EngineOptions:
 
     rollout_ahead: int = 0
     vllm_server_autostart: bool = False
-    vllm_request_timeout: float = 300.0
-    vllm_generation_timeout: float = 1800.0
     vllm_token_file: str | None = None
-    vllm_transport: str = _one_of("vllm_transport", "auto")
-    vllm_ssl_ca_certs: str | None = None
-    vllm_allow_plain_http: bool = False
-    vllm_delta_sync: bool | None = None
-    publish_dir: str | None = None
     hub_export: str = _one_of("hub_export", "low-bit")

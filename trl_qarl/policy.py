@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from torch import nn
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
 from .checkpoint.cards import described_settings
-from .checkpoint.export import checkpoint_state_dict, export_checkpoint
+from .checkpoint.export import export_checkpoint
 from .checkpoint.layout import problem_of_zero_points
 from .checkpoint.record import check_record, scheme_record
-from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters, problems_of_pictures
 from .checks.options import raise_problems
@@ -24,7 +23,7 @@ from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness, check_arithmetic
 from .quantization.inventory import Inventory
-from .quantization.names import base_model, is_peft_model
+from .quantization.names import is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
 from .quantization.storage import is_sharded, refresh
 from .quantization.swap import disable_quantized_forward, prepare_model
@@ -98,14 +97,6 @@ class Policy:
         raise_problems(problems_of_masters(model, args, self.has_adapter))
         if self.has_adapter:
             raise_problems(problems_of_adapted_model(model))
-        has_parts = sharded_by in ("FSDP2", "ZeRO-3")
-        if args.publish_dir is not None and (has_parts or (self.has_adapter and args.lora_mode == "adapter")):
-            reason = (
-                f"with {sharded_by} no process has all of the policy"
-                if has_parts
-                else "the base of an adapter never changes"
-            )
-            raise ValueError(f"publish_dir={args.publish_dir!r} is not supported here: {reason}. Remove it.")
         check_dropout(model, args)
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         if self.has_adapter:
@@ -220,12 +211,6 @@ class Policy:
         """
         with self._at_own_bits():
             return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
-
-    def relay(self, relay: Relay, version: int, export: Callable[[Path], Any]) -> None:
-        """Add the low-bit policy, at the bits of its schemes, to the folder for object storage; `export` writes the
-        whole policy to a folder."""
-        with self._at_own_bits():
-            relay.write(version, checkpoint_state_dict(base_model(self.model), self.dtype), export)
 
     @contextmanager
     def _at_own_bits(self):

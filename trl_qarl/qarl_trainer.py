@@ -146,7 +146,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
         """Build the engine of the rollouts, in the middle of TRL's constructor, when the policy is prepared."""
         policy = self.policy
-        self._check_folders_are_free()
+        self._check_folder_is_free()
         # On a GPU the engine follows the learner's numerics.
         policy.attach_numerics(self.model)
         generation = QaRLVLLMGeneration(
@@ -266,7 +266,6 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 self._last_loaded_step = -1
         if self.use_vllm:
             self._publish_what_changed()
-        self._relay_policy()
         output = super()._generate(prompts)
         _, completion_ids, _, completions, logps, *_ = output
         self.recorder.observe_completions(completion_ids, completions)
@@ -388,11 +387,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         """
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
-            with self._hold_folders(resume_from_checkpoint) as checkpoint:
+            with self._hold_folder(resume_from_checkpoint) as checkpoint:
                 self._num_compared = None
-                output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
-                self._relay_policy()
-            return output
+                return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
             if self.use_vllm:
                 self._last_loaded_step = -1

@@ -19,7 +19,6 @@ from typing_extensions import override
 from .checkpoint import marker, record
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
-from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
 from .objectives.objective import Objective
 from .pushes import PushesPolicy
@@ -49,7 +48,6 @@ class SavesRuns(PushesPolicy):
     _step: int
     _buffered_inputs: Any
     _last_checkpoint: Path | None = None
-    _relay: Relay | None = None
     _ahead: Ahead | None = None
     _objective: Objective
     # The epoch in progress, its first micro-batch that is trained, and the number of micro-batches trained before it.
@@ -241,43 +239,23 @@ class SavesRuns(PushesPolicy):
             )
             logger.warning(message, checkpoint)
 
-    def _check_folders_are_free(self) -> None:
-        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`, before a server starts."""
-        args = self.args
+    def _check_folder_is_free(self) -> None:
+        """Raises `ValueError` if another trainer writes to `output_dir`, before a server starts."""
         with all_or_none(self.accelerator):
             if self.accelerator.is_main_process:
-                check_free(Path(args.output_dir, OUTPUT_LOCK), "output_dir")
-                if args.publish_dir is not None:
-                    check_free(Path(args.publish_dir, LOCK_FILE), "publish_dir")
+                check_free(Path(self.args.output_dir, OUTPUT_LOCK))
 
     @contextmanager
-    def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Hold `output_dir` and `publish_dir` during a training; the main process does so for all. Yields the
-        checkpoint from which the training continues, `None` for a new run."""
-        args, is_main = self.args, self.is_world_process_zero()
+    def _hold_folder(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Hold `output_dir` during a training; the main process does so for all. Yields the checkpoint from which the
+        training continues, `None` for a new run."""
         with ExitStack() as held:
             with all_or_none(self.accelerator):
-                if is_main:
-                    held.enter_context(hold(Path(args.output_dir, OUTPUT_LOCK), "output_dir"))
+                if self.is_world_process_zero():
+                    held.enter_context(hold(Path(self.args.output_dir, OUTPUT_LOCK)))
             checkpoint = self.find_checkpoint(resume_from_checkpoint)
             self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
-            with all_or_none(self.accelerator):
-                if args.publish_dir is not None and is_main:
-                    resumed_at = None if checkpoint is None else _saved_state(checkpoint).global_step
-                    self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
-                    held.callback(self._relay.close)
-            try:
-                yield checkpoint
-            finally:
-                self._relay = None
-
-    def _relay_policy(self) -> None:
-        """Adds the policy to `publish_dir` if the policy has changed; the other processes wait for the main one."""
-        if self.args.publish_dir is None:
-            return
-        with all_or_none(self.accelerator):
-            if self._relay is not None:
-                self.policy.relay(self._relay, self.state.global_step, self.export_model)
+            yield checkpoint
 
     def _version_file(self) -> str:
         """Return the name of the file with the weights that draw the pending batch."""

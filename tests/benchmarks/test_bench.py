@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import AttentionInterface
@@ -15,7 +14,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bench.command import make_parser, run
-from bench.publish import _channel_of
 from testing_utils import start_engines_quickly
 from trl_qarl.quantization import schemes
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -47,21 +45,10 @@ def test_bench_writes_rows_for_each_scheme(command, tiny_model, tmp_path):
     assert mode == "numerics" or [row["scheme"] for row in result["rows"]] == [None, "w4a16"]
 
 
-@pytest.mark.parametrize("argv", ["learner --group_size 48", "publish --in_process --megabits 20"])
-def test_a_wrong_option_of_bench_is_named_in_one_line(argv, capsys):
+def test_a_wrong_option_of_bench_is_named_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
-        run(make_parser().parse_args(argv.split()))
+        run(make_parser().parse_args(["learner", "--group_size", "48"]))
     assert capsys.readouterr().err.startswith("trl-qarl: error: ")
-
-
-def test_a_slow_line_takes_the_seconds_of_its_megabits(monkeypatch):
-    slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    answers = iter([{"received": 2**18}, {"file": "x"}])
-    session = SimpleNamespace(post=lambda url, **request: SimpleNamespace(json=lambda: next(answers)))
-    channel = _channel_of(SimpleNamespace(megabits=2))(SimpleNamespace(base_url="", session=session))
-    assert channel._upload(memoryview(bytes(2**19))) == "x"
-    assert sum(slept) == pytest.approx(2**19 * 8 / 2e6, abs=0.5)
 
 
 def test_every_piece_of_the_gpu_day_is_understood_and_names_tests_that_exist():

@@ -106,25 +106,6 @@ def check_choices(config) -> Iterator[str]:
             yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
 
 
-def _check_transport(config) -> Iterator[str]:
-    is_server, url = config.use_vllm and config.vllm_mode == "server", config.vllm_server_base_url
-    for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
-        if getattr(config, name) not in (getattr(type(config), name), False) and not is_server:
-            yield (
-                f"{said(config, name)} is for weights that are sent to a server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in "
-                "this process gets the tensors directly. Remove it, or set vllm_mode='server'."
-            )
-    at = said(config, "vllm_server_base_url")
-    if url is not None and not re.match(r"https?://[^/]", url):
-        yield f"{at} has no URL scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
-    if config.vllm_ssl_ca_certs is not None:
-        certs = said(config, "vllm_ssl_ca_certs")
-        if not Path(config.vllm_ssl_ca_certs).is_file():
-            yield f"{certs} is not a file. Name one with certificates in PEM."
-        if is_server and not (url or "").startswith("https://"):
-            yield f"{certs} is for a server at https://, but {at}. Set `vllm_server_base_url` to the server's https:// address."
-
-
 def _check_gpu(config) -> Iterator[str]:
     # A server on another machine checks this when it starts.
     is_here = config.vllm_mode == "colocate" or config.vllm_server_autostart
@@ -141,13 +122,12 @@ def check_vllm(config) -> Iterator[str]:
     if config.vllm_token_file is not None and not has_own_server:
         but = said(config, "use_vllm", "vllm_mode", "vllm_server_autostart")
         yield f"{said(config, 'vllm_token_file')} is for a server that you start yourself, but {but}. Remove it."
-    yield from _check_transport(config)
-    for name in ("vllm_request_timeout", "vllm_generation_timeout"):
-        if not 0 < getattr(config, name) < math.inf:
-            yield (
-                f"{said(config, name)} must be a positive number of seconds: a server that never answers would block the run forever. "
-                f"The default is {getattr(type(config), name):g}."
-            )
+    url = config.vllm_server_base_url
+    if url is not None and not re.match(r"http://[^/]", url):
+        yield (
+            f"{said(config, 'vllm_server_base_url')} is not of the form 'http://HOST:PORT', the only one that a server of `trl-qarl "
+            "vllm-serve` has. For encryption, set 'http://127.0.0.1:8000' and forward that port: `ssh -N -L 8000:127.0.0.1:8000 HOST`."
+        )
     if not config.use_vllm:
         if config.vllm_server_autostart:
             yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
@@ -215,8 +195,6 @@ def check_ahead(config) -> Iterator[str]:
 
 
 def check_hub(config) -> Iterator[str]:
-    if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
-        yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is created if missing."
     name = config.hub_model_id
     if name is None and config.push_to_hub:
         name = Path(config.output_dir or "trainer_output").absolute().name

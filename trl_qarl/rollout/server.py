@@ -49,10 +49,6 @@ class ServerEngine:
         self.client.control("/start_weight_update")
         return sorted(changed)
 
-    def keep_copy(self) -> str:
-        held = set(self.client.call_workers("qarl_keep_copy"))
-        return held.pop() if len(held) == 1 else ""
-
     def send(self, tensors: Tensors) -> None:
         self.channel.send(tensors)
 

@@ -20,17 +20,13 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "base with the adapter next to it, or merged into it if it was trained merged.",
         epilog="Master weights saved by `trl-qarl train` include their training settings; only other weights need --scheme.",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--model_name_or_path", metavar="MODEL", help="master weights: hub id or folder; or a folder with an adapter"
-    )
-    source.add_argument(
-        "--from_patches",
-        metavar="DIR",
-        help="folder that a training wrote as its `publish_dir`, instead of master weights",
-    )
     add = parser.add_argument
-    add("--version", type=int, metavar="N", help="version to export with --from_patches (default: the last)")
+    add(
+        "--model_name_or_path",
+        required=True,
+        metavar="MODEL",
+        help="master weights: hub id or folder; or a folder with an adapter",
+    )
     add("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
     add(
@@ -73,8 +69,6 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace, is_kept: bool = True) -> int:
     """Write the checkpoint and return the exit code. Without `is_kept` the folder is temporary: no line names it."""
-    if args.from_patches is not None:
-        return _export_version(args)
     import torch
     from transformers import AutoProcessor
 
@@ -89,8 +83,6 @@ def main(args: Namespace, is_kept: bool = True) -> int:
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
-        if args.version is not None:
-            raise ValueError("--version is for --from_patches. Remove it.")
         check_folder(args.model_name_or_path)
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
@@ -208,24 +200,6 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
     report = report_frozen(model, plan)
     print(report)
     return model, report, {"scale_dtype": str(model.dtype).removeprefix("torch.")}
-
-
-def _export_version(args: Namespace) -> int:
-    from ..checkpoint.relay import rebuild
-    from ..checkpoint.serving import describe_export
-
-    with configuration_errors():
-        taken = ("from_patches", "version", "output_dir")
-        usual = make_parser().parse_args(["--from_patches", "", "--output_dir", ""])
-        other = [name for name, value in vars(usual).items() if name not in taken and getattr(args, name) != value]
-        if other:
-            raise ValueError(
-                f"--from_patches was given with {', '.join(f'--{name}' for name in other)}, but a published version cannot be changed. "
-                "Leave these out."
-            )
-        version = rebuild(args.from_patches, args.output_dir, args.version)
-    print(f"Version {version} written to {describe_export(args.output_dir)}")
-    return 0
 
 
 def _plan_at(bits: int | None, plan: QuantPlan, has_adapter: bool) -> QuantPlan:

@@ -59,7 +59,7 @@ def make_parser(prog: str) -> ArgumentParser:
     add(
         "--transport",
         choices=["file", "nccl"],
-        help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, else file)",
+        help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, unless --transfer_dir is given, else file)",
     )
     add(
         "--transfer_dir",
@@ -107,7 +107,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             host=args.host,
             port=args.port,
             on_cpu=not torch.cuda.is_available(),
-            transport=args.transport,
+            transport=args.transport or ("file" if args.transfer_dir else None),
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, chunk),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
@@ -120,12 +120,10 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     if args.print_command:
         return 0
     if args.host not in LOCAL_HOSTS:
-        has_tls = any(argument.replace("_", "-").startswith("--ssl-certfile") for argument in vllm_args)
         print(
-            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Changing its weights needs the "
-            f"secret in {token_file}, but everybody on the network can generate"
-            f"{'' if has_tls else ', and nothing is encrypted (--ssl-certfile, --ssl-keyfile)'}; "
-            "keep the network closed.",
+            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Opening a session that changes its weights "
+            f"needs the secret in {token_file}, but everybody on the network can generate, and nothing is encrypted. Keep the "
+            "network closed, or leave out --host and forward the port through SSH.",
             file=sys.stderr,
             flush=True,
         )

@@ -91,9 +91,16 @@ def trust_band_clip(
     is 1 inside the band, including its bounds, and 0 outside. If the advantage is 0, the ratio passes without
     gradient.
     """
-    positive = ratio.clamp(0.0, 1.0 + positive_epsilon_high)
-    negative = ratio.clamp(1.0 - negative_epsilon_low, 1.0 + negative_epsilon_high)
-    return torch.where(advantages > 0, positive, torch.where(advantages < 0, negative, ratio.detach()))
+    constant = ratio.detach()
+
+    def clip(low: float, high: float) -> torch.Tensor:
+        # The gradient of `clamp` at its bounds is 1 before torch 2.14 and 0 since; a fresh batch with a band of 0 is
+        # there. `clamp` of a constant keeps NaN.
+        return torch.where((ratio >= low) & (ratio <= high), ratio, constant.clamp(low, high))
+
+    positive = clip(0.0, 1.0 + positive_epsilon_high)
+    negative = clip(1.0 - negative_epsilon_low, 1.0 + negative_epsilon_high)
+    return torch.where(advantages > 0, positive, torch.where(advantages < 0, negative, constant))
 
 
 def tbpo_loss(
@@ -119,7 +126,7 @@ def tbpo_loss(
     if advantages.shape != per_token_logps.shape[:1]:
         raise ValueError(f"advantages must have shape ({len(per_token_logps)},), got {tuple(advantages.shape)}.")
     log_ratio = sequence_log_ratio(per_token_logps, old_per_token_logps.detach(), mask)  # (B,)
-    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+    ratio = torch.exp(torch.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
     clipped_ratio = trust_band_clip(
         ratio, advantages, positive_epsilon_high, negative_epsilon_low, negative_epsilon_high
     )

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from testing_utils import CHAT_TEMPLATE, make_problems, make_tiny_model, make_tiny_tokenizer, spread
 from testing_utils.trainings import EXPERTS, arguments, assert_equal, make, parameters, rows
-from trl_qarl.objectives.registry import find_objective
+from trl_qarl.objectives.tbpo import TBPO
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 
@@ -178,13 +178,13 @@ def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, mo
         is_first.append(False)
         return completion_ids, logps
 
-    tbpo, batches, inputs_of_loss = type(find_objective("tbpo")), [], []
-    own_loss, compute_loss = tbpo.loss, QaRLTrainer._compute_loss
+    batches, inputs_of_loss = [], []
+    own_loss, compute_loss = TBPO.loss, QaRLTrainer._compute_loss
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", call_first)
     monkeypatch.setattr(
         QaRLTrainer, "_compute_loss", lambda self, model, x: inputs_of_loss.append(x) or compute_loss(self, model, x)
     )
-    monkeypatch.setattr(tbpo, "loss", lambda self, args, x: batches.append(x) or own_loss(self, args, x))
+    monkeypatch.setattr(TBPO, "loss", lambda self, args, x: batches.append(x) or own_loss(self, args, x))
     prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
     trainer = QaRLTrainer(
         # Longer than the prompt, or TRL leaves the answer out.

@@ -37,14 +37,19 @@ def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
     "options",
     [
         {"objective": "tbpo", "beta": 0.1, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
-        {"objective": "grpo-tis", "steps_per_generation": 2, "num_iterations": 2},
-        {"objective": "bypass", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
-        {"objective": "kpop", "optim": "adamw_torch", "peft": {"r": 4}, "lora_mode": "merged"},
+        {"objective": "grpo", "steps_per_generation": 2, "num_iterations": 2},
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
+        {"optim": "adamw_torch", "peft": {"r": 4}, "lora_mode": "merged"},
         *(
             pytest.param(options, marks=pytest.mark.nightly)
             for options in (
                 {"objective": "tbpo", "steps_per_generation": 4},
-                {"objective": "mis-gspo", "gradient_accumulation_steps": 4, "steps_per_generation": 2},
+                {
+                    "objective": "grpo",
+                    "importance_sampling_level": "sequence",
+                    "gradient_accumulation_steps": 4,
+                    "steps_per_generation": 2,
+                },
                 {"objective": "grpo", "beta": 0.1, "optim": "adamw_torch", "peft": {"r": 4}},
                 {"objective": "dapo", "temperature": 0.7, "gradient_checkpointing": True},
             )

@@ -17,7 +17,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "exact": ("require", "warn"),
     "cpu_weights": ("expanded", "packed"),
     "lora_mode": ("adapter", "merged"),
-    "trust_band": ("fixed", "auto"),
     "hub_export": ("low-bit", "master", "both", "adapter"),
 }
 """Allowed values of options."""
@@ -150,13 +149,10 @@ class ObjectiveOptions:
 
     Parameters:
         objective (`str`, *optional*, defaults to `"tbpo"`):
-            `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
-            `"on-policy"`, `"dual-clip"`, which set TRL's options; one of other projects against the mismatch,
-            `"icepop"`, `"kpop"`, `"geo-mask"`, `"bypass"`, `"dppo-tv"`, `"acr"`; one of TRL's losses (`"grpo"`,
-            `"dapo"`, `"sapo"`, ...); or `"module:Name"`, an [`~trl_qarl.objectives.objective.Objective`] of your own.
-            Replaces `loss_type`.
+            `"tbpo"`; one of TRL's losses with TRL's own options (`"grpo"`, `"dapo"`, `"sapo"`, ...); or
+            `"module:Class"`, an [`~trl_qarl.objectives.objective.Objective`] of your own. Replaces `loss_type`.
         objective_kwargs (`dict`, *optional*):
-            Arguments of the class in `objective="module:Name"`.
+            Arguments of the class in `objective="module:Class"`.
         positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
             TBPO: for positive advantages, the ratio counts up to `1 + positive_epsilon_high`.
         negative_epsilon_low (`float`, *optional*, defaults to `3e-4`):
@@ -165,20 +161,8 @@ class ObjectiveOptions:
         negative_epsilon_high (`float`, *optional*, defaults to `7e-4`):
             TBPO: for negative advantages, the ratio counts up to `1 + negative_epsilon_high`; above, the sequence
             contributes no gradient.
-        trust_band (`str`, *optional*, defaults to `"fixed"`):
-            TBPO: `"fixed"` uses the three bands above, `"auto"` (experimental) estimates them from the ratios of
-            recent updates.
-        trust_band_share (`float`, *optional*, defaults to `0.25`):
-            TBPO with `trust_band="auto"`: share of completions to drop, for each sign of the advantage. Completions in
-            updates on a fresh batch, with ratios of 1, are neither dropped nor counted.
         mismatch_cap (`float`, *optional*, defaults to `2.0`):
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
-        mismatch_low, mismatch_high (`float`, *optional*):
-            Bounds of the mismatch. Outside of them `"icepop"` drops a token (0.5 and 5) and `"geo-mask"` a completion,
-            by its geometric mean (0.99 and 1.01).
-        divergence_threshold (`float`, *optional*):
-            Bound above which a token is dropped: for `"kpop"` of the divergence between learner and sampler (0.1
-            nats), for `"dppo-tv"` of the difference between its probability and the sampler's (0.2).
     """
 
     objective: str = "tbpo"
@@ -186,12 +170,7 @@ class ObjectiveOptions:
     positive_epsilon_high: float = 4e-4
     negative_epsilon_low: float = 3e-4
     negative_epsilon_high: float = 7e-4
-    trust_band: str = _one_of("trust_band", "fixed")
-    trust_band_share: float = 0.25
     mismatch_cap: float = 2.0
-    mismatch_low: float | None = None
-    mismatch_high: float | None = None
-    divergence_threshold: float | None = None
 
 
 @describe_options

@@ -113,7 +113,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         check_arguments(**given)
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
-        self._objective = get_objective(args).for_run(args)
+        self._objective = get_objective(args)
         self._calls_tools = False
         with replaced_in_trl(
             create_model_from_path=self.policy.load,
@@ -138,7 +138,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
-        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._objective)
+        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics)
         if self.numerics == "engine" and not self._are_compared:
             logger.info("Rollouts are scored by a forward: log-probs of a `rollout_func` are not the engine's.")
         self._add_callbacks()
@@ -336,7 +336,6 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         # TRL has closed the step.
         if self._current_train_step_time == 0.0:
             self.recorder.log({"step/forward_backward_seconds": self.recorder.pop_seconds("forward_backward")})
-            self.recorder.log(self._objective.end_update(self.accelerator.gather, self._was_on_policy))
         return loss
 
     @override
@@ -344,8 +343,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         """Computes TRL's loss, or the objective's own, to which KL and MoE auxiliary loss are added as in TRL."""
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
-        if not self._objective.has_own_loss:
-            loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
+        if self._objective is None:
+            loss = super()._compute_loss(model, inputs)
             self._compare(inputs, self._forward_logps)
             self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
             return loss
@@ -355,11 +354,15 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         self._compare(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         self.recorder.observe_update(batch)
-        loss, kl_ratio, per_sequence = self._objective.loss(self.args, batch)
+        loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)
         mask = batch.mask
         metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}
         if self.beta != 0.0:
-            correction = kl_ratio if self.args.use_bias_correction_kl else 1.0
+            correction = 1.0
+            if self.args.use_bias_correction_kl:
+                if kl_ratio is None:
+                    kl_ratio = torch.exp((per_token_logps - batch.old_per_token_logps).masked_fill(mask == 0, 0.0))
+                correction = kl_ratio
             # TRL's estimate, averaged over the tokens of each completion and then over completions.
             log_ratio = inputs["ref_per_token_logps"] - per_token_logps
             per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction

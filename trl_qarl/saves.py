@@ -20,7 +20,6 @@ from .checkpoint import marker, record
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
-from .objectives.objective import Objective
 from .pushes import PushesPolicy
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
@@ -29,8 +28,6 @@ from .rollout.failures import all_or_none
 logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
-# State of the objective, such as estimated trust bands.
-_OBJECTIVE_FILE = "objective_state.pt"
 
 # With several processes on a CPU, accelerate names their devices "cpu:0", which `torch.load` does not know, so such a
 # run could not be resumed. Priority 100 comes after torch's own functions.
@@ -49,7 +46,6 @@ class SavesRuns(PushesPolicy):
     _buffered_inputs: Any
     _last_checkpoint: Path | None = None
     _ahead: Ahead | None = None
-    _objective: Objective
     # The epoch in progress, its first micro-batch that is trained, and the number of micro-batches trained before it.
     _epoch_begun: tuple[int, int, int] = (0, 0, 0)
     # The update before which the epoch began, and torch's random state at that time.
@@ -124,11 +120,10 @@ class SavesRuns(PushesPolicy):
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if the checkpoint
-        is missing or incomplete, or was trained with another scheme, learner, trust band or launch."""
+        is missing or incomplete, or was trained with another scheme, learner or launch."""
         found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
         if found is not None:
             check_resumed_launch(self.accelerator, found)
-            self._objective.load(_load(found, _OBJECTIVE_FILE, "cpu"))
         return found
 
     @override
@@ -165,9 +160,6 @@ class SavesRuns(PushesPolicy):
                 self._save_batch(folder, ahead)
                 if weights is not None and (self.args.should_save or self.policy.takes_all_processes):
                     torch.save(weights, folder / self._version_file())
-                learned = self._objective.state()
-                if learned and self.args.should_save:
-                    torch.save(learned, folder / _OBJECTIVE_FILE)
                 marker.sync(folder)
         finally:
             self._is_saving = False

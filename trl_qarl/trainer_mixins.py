@@ -21,7 +21,6 @@ from typing_extensions import override
 from .checks.launch import check_agreement, check_launch
 from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward
 from .numerics.attach import keep_no_products
-from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .rollout.ahead import Ahead
@@ -75,7 +74,6 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
 
     policy: Policy
     recorder: Recorder
-    _objective: Objective
     # Number of micro-batches of the generation batch in progress that were compared; `None` if none will be.
     _num_compared: int | None = None
     # The sampler's log-probs of a rollout that TRL is about to score.
@@ -90,22 +88,10 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         return self._ahead is not None and self.model.training and self._ahead.drawn is not None
 
     @property
-    def _was_on_policy(self) -> bool:
-        """True if the learner computed the last micro-batch with the weights of its old log-probs."""
-        args = self.args
-        place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
-        return place < args.gradient_accumulation_steps and not args.rollout_ahead
-
-    @property
     def _are_compared(self) -> bool:
         """True if the sampler's log-probs of a rollout are used and compared in the first update."""
         is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
         return is_exact and self.rollout_func is None
-
-    @property
-    def _are_unused(self) -> bool:
-        """True if nothing needs the learner's log-probs of a rollout, which saves their forward."""
-        return not self._objective.needs_scores and self.beta == 0.0 and self.policy.numerics == "fast"
 
     def _keep_sampled(self, logps: list[list[float | None]] | None) -> None:
         """Keep the sampler's log-probs of a rollout, if TRL is about to score it."""
@@ -115,25 +101,21 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         self._sampled = logps if is_scored_by_trl else None
 
     def _complete(self, output: dict[str, Any]) -> None:
-        """Adds the learner's log-probs and the mismatch weight to a generation batch if TRL has not."""
+        """Adds the learner's log-probs to a generation batch if TRL has not."""
         if "sampling_per_token_logps" not in output:
             raise ValueError(
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. "
                 "Return the log-prob of every sampled token."
             )
-        if self._are_unused or self._are_compared:
+        if self._are_compared:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         elif "old_per_token_logps" not in output:
             output["old_per_token_logps"] = self._score_drawn(output)
-        weight = self._objective.weight(self.args, Batch.of(output))
-        if weight is not None:
-            output["importance_sampling_ratio"] = weight
 
     def _observe(self, output: dict[str, Any]) -> None:
         """Measures the mismatch of a generation batch with the weights that drew it, and checks that it is exact."""
         batch = Batch.of(output)
-        if not self._are_unused:
-            self.recorder.observe_mismatch(output, batch)
+        self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
@@ -226,8 +208,6 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         # TRL scores a rollout without entropies, the policy before its reference; every loss asks for entropies.
         if not kwargs.get("compute_entropy"):
             sampled, self._sampled = self._sampled, None
-            if self._are_unused:
-                return None, None, None
             if sampled is not None and self._are_compared:
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
         forward = scoring_forward(model, self.accelerator.unwrap_model(model))

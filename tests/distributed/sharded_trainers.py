@@ -51,13 +51,12 @@ from trl_qarl.rollout.server import ServerEngine
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
-    """With all telemetry and its own bands; export and publication are those of one process, byte for byte."""
-    bands = {"trust_band": "auto", "trust_band_share": 0.5, "per_device_train_batch_size": 4}
-    [ddp] = train(folder, "ddp", **bands)
-    for trainer in train(folder, "fsdp", launch={}, **bands):
+    """With all telemetry; export and publication are those of one process, byte for byte."""
+    [ddp] = train(folder, "ddp", per_device_train_batch_size=4)
+    for trainer in train(folder, "fsdp", launch={}, per_device_train_batch_size=4):
         rows = assert_trained_the_same(trainer, ddp)
         names = {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"}
-        assert names | {"tbpo/band/positive_high"} <= {n for row in rows for n in row}
+        assert names <= {n for row in rows for n in row}
         assert any(row.get("quant/code_flip_rate") for row in rows)
         assert_publishes(trainer, ddp)
 

@@ -97,18 +97,13 @@ def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer,
 
 @pytest.mark.slow
 def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_played_trainer):
-    """Within a generation batch and after one, in three epochs, with evaluations and bands that set themselves."""
+    """Within a generation batch and after one, in three epochs, with evaluations."""
     options = EPOCHS | {"eval_strategy": "steps", "eval_steps": 3}
-    options |= {"trust_band": "auto", "trust_band_share": 0.5}
     whole, _ = make_played_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
     ages = logged(whole, "rollout/age_updates")
     assert ages == [0, 2, 2, 2, 2, 2]
-    # The first updates on what was drawn ahead, the third and the fifth, have other ratios than 1, too. Later updates
-    # may have no completion with an advantage: that depends on rounding.
-    has_moved = [len(update) > 0 for update in whole._objective.state()["window"]]
-    assert len(has_moved) == 12 and has_moved[:6] == [False] + 5 * [True]
     for step in (1, 2, 5, 8, 11):
         resumed, server = make_played_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)

@@ -29,7 +29,7 @@ def test_train_help_lists_the_main_options_and_ours(capsys):
     output = capsys.readouterr().out
     shown = {word[2:] for word in re.findall(r"^  (--\w+)", output, re.MULTILINE)}
     assert shown == {*train.MAIN_OPTIONS, *own_options(QaRLConfig, GRPOConfig), "no_quantize_learner"}
-    assert {"scheme", "objective", "vllm_token_file", "epsilon"} <= shown
+    assert {"scheme", "objective", "vllm_token_file"} <= shown
 
 
 @pytest.mark.parametrize("option", ["--help-all", "--help_all"])

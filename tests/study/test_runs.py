@@ -73,10 +73,10 @@ def test_run_that_ended_early_is_noted(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"edges": [1, 2]}, {"edges": [2 * edge for edge in HISTOGRAM_EDGES]}, {"counts": []}, {"bounds": None}],
+    [{"edges": [1, 2]}, {"edges": [2 * edge for edge in HISTOGRAM_EDGES]}, {"counts": []}],
 )
 def test_malformed_distribution_is_left_out_and_noted(tmp_path, change):
-    row = {"step": 1, "name": "ratio", "sign": "positive", "edges": HISTOGRAM_EDGES, "bounds": [None, 2]}
+    row = {"step": 1, "name": "ratio", "sign": "positive", "edges": HISTOGRAM_EDGES}
     row["counts"] = [1] * (len(HISTOGRAM_EDGES) - 1)
     path = write_run(tmp_path / "run")
     (path / "distributions.jsonl").write_text(f"{json.dumps(row | change)}\n{json.dumps(row)}\n")

@@ -20,7 +20,7 @@ from .marker import COMPLETE_FILE
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT_STATE = (
-    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt", "objective_state.pt"),
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt"),
     *("trainer_state.json", COMPLETE_FILE),
     # Of DeepSpeed, and FSDP's second copy of the masters.
     *("global_step*", "latest", "zero_to_*.py", "pytorch_model_fsdp.bin"),

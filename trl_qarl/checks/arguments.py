@@ -33,8 +33,8 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives that need one
-    policy throughout."""
+    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives other than TRL's
+    losses."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
@@ -46,7 +46,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
     }
     switched_off = active
     if not args.disable_dropout:
-        if not get_objective(args).needs_one_policy:
+        if get_objective(args) is None:
             return
         # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused below.
         switched_off = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}

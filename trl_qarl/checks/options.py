@@ -16,7 +16,6 @@ import torch
 
 from ..checkpoint.uploads import problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
-from ..objectives.registry import get_objective
 from ..options import CHOICES, own_options
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
@@ -28,7 +27,11 @@ from .refused import (
 )
 
 
-_CHOICES = CHOICES | {"vllm_mode": ("server", "colocate"), "importance_sampling_level": ("token", "sequence")}
+_CHOICES = CHOICES | {
+    "vllm_mode": ("server", "colocate"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
 
 
 def check_types(config: Any, inherited: type) -> Iterator[str]:
@@ -183,10 +186,6 @@ def check_ahead(config) -> Iterator[str]:
     if config.precisions is not None:
         both = f"{ahead} is unsupported with {said(config, 'precisions')}"
         yield f"{both}: a batch would be drawn with the bits of the one before. Leave out one of them."
-    with suppress(ValueError):
-        # Problems of the objective itself are reported elsewhere.
-        if get_objective(config).is_on_policy:
-            yield f"{ahead} contradicts {said(config, 'objective')}: batches would come from earlier weights. Leave out one of them."
     if not config.quantize_learner:
         yield (
             f"{ahead} is unsupported with quantize_learner=False: only the low-bit weights that draw a batch are kept, and this learner "

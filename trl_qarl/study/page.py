@@ -307,13 +307,11 @@ def _draw_metric(axes: Axes, groups: list[Group], name: str, axis: str) -> None:
 
 def _draw_distribution(axes: Axes, groups: list[Group], kind: tuple[str, str]) -> None:
     """Draw the distribution of the logarithm of one quantity with one sign of the advantage, all steps and seeds of a
-    group together, with the clip bounds of the last step."""
+    group together."""
     for group in groups:
         rows = group.distributions(kind)
         if np.any(counts := np.sum([row["counts"] for row in rows], axis=0)):
             axes.stairs(counts / counts.sum(), LOG_EDGES, color=group.color, ls=group.line, lw=1.6)
-            for bound in filter(None, max(rows, key=lambda row: row["step"])["bounds"]):
-                axes.axvline(math.log(bound), color=group.color, ls="--", lw=1, marker="")
     axes.set_xscale("symlog", linthresh=min(map(abs, LOG_EDGES)))
     axes.set(yscale="log", xticks=[-1, -1e-2, -1e-4, 0, 1e-4, 1e-2, 1], xlabel=f"log({_DISTRIBUTIONS[kind[0]][1]})")
     axes.minorticks_off()

@@ -367,7 +367,7 @@ def _read_rows(path: Path, kind_of: Callable[[dict], Any], notes: list[str]) -> 
 def _kind_of_distribution(row: dict[str, Any]) -> tuple[str, str]:
     # Raises `ValueError` for other numbers of edges, too.
     is_whole = len(row["counts"]) == len(HISTOGRAM_EDGES) - 1 and np.allclose(row["edges"], HISTOGRAM_EDGES, 1e-9, 0)
-    if not is_whole or min([*row["counts"], *filter(None, row["bounds"])]) < 0:
+    if not is_whole or min(row["counts"]) < 0:
         raise ValueError("The histogram has other edges, or values below 0.")
     return row["name"], row["sign"]
 

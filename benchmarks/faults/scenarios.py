@@ -401,7 +401,7 @@ CHOSEN = (
     "reset /weight_info middle and last",
     "die /update_weights middle and last",
     "truncated /update_weights middle and last",
-    "garbage /start_weight_update first and middle",
+    "garbage qarl_finish middle and last",
     "log-prob NaN; log-prob inf; log-prob -inf",
     "no completions, always",
     "/v1/completions then /update_weights die",

@@ -73,7 +73,7 @@ def test_two_runs_are_drawn_and_listed(tmp_path, capsys):
         (tmp_path / "a b.html").as_uri(),
     ]
     assert "<h1>2 runs</h1>" in page and page.count("first") >= 3 and page.count("second") >= 3
-    for title in ("mean reward", "mismatch of learner", "dropped by TBPO", "codes changed", "seconds, means"):
+    for title in ("mean reward", "mismatch, nats", "TBPO drops", "codes that change", "seconds, means"):
         assert title in page
     assert "<td>org/model</td>" in page and "not logged" not in page
 

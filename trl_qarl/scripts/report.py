@@ -20,9 +20,9 @@ from .command_line import configuration_errors
 # Metric, title, and scale of the axis; `share` is linear from 0 to 1.
 _CURVES = (
     ("reward", "mean reward of a batch", "linear"),
-    ("mismatch/abs_logp_mean", "mismatch of learner and rollout, nats per token", "log"),
-    ("tbpo/dropped/total", "share of completions dropped by TBPO", "share"),
-    ("quant/code_flip_rate", "share of low-bit codes changed by an update", "log"),
+    ("mismatch/abs_logp_mean", "mismatch, nats per token", "log"),
+    ("tbpo/dropped/total", "share of completions that TBPO drops", "share"),
+    ("quant/code_flip_rate", "share of low-bit codes that change", "log"),
 )
 _SECONDS = {
     "rollout/seconds": "rollout",
@@ -191,6 +191,7 @@ def _draw(runs: list[Run]) -> Any:
 
     style = {
         "axes.grid": True,
+        "axes.axisbelow": True,
         "grid.alpha": 0.3,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -214,9 +215,10 @@ def _draw(runs: list[Run]) -> Any:
                 axis.plot(curve.keys(), curve.values(), color=color, ls=line, lw=1.6, marker="o", ms=2)
             if scale == "share":
                 axis.set_ylim(0, 1)
-            # A logarithmic axis has no place for 0.
-            elif scale == "log" and any(value > 0 for value in finite):
-                axis.set_yscale("log")
+            # A logarithmic axis has no place for 0. Whole decades keep noise from looking large.
+            elif scale == "log" and (positive := [value for value in finite if value > 0]):
+                low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+                axis.set(yscale="log", ylim=(10.0**low, 10.0 ** max(high, low + 1)))
             if not finite or not any(finite):
                 axis.text(
                     0.5, 0.5, "0 at every update" if finite else "not logged", ha="center", transform=axis.transAxes

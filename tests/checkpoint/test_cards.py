@@ -14,7 +14,6 @@ from trl_qarl.checkpoint.cards import TrainingFacts, make_card, summarize
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
-from trl_qarl.evaluation.scores import add_to_card
 
 
 def front_matter(text):
@@ -105,39 +104,6 @@ def test_results_of_a_training_are_means_of_what_was_logged_last():
         "eval_reward, last evaluation": "0.75 (update 12)",
     }
     assert summarize([]) == {}
-
-
-@pytest.mark.parametrize("has_adapter", [False, True])
-def test_scores_in_the_card_of_an_export_stay_as_long_as_its_policy(tiny_model, tmp_path, has_adapter):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    if has_adapter:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        model = peft.get_peft_model(model, config)
-    prepare_model(model, "w4a16")
-
-    def read():
-        text = (tmp_path / "README.md").read_text()
-        return text, front_matter(text).get("model-index")
-
-    export_checkpoint(model, tmp_path)
-    settings = {"samples": 1, "temperature": 0.0}
-    assert add_to_card(tmp_path, [{"task": "sums", "pass@1": 0.25, "standard_error": 0.05}], settings)
-    text, scores = read()
-    assert "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in text and scores[0]["results"][0]["metrics"][0]["value"] == 25.0
-    export_checkpoint(model, tmp_path, card={"title": "new", "facts": TrainingFacts(history=HISTORY[:1])})
-    text, kept = read()
-    assert text.count("## Evaluation\n") == 1 and "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in text and "# new\n" in text
-    assert text.index("## Results") < text.index("## Evaluation") < text.index("## Training")
-    assert kept[0]["results"] == scores[0]["results"]
-    (tmp_path / "README.md").write_text(text.replace("---\n", "---\n[", 1))
-    export_checkpoint(model, tmp_path)
-    assert "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in read()[0]
-    name = "lora_B" if has_adapter else "norm"
-    next(p for n, p in model.named_parameters() if name in n).data.mul_(2)
-    export_checkpoint(model, tmp_path)
-    text, scores = read()
-    assert "## Evaluation" not in text and scores is None
 
 
 def test_serving_an_export_for_training_names_the_command_that_serves_it(export, capsys):

@@ -12,7 +12,6 @@ other modules:
 | `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |
 | `web_servers`, `failing_server` | web servers in this process; one that fails on command |
 | `hub_stand_in` | a web server in place of the Hub |
-| `recorded_runs` | folders as runs write them, and pages made of them |
 | `live_bytes` | the memory of tensors, counted |
 """
 

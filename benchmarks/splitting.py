@@ -52,9 +52,9 @@ def split_outlier_channels(
     if not 0 < share <= 1:
         raise ValueError(f"share={share} is not in (0, 1]. A few hundredths split the channels that matter.")
     grid = scheme.grid
-    if scheme.group_size is None or grid is None or grid.type != "int" or grid.has_zero_points:
+    if scheme.group_size is None or grid is None or grid.type != "int":
         raise ValueError(
-            f"Scheme {scheme.name!r} has no groups of integer codes without zero points to split. Choose w4a16, w3a16 or w2a16."
+            f"Scheme {scheme.name!r} has no groups of integer codes to split. Choose w4a16, w3a16 or w2a16."
         )
     size = model.config.intermediate_size
     mlps = [m for m in model.modules() if all(type(getattr(m, name, None)) is nn.Linear for name in _NAMES)]

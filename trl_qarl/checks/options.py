@@ -95,9 +95,9 @@ def check_turns(config) -> Iterator[str]:
 
 
 def check_numerics(config) -> Iterator[str]:
-    if config.numerics == "engine":
+    if config.numerics in ("engine", "exact"):
         for problem in contradicting_options(config):
-            yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
+            yield f"{said(config, 'numerics')} contradicts {problem}, or use numerics='fast'."
 
 
 def check_choices(config) -> Iterator[str]:
@@ -227,11 +227,10 @@ def check_ahead(config) -> Iterator[str]:
         return
     if config.rollout_ahead < 2:
         yield f"in_flight_updates=True with {ahead}: nothing is in flight when weights are published. Use rollout_ahead=2."
-    if config.numerics != "engine" or config.exact == "warn":
+    if config.numerics != "exact":
         yield (
-            f"in_flight_updates=True needs numerics='engine', and not exact='warn', but {said(config, 'numerics', 'exact')}: the tokens of "
-            "a completion come from several versions of the weights, and only log-probs that are equal bit for bit tell which. "
-            "Remove it, or set these numerics."
+            f"in_flight_updates=True needs numerics='exact', but {said(config, 'numerics')}: the tokens of a completion come from several "
+            "versions of the weights, and only log-probs that are equal bit for bit tell which. Remove it, or set these numerics."
         )
     if config.old_logps == "learner":
         yield "in_flight_updates=True is unsupported with old_logps='learner'. Use 'version'."
@@ -320,9 +319,8 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[s
         f"{config.learning_rate:g} round to nothing. {fix}; `bf16=True` still computes in bfloat16."
     )
     if dtype is torch.float16 and config.is_quantized:
-        yield f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
-    elif not config.allow_low_precision_masters:
-        yield f"{text} `allow_low_precision_masters=True` allows them."
+        text += f" Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    yield text
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
-from ..checkpoint.layout import problem_of_zero_points
 from ..packages import installed
 from ..quantization.gemm import has_fast_bf16
 from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts
@@ -60,7 +59,6 @@ def diagnose(
     from ..rollout.publisher import CHUNK_BYTES, largest_chunk
 
     yield from check_versions(*_installed())
-    yield from check_zero_points(chosen)
     yield from check_hardware(chosen)
     chunk = CHUNK_BYTES
     if model is not None:
@@ -160,15 +158,6 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> Iterato
     for (refusal, instead), names in refused.items():
         text = f"{', '.join(names)} must not run in vLLM on this GPU: {refusal}"
         yield Finding("error" if schemes else "warning", text, f"choose {instead}")
-
-
-def check_zero_points(schemes: Sequence[QuantScheme] | None) -> Iterator[Finding]:
-    """Warn if transformers cannot read every export with zero points, unless only other `schemes` were requested."""
-    grids = [scheme.grid for scheme in schemes or ()]
-    is_of_interest = schemes is None or any(grid is not None and grid.has_zero_points for grid in grids)
-    if is_of_interest and (problem := problem_of_zero_points()):
-        text, _, remedy = problem.partition(" To read them: ")
-        yield Finding("warning", text.removesuffix("."), remedy)
 
 
 def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict[str, str]]:

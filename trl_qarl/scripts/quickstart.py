@@ -5,7 +5,6 @@ import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
-from ..quantization.plan import EDGES
 from .command_line import add_plan_options, configuration_errors
 
 
@@ -21,7 +20,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add("--vllm", choices=["server", "colocate"], help="sample with vLLM, in a server or here, not with the learner")
     add(
         "--numerics",
-        choices=["fast", "engine"],
+        choices=["fast", "engine", "exact"],
         help="engine: the learner computes what the rollout does, bit for bit",
     )
     add("--output_dir", default="outputs/quickstart", help="where everything is written")
@@ -80,7 +79,7 @@ def main(args: Namespace) -> None:
 
     folder = Path(args.output_dir)
     given = ("output_dir", "numerics", "max_steps", "learning_rate", "seed")
-    plan = ("scheme", "group_size", "exclude_modules", *EDGES)
+    plan = ("scheme", "group_size", "exclude_modules")
     with configuration_errors():
         # Made first: invalid options are named before a model is converted.
         config = QaRLConfig(

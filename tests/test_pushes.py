@@ -308,6 +308,6 @@ def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tm
 
 def test_push_of_experts_that_have_no_export_is_refused_before_training(tmp_path, hub):
     model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
-    options = {"allow_high_precision_experts": True, "exclude_modules": ["experts"]}
+    options = {"exclude_modules": ["experts"]}
     with pytest.raises(ValueError, match="hub_export='low-bit'"):
         make_trainer(model, tmp_path / "run", push_to_hub=True, **options)

@@ -49,9 +49,9 @@ def test_help_of_every_own_option_is_its_text_in_the_docstring():
 def test_scheme_may_be_a_mapping_also_as_json(tmp_path):
     mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
     for scheme in (mapping, json.dumps(mapping)):
-        args = config(tmp_path, scheme=scheme, group_size=64, high_precision_last=1)
+        args = config(tmp_path, scheme=scheme, group_size=64)
         assert args.scheme == mapping and args.is_quantized and args.plan.name == "w4a16-w8a8"
-        assert args.plan == get_plan(mapping, 64, high_precision_last=1)
+        assert args.plan == get_plan(mapping, 64)
     assert not config(tmp_path, scheme={"_default": None}).is_quantized
     assert config(tmp_path, numerics="engine", bf16=True, scheme=mapping, group_size=32).numerics == "engine"
 

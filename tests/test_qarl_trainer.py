@@ -222,18 +222,14 @@ def test_missing_arguments_get_a_qarl_config_named_after_the_model_that_trains_o
     assert trainer.state.global_step == 1
 
 
-def test_low_precision_masters_train_where_they_are_allowed_and_float32_is_the_default(tmp_path):
+def test_masters_of_a_checkpoint_in_bfloat16_are_float32(tmp_path):
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
     assert make(path, tmp_path / "default").model.dtype is torch.float32
-    options = {"model_init_kwargs": {"dtype": "auto"}, "allow_low_precision_masters": True}
-    trainer = make(path, tmp_path / "allowed", max_steps=1, **options)
-    trainer.train()
-    assert trainer.model.dtype is torch.bfloat16
 
 
-def test_experts_in_high_precision_train_where_they_are_allowed_or_nothing_is_quantized(tmp_path):
+def test_experts_train_in_high_precision_if_they_are_named(tmp_path):
     model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
-    options = {"allow_high_precision_experts": True, "exclude_modules": ["experts"], "max_steps": 1}
+    options = {"exclude_modules": ["experts"], "max_steps": 1}
     trainer = make(model, tmp_path / "allowed", **options)
     trainer.train()
     assert len(trainer.swap_report.converted) == 8

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
@@ -17,6 +17,7 @@ from .checks.arguments import check_arguments, has_pictures, problems_of_picture
 from .checks.options import raise_problems
 from .forward import Batch
 from .muon import MuonAdamW
+from .numerics.low_bit import use_cpu_weights
 from .objectives.registry import get_objective
 from .policy import Policy
 from .processes import exit_on_signals
@@ -152,8 +153,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         generation = QaRLVLLMGeneration(
             **kwargs, options=self.args, dtype=policy.dtype, weight_version=lambda: str(self.state.global_step)
         )
-        if self.numerics == "engine" and self.accelerator.is_main_process:
-            policy.check_engine(generation.description)
+        if self.numerics == "engine":
+            [form] = broadcast_object_list([generation.description.get("arithmetic", {}).get("cpu_weights")])
+            if self.args.vllm_mode == "server" and form is not None:
+                # The bits depend on it, and the server has chosen.
+                use_cpu_weights(form)
+            if self.accelerator.is_main_process:
+                policy.check_engine(generation.description)
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:

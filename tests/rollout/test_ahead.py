@@ -272,7 +272,7 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
 @pytest.fixture
 def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
     """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
-    options = {"bf16": True, "numerics": "engine", "learning_rate": 1e-2}
+    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2}
     options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm_servers.serve(monkeypatch)
     return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
 
@@ -281,7 +281,7 @@ def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
 def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(make_exact_trainer):
-    trainer = make_exact_trainer(rollout_ahead=1, exact="require", max_steps=8, eval_steps=3)
+    trainer = make_exact_trainer(rollout_ahead=1, max_steps=8, eval_steps=3)
     backend = trainer.vllm_generation
     backend.sync_weights()
     # Long enough to be aborted on the way.

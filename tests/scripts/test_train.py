@@ -97,13 +97,14 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
 
     run, out = tmp_path / "run", tmp_path / "low_bit"
     mapping = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
-    options = ["--scheme", json.dumps(mapping), "--high_precision_first", "1"]
+    kept = "re:model[.]layers[.]0[.].*"
+    options = ["--scheme", json.dumps(mapping), "--exclude_modules", kept]
     run_training([*train_argv, *options])
     record = json.loads((run / "qarl.json").read_text())
-    assert (record["scheme"], record["group_size"], record["high_precision_first"]) == (mapping, None, 1)
+    assert (record["scheme"], record["group_size"], record["exclude_modules"]) == (mapping, None, [kept])
     described = json.loads((run / "run.json").read_text())
     assert (described["scheme"], described["layers"]) == ("w4a16-w8a8", mapping)
-    assert described["options"]["high_precision_first"] == 1
+    assert described["options"]["exclude_modules"] == [kept]
     card = (run / "README.md").read_text()
     assert "low-bit policy made from them (w4a16-w8a8)" in " ".join(card.split()) and json.dumps(mapping) in card
     exported = {path.name: load_file(path) for path in (run / "w4a16-w8a8").glob("*.safetensors")}
@@ -111,13 +112,13 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
     run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", str(run / "checkpoint-2")])
     other = ["--scheme", json.dumps(mapping | {"re:.*self_attn.*": "w4a16"}), "--resume_from_checkpoint", "true"]
     with pytest.raises((SystemExit, ValueError)):
-        run_training([*train_argv, *other, "--high_precision_first", "1", "--max_steps", "4"])
+        run_training([*train_argv, *other, "--exclude_modules", kept, "--max_steps", "4"])
 
     capsys.readouterr()
     command = ["export", "--model_name_or_path", str(run / "checkpoint-2"), "--output_dir", str(out)]
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--high_precision_last", "1"])
-    assert "--high_precision_last=1 contradicts the None with which" in capsys.readouterr().err
+        main([*command, "--exclude_modules", "o_proj"])
+    assert f"--exclude_modules=['o_proj'] contradicts the ['{kept}'] with which" in capsys.readouterr().err
     # The same plan in other words contradicts nothing.
     assert main([*command, *options]) == 0
     assert "7 linear layers quantized (4 w8a8 per output channel, 3 w4a16 group 32)" in capsys.readouterr().out

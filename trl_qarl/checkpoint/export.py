@@ -28,13 +28,7 @@ from ..quantization.storage import is_sharded, whole
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
-from .layout import (
-    compact,
-    iter_checkpoint_tensors,
-    loads_in_transformers,
-    problem_of_compact,
-    quantization_config,
-)
+from .layout import iter_checkpoint_tensors, loads_in_transformers, quantization_config
 from .load import auto_class
 from .serving import ADAPTER_FOLDER
 
@@ -55,7 +49,6 @@ def export_checkpoint(
     max_shard_size: str | int = "5GB",
     card: dict[str, Any] | None = None,
     gguf: "GGUFReader | None" = None,
-    is_compact: bool = False,
 ) -> Path:
     """
     Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
@@ -72,16 +65,13 @@ def export_checkpoint(
     - `card`: further content of README.md: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
     - `gguf`: file of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
       copy of this file, `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
-    - `is_compact`: pack codes of 3 and 2 bits into 3 and 2 bits instead of 4
-      ([`~trl_qarl.checkpoint.layout.compact`]).
 
     Return the folder. An earlier export in it is replaced once the new one is complete; the scores in its card stay if
     the policy is the same. If FSDP2 has sharded the masters, every process has to call. Masters are gathered layer by
     layer, and the first process writes.
 
-    `TypeError` is raised if `model` is not a model; `ValueError` if `output_dir` holds another model's weights, if the
-    model has both quantized layers and experts in high precision, or if `is_compact` is set and no codes can be packed
-    closer.
+    `TypeError` is raised if `model` is not a model; `ValueError` if `output_dir` holds another model's weights, or if
+    the model has both quantized layers and experts in high precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -109,8 +99,6 @@ def export_checkpoint(
             "experts under different names, so no checkpoint serves both. Save the masters with `save_model`, or train with "
             "scheme='bf16'."
         )
-    if is_compact and (problem := problem_of_compact(inventory)):
-        raise ValueError(f"--compact (is_compact=True): {problem}")
     is_shared = is_sharded(model)
     if is_shared and gguf is not None:
         raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
@@ -129,8 +117,6 @@ def export_checkpoint(
             pass
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
-    if is_compact:
-        compact(inventory, tensors, config.quantization_config)
     with written_as_a_whole(output_dir) as folder:
         if gguf is not None:
             export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
@@ -157,7 +143,7 @@ def export_checkpoint(
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
             about["evaluated"] = output_dir
         about["loaded_by"] = auto_class(model.config).__name__
-        about["loads_in_transformers"] = loads_in_transformers(inventory) and not is_compact
+        about["loads_in_transformers"] = loads_in_transformers(inventory)
         save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
             # The adapter of the earlier export belongs to another base.

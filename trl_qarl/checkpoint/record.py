@@ -32,7 +32,6 @@ def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str
         "group_size": plan.group_size,
         "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
         "scale_dtype": str(scale_dtype).removeprefix("torch."),
-        **plan.options,
     }
 
 
@@ -95,8 +94,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
         logger.warning("%s has no %s: its adapter may not fit this base and scheme.", folder, SCHEME_FILE)
         return
     theirs = json.loads(path.read_text())
-    names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
-    if differing := _differing(names, theirs, record):
+    if differing := _differing(("scheme", "group_size", "scale_dtype", "base"), theirs, record):
         raise ValueError(
             f"The adapter in {folder} was trained over another low-bit base ({'; '.join(differing)}); `base` is a "
             "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."

@@ -90,12 +90,12 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
             f"push_to_hub=True with hub_export={args.hub_export!r}: with experts in high precision ({reason}) there is no low-bit "
             "export. Use hub_export='master'."
         )
-    if args.use_vllm or not args.allow_high_precision_experts:
+    if args.use_vllm or reason != "exclude_modules":
         share = num_elements(experts.values()) / num_elements(model.parameters())
         yield (
             f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
             f"scheme={args.scheme!r} ({reason}). It has no low-bit export, which vLLM would need. Use scheme='bf16'; without "
-            "vLLM, `allow_high_precision_experts=True` quantizes only the other layers."
+            "vLLM, name the experts in `exclude_modules`, such as 'experts', to quantize only the other layers."
         )
 
 
@@ -115,12 +115,11 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         return
     if problem := problem_of_class(model):
         yield problem
-    for name, value in (("numerics", "engine"), ("exact", "require")):
-        if getattr(args, name) == value:
-            yield (
-                f"{name}={value!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in several "
-                "dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
-            )
+    if args.numerics in ("engine", "exact"):
+        yield (
+            f"numerics={args.numerics!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in "
+            "several dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
+        )
 
 
 def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:

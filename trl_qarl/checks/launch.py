@@ -130,7 +130,7 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
         )
     raise_problems(_problems_of_fsdp(plugin, args, model))
     policy = plugin.mixed_precision_policy
-    if policy is not None and args.numerics == "engine":
+    if policy is not None and args.numerics in ("engine", "exact"):
         # Engine operations round masters themselves and do not round activations between layers.
         policy = plugin.mixed_precision_policy = replace(policy, param_dtype=None, output_dtype=None)
     if policy is not None and policy.reduce_dtype not in (None, torch.float32):
@@ -208,8 +208,8 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
                 "an adapter with zero_stage=3: outside a forward no process has a complete factor of the adapter to add to the base. Use "
                 "zero_stage 1 or 2 with lora_mode='merged', or launch with FSDP2 or DDP"
             )
-        if args.numerics == "engine":
-            yield "numerics='engine' with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
+        if args.numerics in ("engine", "exact"):
+            yield f"numerics={args.numerics!r} with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
         if args.sync_ref_model:
             yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
         if zero.get("zero_quantized_weights"):

@@ -98,9 +98,9 @@ def check_turns(config) -> Iterator[str]:
 
 
 def check_numerics(config) -> Iterator[str]:
-    if config.numerics == "engine":
+    if config.numerics in ("engine", "exact"):
         for problem in contradicting_options(config):
-            yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
+            yield f"{said(config, 'numerics')} contradicts {problem}, or use numerics='fast'."
 
 
 def check_choices(config) -> Iterator[str]:
@@ -274,9 +274,8 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[s
         f"{config.learning_rate:g} round to nothing. {fix}; `bf16=True` still computes in bfloat16."
     )
     if dtype is torch.float16 and config.is_quantized:
-        yield f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
-    elif not config.allow_low_precision_masters:
-        yield f"{text} `allow_low_precision_masters=True` allows them."
+        text += f" Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    yield text
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         options, spec = self.options, EngineSpec.of(self.model, self.dtype)
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
-            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
+            self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = client = QaRLClient(

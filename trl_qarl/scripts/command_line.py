@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..quantization.plan import EDGES, get_plan, parse_scheme
+from ..quantization.plan import get_plan, parse_scheme
 from ..quantization.schemes import SCHEMES
 
 
@@ -63,7 +63,7 @@ def check_names(argv: list[str], known: Iterable[str]) -> None:
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
-    """Add `--scheme`, with its default, `--group_size`, `--exclude_modules`, `--high_precision_first` and `_last`."""
+    """Add `--scheme`, with its default, `--group_size` and `--exclude_modules`."""
     parser.add_argument(
         "--scheme",
         type=_scheme,
@@ -77,13 +77,8 @@ def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
         "--exclude_modules",
         nargs="+",
         metavar="NAME",
-        help="linear layers to leave in high precision: names, last components, or regular expressions over the whole name",
+        help="linear layers to leave in high precision: names, last components, or 're:' and an expression over the whole name",
     )
-    for name in EDGES:
-        end = name.rpartition("_")[2]
-        parser.add_argument(
-            f"--{name}", type=int, default=0, metavar="N", help=f"{end} decoder layers that stay in high precision"
-        )
 
 
 def _scheme(text: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import DTYPES, read_record
-from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
+from ..quantization.plan import QuantPlan, get_plan, plan_of
 from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
 from .command_line import EXIT_PUSH_FAILED, add_plan_options, check_folder, configuration_errors
@@ -39,14 +39,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--bits",
         type=int,
         metavar="N",
-        help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for schemes with signed "
-        "scales; the checkpoint stays INT4",
-    )
-    add(
-        "--compact",
-        action="store_true",
-        help="pack codes of 3 and 2 bits without gaps: fewer bytes, readable by vLLM (on CPUs with trl_qarl, on GPUs with Humming) but "
-        "not by every version of compressed-tensors",
+        help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for 'w4a16' and "
+        "'w3a16'; the checkpoint stays INT4",
     )
     add(
         "--gguf",
@@ -76,10 +70,8 @@ def main(args: Namespace, is_kept: bool = True) -> int:
     from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
-    from ..checkpoint.layout import problem_of_zero_points
     from ..checkpoint.load import is_low_bit_checkpoint
     from ..checkpoint.serving import describe_export, serve_command
-    from ..quantization.inventory import Inventory
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -90,19 +82,15 @@ def main(args: Namespace, is_kept: bool = True) -> int:
             model, report, settings = _coarser_policy(args, hub_kwargs)
         else:
             model, report, settings = _policy_of_masters(args, hub_kwargs)
-        if problem := problem_of_zero_points(Inventory.of(model)):
-            print(f"Warning: {problem}.", file=sys.stderr)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
-        shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
+        shown = ("objective", "quantize_learner", "group_size", "exclude_modules")
         known = {name: settings.get(name) for name in shown} | described_settings(report.plan)
         known = {name: value for name, value in known.items() if value is not None}
         facts = TrainingFacts(known, read_history(args.model_name_or_path), str(report))
         title = repo_id and repo_id.rpartition("/")[2]
         card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
         dtype = getattr(torch, settings["scale_dtype"])
-        folder = export_checkpoint(
-            model, args.output_dir, processing_class, dtype, card=card, gguf=gguf, is_compact=args.compact
-        )
+        folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card, gguf=gguf)
     if is_kept:
         print(f"Low-bit checkpoint written to {describe_export(folder)}")
     if gguf is not None:
@@ -185,7 +173,7 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
     from ..quantization.swap import report_frozen
 
     source = args.model_name_or_path
-    given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype", *EDGES) if getattr(args, name)]
+    given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype") if getattr(args, name)]
     if args.bits is None or given or args.merge_adapter:
         raise ValueError(
             f"{source} is a low-bit checkpoint already. --bits reduces its codes to fewer bits, without other options of the plan; "
@@ -255,7 +243,6 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         "group_size": args.group_size,
         "exclude_modules": args.exclude_modules,
         "scale_dtype": args.dtype,
-        **{name: getattr(args, name) for name in EDGES if getattr(args, name)},
     }
     if record is None:
         if args.scheme is None:

@@ -20,7 +20,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trust_band": ("fixed", "auto"),
     "vllm_transport": ("auto", "file", "nccl", "http"),
     "old_logps": ("version", "learner", "sampler"),
-    "hub_export": ("low-bit", "master", "both", "adapter"),
 }
 """Allowed values of options."""
 
@@ -246,11 +245,6 @@ class EngineOptions:
             Folder to which the low-bit policy of each rollout is also written, as files for object storage: the first
             version whole, then changes. `trl-qarl export --from_patches` exports any version. Not with FSDP, nor for
             an adapter next to its base.
-        hub_export (`str`, *optional*, defaults to `"low-bit"`):
-            Model to push to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the
-            repository's name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy
-            and, in a second repository `NAME-masters`, the masters; `"adapter"`, a PEFT adapter. Checkpoints of
-            `hub_strategy="checkpoint"` and `"all_checkpoints"` go to the repository of the masters.
     """
 
     rollout_ahead: int = 0
@@ -266,4 +260,3 @@ class EngineOptions:
     vllm_allow_plain_http: bool = False
     vllm_delta_sync: bool | None = None
     publish_dir: str | None = None
-    hub_export: str = _one_of("hub_export", "low-bit")

@@ -12,7 +12,6 @@ from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
-from .checkpoint.cards import described_settings
 from .checkpoint.export import checkpoint_state_dict, export_checkpoint
 from .checkpoint.layout import problem_of_zero_points
 from .checkpoint.record import check_record, scheme_record
@@ -210,7 +209,7 @@ class Policy:
     def card_facts(self) -> dict[str, Any]:
         """Return the settings for a model card."""
         settings = {"objective": self.args.objective, **self.record(), "temperature": self.args.temperature}
-        settings |= described_settings(self.swap_report.plan) | {"precisions": self.args.precisions}
+        settings |= self.swap_report.plan.described | {"precisions": self.args.precisions}
         return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:

@@ -13,8 +13,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+from transformers.trainer_utils import HubStrategy
 
-from ..checkpoint.uploads import problem_of_access, problem_of_name
+from ..hub import problem_of_push
 from ..numerics.availability import contradicting_options
 from ..objectives.registry import get_objective
 from ..options import CHOICES, own_options
@@ -240,13 +241,17 @@ def check_ahead(config) -> Iterator[str]:
 def check_hub(config) -> Iterator[str]:
     if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
         yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is created if missing."
-    name = config.hub_model_id
-    if name is None and config.push_to_hub:
-        name = Path(config.output_dir or "trainer_output").absolute().name
-    if name is not None and (problem := problem_of_name(name, config.hub_export)):
+    if not config.push_to_hub:
+        return
+    name = config.hub_model_id or Path(config.output_dir or "trainer_output").absolute().name
+    if problem := problem_of_push(name, config.hub_token):
         yield problem
-    if config.push_to_hub and (problem := problem_of_access(config.hub_token)):
-        yield problem
+    if config.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        yield (
+            f"hub_strategy={HubStrategy(config.hub_strategy).value!r} uploads checkpoints, but only the policy is pushed, because a "
+            "repository with masters next to it loads as another model. Use 'every_save' or 'end', and upload checkpoints yourself: "
+            "hf upload USER/NAME-checkpoints out/checkpoint-10."
+        )
 
 
 def check_inherited(config) -> Iterator[str]:

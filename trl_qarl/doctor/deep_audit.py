@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..adapters.tensors import lora_arguments
 from ..checkpoint.export import export_checkpoint
-from ..checkpoint.serving import ADAPTER_FOLDER
+from ..hub import ADAPTER_FOLDER
 
 
 def log_probs_of_tokens(scores: list[list[dict[int, float]]], sequences: list[list[int]]) -> list[list[float]]:

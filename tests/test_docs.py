@@ -112,7 +112,7 @@ def shell_commands(page):
 )
 def test_command_of_the_documentation_is_one(words, tmp_path, monkeypatch):
     # The tests are offline; whether the Hub can be reached is not a matter of spelling.
-    monkeypatch.setattr("trl_qarl.checks.options.problem_of_access", lambda token: None)
+    monkeypatch.setattr("trl_qarl.checks.options.problem_of_push", lambda name, token: None)
     program, *arguments = words
     if "run.yaml" in arguments:
         # The page on the command line shows it.

@@ -15,7 +15,6 @@ from .quantization.plan import QuantPlan, get_plan
 CHOICES: dict[str, tuple[str, ...]] = {
     "numerics": ("fast", "engine", "exact"),
     "lora_mode": ("adapter", "merged"),
-    "hub_export": ("low-bit", "master", "both", "adapter"),
 }
 """Allowed values of options."""
 
@@ -166,14 +165,8 @@ class EngineOptions:
         vllm_token_file (`str`, *optional*):
             File with the secret that opens the session of a server on another host: a copy of its `--token_file`,
             which only you can read. Defaults to the file that the server names, on the same host.
-        hub_export (`str`, *optional*, defaults to `"low-bit"`):
-            Model to push to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the
-            repository's name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy
-            and, in a second repository `NAME-masters`, the masters; `"adapter"`, a PEFT adapter. Checkpoints of
-            `hub_strategy="checkpoint"` and `"all_checkpoints"` go to the repository of the masters.
     """
 
     rollout_ahead: int = 0
     vllm_server_autostart: bool = False
     vllm_token_file: str | None = None
-    hub_export: str = _one_of("hub_export", "low-bit")

@@ -11,7 +11,6 @@ from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
-from .checkpoint.cards import described_settings
 from .checkpoint.export import export_checkpoint
 from .checkpoint.record import check_record, scheme_record
 from .checks.adapter import problems_of_adapted_model
@@ -204,7 +203,7 @@ class Policy:
     def card_facts(self) -> dict[str, Any]:
         """Return the settings for a model card."""
         settings = {"objective": self.args.objective, **self.record(), "temperature": self.args.temperature}
-        settings |= described_settings(self.swap_report.plan) | {"precisions": self.args.precisions}
+        settings |= self.swap_report.plan.described | {"precisions": self.args.precisions}
         return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:

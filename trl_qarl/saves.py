@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from transformers import TrainerState, trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ from .checkpoint import marker, record
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
-from .pushes import PushesPolicy
+from .hub import PushesPolicy
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
@@ -46,6 +46,8 @@ class SavesRuns(PushesPolicy):
     _buffered_inputs: Any
     _last_checkpoint: Path | None = None
     _ahead: Ahead | None = None
+    # While a checkpoint is being saved.
+    _is_saving = False
     # The epoch in progress, its first micro-batch that is trained, and the number of micro-batches trained before it.
     _epoch_begun: tuple[int, int, int] = (0, 0, 0)
     # The update before which the epoch began, and torch's random state at that time.
@@ -135,15 +137,12 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        self._weights_card().save(folder / "README.md")
+        self._write_card(folder)
 
     @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress. Once the files of all processes are on disk, the folder is
         marked as complete and uploaded, and older checkpoints are deleted."""
-        if self.args.push_to_hub and self.args.save_total_limit:
-            # The push may be reading the checkpoint that is deleted next.
-            self._finish_current_push()
         folder = self._checkpoint_folder(trial)
         # This waits for the batch that the engine is drawing.
         ahead, weights = (None, None) if self._ahead is None else self._ahead.state()
@@ -167,9 +166,8 @@ class SavesRuns(PushesPolicy):
             if self.args.should_save:
                 marker.complete(folder)
         self._last_checkpoint = folder.resolve()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(os.fspath(folder))
         rotate()
+        self._push_saved()
 
     def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
@@ -189,6 +187,37 @@ class SavesRuns(PushesPolicy):
         """Within a checkpoint, raises a failure of one process in all."""
         with self._shared_while_saving():
             super().save_model(*args, **kwargs)
+
+    @override
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Within a checkpoint, raises a failure of one process in all."""
+        with self._shared_while_saving():
+            super().create_model_card(*args, **kwargs)
+
+    def _shared_while_saving(self):
+        """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
+        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
+
+    def export_model(
+        self,
+        output_dir: str | Path | None = None,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> Path:
+        """Write the low-bit policy to `output_dir`, by default `export_dir`, with [`export_checkpoint`], and a card
+        with the results of the training, this title, training set and tags. Over a 4-bit base of bitsandbytes, write
+        the adapter. Return the folder."""
+        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        folder = Path(output_dir or self.export_dir)
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            self._save(os.fspath(folder))
+            (folder / TRAINING_ARGS_NAME).unlink()
+            return folder
+        card = {**self._card_facts(), "name": self.hub_model_id}
+        # While sharded masters are gathered, an error of one process must reach the others.
+        with all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext():
+            return self.policy.export(folder, self.processing_class, card)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:

@@ -160,7 +160,6 @@ def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
             {"use_vllm": True},
             "`environment_factory`",
         ),
-        ({}, {"hub_export": "adapter"}, "hub_export='adapter'"),
     ],
 )
 def test_unsupported_arguments_raise_before_a_model_is_loaded(tmp_path, kwargs, options, match):

@@ -10,7 +10,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
-from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
@@ -85,11 +84,8 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]
-    if args.push_to_hub and exports_policy(args.hub_export):
-        yield (
-            f"push_to_hub=True with hub_export={args.hub_export!r}: with experts in high precision ({reason}) there is no low-bit "
-            "export. Use hub_export='master'."
-        )
+    if args.push_to_hub:
+        yield f"push_to_hub=True: with experts in high precision ({reason}) there is no low-bit export. Remove `push_to_hub`."
     if args.use_vllm or reason != "exclude_modules":
         share = num_elements(experts.values()) / num_elements(model.parameters())
         yield (
@@ -140,11 +136,6 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
         problems += problems_of_adapted_model(model)
     elif has_adapter:
         problems += problems_of_adapter(peft_config, is_served)
-    if args.hub_export == "adapter" and not has_adapter:
-        problems.append(
-            "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
-            "`peft_config`."
-        )
     if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "

@@ -15,9 +15,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
-from transformers.trainer_utils import HubStrategy
 
-from ..checkpoint.uploads import exports_policy
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
 from .options import raise_problems
@@ -183,15 +181,6 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "quantize_learner=False with FSDP2: FSDP2 gathers low-bit weights and no masters. Remove it, or launch with DDP"
         )
-    yield from _problem_of_pushes(args, "FSDP2")
-
-
-def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:
-    if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
-        yield (
-            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with {launch} and hub_export={args.hub_export!r}: only one "
-            "rank knows whether a push is still running, and all ranks gather the export. Use hub_strategy='end'"
-        )
 
 
 def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
@@ -221,7 +210,6 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
             yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
         if args.precisions is not None:
             yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
-        yield from _problem_of_pushes(args, "zero_stage=3")
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device")
         if device not in (None, "none", "cpu"):

@@ -13,8 +13,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+from transformers.trainer_utils import HubStrategy
 
-from ..checkpoint.uploads import problem_of_access, problem_of_name
+from ..hub import problem_of_push
 from ..numerics.availability import contradicting_options
 from ..options import CHOICES, own_options
 from ..quantization.precisions import parse_precisions, problems_of_precisions
@@ -194,13 +195,17 @@ def check_ahead(config) -> Iterator[str]:
 
 
 def check_hub(config) -> Iterator[str]:
-    name = config.hub_model_id
-    if name is None and config.push_to_hub:
-        name = Path(config.output_dir or "trainer_output").absolute().name
-    if name is not None and (problem := problem_of_name(name, config.hub_export)):
+    if not config.push_to_hub:
+        return
+    name = config.hub_model_id or Path(config.output_dir or "trainer_output").absolute().name
+    if problem := problem_of_push(name, config.hub_token):
         yield problem
-    if config.push_to_hub and (problem := problem_of_access(config.hub_token)):
-        yield problem
+    if config.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        yield (
+            f"hub_strategy={HubStrategy(config.hub_strategy).value!r} uploads checkpoints, but only the policy is pushed, because a "
+            "repository with masters next to it loads as another model. Use 'every_save' or 'end', and upload checkpoints yourself: "
+            "hf upload USER/NAME-checkpoints out/checkpoint-10."
+        )
 
 
 def check_inherited(config) -> Iterator[str]:

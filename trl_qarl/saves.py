@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
 from .objectives.objective import Objective
 from .pushes import PushesPolicy
+from .quantization.names import architecture, is_peft_model
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
+from .sharding.fsdp2 import whole_state
 
 
 logger = logging.getLogger(__name__)
@@ -162,8 +164,7 @@ class SavesRuns(PushesPolicy):
             with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
-                    # FSDP2's sharded checkpoints contain the weights only, and nothing else that `save_model` writes.
-                    record.write_scheme(folder, self.policy.record())
+                    self._describe_shards(folder)
                 self._save_batch(folder, ahead)
                 if versions and (self.args.should_save or self.policy.takes_all_processes):
                     torch.save(versions, folder / self._versions_file())
@@ -181,6 +182,18 @@ class SavesRuns(PushesPolicy):
             self._push_from_checkpoint(os.fspath(folder))
         rotate()
 
+    def _describe_shards(self, folder: Path) -> None:
+        """Writes what `save_model` writes next to weights, without which `trl-qarl export` cannot read the parts that
+        FSDP2 leaves in a checkpoint."""
+        model = self.accelerator.unwrap_model(self.model)
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures = [architecture(model)]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
+        record.write_scheme(folder, self.policy.record())
+
     def _save_batch(self, folder: Path, ahead: list) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
         batch in progress; this batch; whether learner and sampler have differed; and those of `Ahead.state`."""
@@ -196,8 +209,10 @@ class SavesRuns(PushesPolicy):
 
     @override
     def save_model(self, *args, **kwargs) -> None:
-        """Within a checkpoint, raises a failure of one process in all."""
-        with self._shared_while_saving():
+        """Gathers sharded masters, except in a checkpoint that FSDP2 writes in parts: `export` reads those. Within a
+        checkpoint, raises a failure of one process in all."""
+        is_gathered = not self._is_saving or is_peft_model(self.model)
+        with self._shared_while_saving(), whole_state(self.accelerator) if is_gathered else nullcontext():
             super().save_model(*args, **kwargs)
 
     @override

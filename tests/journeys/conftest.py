@@ -4,22 +4,22 @@ import shutil
 
 import pytest
 from journeys import User
-from warm import Warm
+from warm import IMPORTED, Warm
 
 
 @pytest.fixture(scope="package")
 def warm(tmp_path_factory):
     """The processes that commands, and plain engines, are forked from."""
     folder = tmp_path_factory.mktemp("warm")
-    processes = [Warm(kind, folder) for kind in ("commands", "plain")]
+    processes = {kind: Warm(kind, folder) for kind in IMPORTED}
     yield processes
-    for process in processes:
+    for process in processes.values():
         process.close()
 
 
 @pytest.fixture
 def user(tmp_path, warm, record_property):
-    user = User(tmp_path, *warm)
+    user = User(tmp_path, warm)
     yield user
     user.close()
     record_property("seconds", user.seconds)

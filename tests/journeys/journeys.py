@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -63,8 +65,8 @@ def digits(completions, trainer_state, **kwargs):
 class User:
     """A folder with files as users have them, and commands that are run there."""
 
-    def __init__(self, folder: Path, commands: Warm, plain: Warm):
-        self.folder, self._commands, self._plain = folder, commands, plain
+    def __init__(self, folder: Path, warm: dict[str, Warm]):
+        self.folder, self._warm = folder, warm
         self.seconds: dict[str, float] = {}
         self.pids: list[int] = []
         self.environment = os.environ | {
@@ -87,21 +89,22 @@ class User:
         (self.folder / name).write_text(yaml.safe_dump(RECIPE | changes))
         return name
 
-    def start(self, *argv: str, log: str = "log", plain: bool = False, **environment: str):
-        """Start a command with its output in the file `log`; returns the process."""
+    def start(self, *argv: str, log: str = "log", kind: str = "commands", **environment: str):
+        """Start a command with its output in the file `log`; returns the process. `kind` is that of the process which
+        has imported what the command needs: `commands`, `engines` for those with vLLM, or `plain`."""
         path = self.folder / log
         path.touch()
         env = self.environment | {"JOURNEY_LOG": str(path)} | environment
         if IS_COLD:
             # `sitecustomize` changes processes that train.
             env["PYTHONPATH"] = os.pathsep.join([str(FOLDER / "cold"), env["PYTHONPATH"]])
-            argv = (str(Path(sys.executable).with_name(argv[0])), *argv[1:]) if argv[0] == "trl-qarl" else argv
+            argv = (str(Path(sys.executable).with_name(argv[0])), *argv[1:]) if "/" not in argv[0] else argv
             with path.open("a") as output:
                 process = subprocess.Popen(
                     argv, env=env, cwd=self.folder, stdout=output, stderr=output, start_new_session=True
                 )
         else:
-            process = (self._plain if plain else self._commands).start(argv, env, path, self.folder)
+            process = self._warm[kind].start(argv, env, path, self.folder)
         self.pids.append(process.pid)
         return process
 
@@ -122,7 +125,7 @@ class User:
         expected = json.loads((self.folder / "tokens.json").read_text())
         for engine in engines:
             script = str(FOLDER / "plain.py")
-            self.run(sys.executable, script, engine, export, "tokens.json", "found.json", log=engine, plain=True)
+            self.run(sys.executable, script, engine, export, "tokens.json", "found.json", log=engine, kind="plain")
             self.seconds[engine] = self.seconds.pop(script)
             found, num_equal = json.loads((self.folder / "found.json").read_text()), 0
             for theirs, ours in zip(expected, found, strict=True):
@@ -133,6 +136,15 @@ class User:
                     num_equal += 1
             num_tokens = sum(len(theirs["tokens"]) for theirs in expected)
             assert num_equal >= num_tokens / 2, (engine, expected, found)
+
+    def wait_for(self, url: str, process, seconds: float = 300) -> None:
+        """Wait until a server answers."""
+        deadline = time.monotonic() + seconds
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, process
+            with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+                return
+            time.sleep(0.2)
 
     def close(self) -> None:
         for pid in self.pids:

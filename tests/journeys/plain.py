@@ -17,6 +17,8 @@ def complete_with_transformers(export, prompts, num_tokens):
     if Path(export, "adapter").exists():
         from peft import PeftModel
 
+        # PEFT reads the shape of `weight`, which compressed-tensors makes in the first forward.
+        model(torch.tensor([prompts[0]]))
         model = PeftModel.from_pretrained(model, str(Path(export, "adapter")))
     # Random models end their answers anywhere.
     options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}

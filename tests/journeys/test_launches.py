@@ -13,14 +13,16 @@ pytestmark = [
     *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
     *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
 ]
+# All that changes in a shipped file.
+TWO_PROCESSES = ["--num_processes", "2", "--main_process_ip", "127.0.0.1"]
 LAUNCHES = sorted(path.stem for path in CONFIGURATIONS.iterdir())
 
 
 def launch(user, name, *options, code=0):
-    """`trl-qarl train` with a shipped file, of which only the number of processes changes."""
+    """`trl-qarl train` with a shipped file."""
     file, num_machines = str(CONFIGURATIONS / f"{name}.yaml"), 2 if name.endswith("two_nodes") else 1
-    argv = ["trl-qarl", "train", "--config", "recipe.yaml", "--accelerate_config", file, "--num_processes", "2"]
-    argv += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()), *options]
+    argv = ["trl-qarl", "train", "--config", "recipe.yaml", "--accelerate_config", file, *TWO_PROCESSES]
+    argv += ["--main_process_port", str(free_port()), *options]
     others = [
         user.start(*argv, "--machine_rank", str(rank), log=f"log{rank}", JOURNEY_LAUNCH=name)
         for rank in range(1, num_machines)
@@ -82,3 +84,33 @@ def test_an_adapter_with_zero3_is_refused(user):
     pytest.importorskip("deepspeed")
     user.write_recipe(**LORA, optim="adamw_torch_fused")
     assert "an adapter with zero_stage=3" in launch(user, "deepspeed_zero3", code=None)
+
+
+SCRIPT = """
+from datasets import load_dataset
+from rewards import digits
+from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint
+
+trainer = QaRLTrainer(
+    model="model",
+    reward_funcs=digits,
+    train_dataset=load_dataset("json", data_files="problems.json", split="train"),
+    args=QaRLConfig("out", scheme="w4a16", bf16=True, max_steps=2, num_generations=2, per_device_train_batch_size=2,
+                    steps_per_generation=1, max_completion_length=4, learning_rate=1e-2, save_strategy="no"),
+)
+trainer.train()
+trainer.save_model()
+export_checkpoint(trainer.model, "policy", trainer.processing_class)
+"""
+
+
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_a_script_of_several_processes_deploys(user, name):
+    """As in the README; every process reaches the last line."""
+    (user.folder / "train.py").write_text(SCRIPT)
+    file = str(CONFIGURATIONS / f"{name}.yaml")
+    port = ["--main_process_port", str(free_port())]
+    user.run("accelerate", "launch", "--config_file", file, *TWO_PROCESSES, *port, "train.py", JOURNEY_LAUNCH=name)
+    user.assert_deployed("policy")
+    user.run("trl-qarl", "export", "--model_name_or_path", "out", "--output_dir", "again")
+    assert_equal(tensors_of(user.folder / "again"), tensors_of(user.folder / "policy"))

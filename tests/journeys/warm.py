@@ -35,6 +35,15 @@ IMPORTED = {
         *("transformers.quantizers.quantizer_compressed_tensors", "compressed_tensors"),
     ),
 }
+# Those of a trainer with an engine, and of servers.
+IMPORTED["engines"] = (
+    *IMPORTED["commands"],
+    *("vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"),
+    *("vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "trl_qarl.vllm_plugin.worker"),
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.qwen3",
+)
+SCRIPTS = {"trl-qarl": "trl_qarl.cli", "accelerate": "accelerate.commands.accelerate_cli"}
 SOCKET_VARIABLE = "JOURNEY_SOCKET"
 
 
@@ -96,16 +105,15 @@ class Warm:
 
 
 def execute(argv: list[str]) -> None:
-    """Do in this process what `argv` does in a new one: `trl-qarl ...`, or `python [-u] -m MODULE|FILE ...`."""
-    if Path(argv[0]).name == "trl-qarl":
+    """Do in this process what `argv` does in a new one: a script of [`SCRIPTS`] with its arguments, or `python [-u]`
+    with `-m MODULE` or a file."""
+    if (name := Path(argv[0]).name) in SCRIPTS:
         sys.argv = argv
-        from trl_qarl.cli import main
-
-        sys.exit(main())
+        sys.exit(importlib.import_module(SCRIPTS[name]).main())
     words = argv[1:]
     while words[0] == "-u":
         del words[0]
-    if words[:2] == ["-m", "trl_qarl.scripts.train"]:
+    if words[:2] == ["-m", "trl_qarl.scripts.train"] or words[0] == "train.py":
         import ranks
 
         ranks.prepare()
@@ -132,7 +140,7 @@ def replace_starts(place: str) -> None:
         os.environ.update(env)
         leave(argv)
 
-    os.execvpe = become
+    os.execvpe = os.execve = become
 
 
 def leave(argv: list[str]) -> None:
@@ -162,7 +170,7 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for output in (1, 2):
         os.dup2(descriptor, output)
-    if kind == "commands":
+    if kind != "plain":
         replace_starts(place)
     leave(argv)
 

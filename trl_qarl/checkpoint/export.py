@@ -76,8 +76,8 @@ def export_checkpoint(
       ([`~trl_qarl.checkpoint.layout.compact`]).
 
     Return the folder. An earlier export in it is replaced once the new one is complete; the scores in its card stay if
-    the policy is the same. If FSDP2 has sharded the masters, every process has to call. Masters are gathered layer by
-    layer, and the first process writes.
+    the policy is the same. Of several processes the first writes, and if masters are sharded, which are gathered layer
+    by layer, every process has to call.
 
     `TypeError` is raised if `model` is not a model; `ValueError` if `output_dir` holds another model's weights, if the
     model has both quantized layers and experts in high precision, or if `is_compact` is set and no codes can be packed
@@ -114,6 +114,9 @@ def export_checkpoint(
     is_shared = is_sharded(model)
     if is_shared and gguf is not None:
         raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
+    is_other = dist.is_initialized() and dist.get_rank() > 0
+    if is_other and not is_shared:
+        return output_dir
     check_export_dir(output_dir)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [architecture(model)]
@@ -123,7 +126,7 @@ def export_checkpoint(
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
     adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
-    if is_shared and dist.get_rank():
+    if is_other:
         for _ in iter_checkpoint_tensors(model, dtype):
             # The first process keeps them.
             pass

@@ -256,8 +256,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     if training_args.is_quantized and Inventory.of(trainer.model).stacked_experts:
         trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
     elif export_dir is not None:
-        # Every process has to gather sharded masters.
-        if not pushes_policy and (trainer.policy.takes_all_processes or trainer.is_world_process_zero()):
+        if not pushes_policy:
+            # The first process writes; all of them gather sharded masters.
             trainer.export_model(dataset_name=script_args.dataset_name)
         if failure is None and trainer.is_world_process_zero():
             print(f"Policy ({training_args.plan.name}) exported to {describe_export(export_dir)}")

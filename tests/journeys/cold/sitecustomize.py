@@ -3,7 +3,7 @@
 import sys
 
 
-if "trl_qarl.scripts.train" in sys.orig_argv:
+if {"trl_qarl.scripts.train", "train.py"} & {*sys.orig_argv}:
     import ranks
 
     ranks.prepare()

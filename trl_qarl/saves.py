@@ -21,8 +21,10 @@ from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
 from .hub import PushesPolicy
+from .quantization.names import architecture, is_peft_model
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
+from .sharding.fsdp2 import whole_state
 
 
 logger = logging.getLogger(__name__)
@@ -154,8 +156,7 @@ class SavesRuns(PushesPolicy):
             with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
-                    # FSDP2's sharded checkpoints contain the weights only, and nothing else that `save_model` writes.
-                    record.write_scheme(folder, self.policy.record())
+                    self._describe_shards(folder)
                 self._save_batch(folder, ahead)
                 if weights is not None and (self.args.should_save or self.policy.takes_all_processes):
                     torch.save(weights, folder / self._version_file())
@@ -168,6 +169,18 @@ class SavesRuns(PushesPolicy):
         self._last_checkpoint = folder.resolve()
         rotate()
         self._push_saved()
+
+    def _describe_shards(self, folder: Path) -> None:
+        """Writes what `save_model` writes next to weights, without which `trl-qarl export` cannot read the parts that
+        FSDP2 leaves in a checkpoint."""
+        model = self.accelerator.unwrap_model(self.model)
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures = [architecture(model)]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
+        record.write_scheme(folder, self.policy.record())
 
     def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
@@ -184,8 +197,10 @@ class SavesRuns(PushesPolicy):
 
     @override
     def save_model(self, *args, **kwargs) -> None:
-        """Within a checkpoint, raises a failure of one process in all."""
-        with self._shared_while_saving():
+        """Gathers sharded masters, except in a checkpoint that FSDP2 writes in parts: `export` reads those. Within a
+        checkpoint, raises a failure of one process in all."""
+        is_gathered = not self._is_saving or is_peft_model(self.model)
+        with self._shared_while_saving(), whole_state(self.accelerator) if is_gathered else nullcontext():
             super().save_model(*args, **kwargs)
 
     @override
@@ -211,8 +226,9 @@ class SavesRuns(PushesPolicy):
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         folder = Path(output_dir or self.export_dir)
         if getattr(self.model, "is_loaded_in_4bit", False):
-            self._save(os.fspath(folder))
-            (folder / TRAINING_ARGS_NAME).unlink()
+            if self.args.should_save:
+                self._save(os.fspath(folder))
+                (folder / TRAINING_ARGS_NAME).unlink()
             return folder
         card = {**self._card_facts(), "name": self.hub_model_id}
         # While sharded masters are gathered, an error of one process must reach the others.

@@ -172,10 +172,10 @@ def assert_trained_the_same(trainer, ddp):
         assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours), theirs), name
     for ours, theirs in zip(weights_of(trainer.model), weights_of(ddp.model), strict=True):
         assert same(ours.whole_low_bit(), theirs.low_bit_weight())
-    export = trainer.export_model(None if is_sharded(trainer.model) else f"{trainer.export_dir}{dist.get_rank()}")
+    export = trainer.export_model()
+    expected = ddp.export_model(f"{export}-alone")
     dist.barrier()
-    expected = files_of(ddp.export_model(f"{export}-alone{dist.get_rank()}"))
-    found = files_of(export)
+    found, expected = files_of(export), files_of(expected)
     assert found.keys() == expected.keys() and "model.safetensors" in found
     assert [name for name in found if found[name] != expected[name]] == []
     sent = dict(iter_adapter_tensors(trainer.model, trainer.policy.dtype))

@@ -64,8 +64,8 @@ def export_checkpoint(
     - `gguf`: file of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
       copy of this file, `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
 
-    Return the folder. An earlier export in it is replaced once the new one is complete. If FSDP2 has sharded the
-    masters, every process has to call. Masters are gathered layer by layer, and the first process writes.
+    Return the folder. An earlier export in it is replaced once the new one is complete. Of several processes the first
+    writes, and if masters are sharded, which are gathered layer by layer, every process has to call.
 
     `TypeError` is raised if `model` is not a model; `ValueError` if `output_dir` holds another model's weights, or if
     the model has both quantized layers and experts in high precision.
@@ -99,6 +99,9 @@ def export_checkpoint(
     is_shared = is_sharded(model)
     if is_shared and gguf is not None:
         raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
+    is_other = dist.is_initialized() and dist.get_rank() > 0
+    if is_other and not is_shared:
+        return output_dir
     check_export_dir(output_dir)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [architecture(model)]
@@ -108,7 +111,7 @@ def export_checkpoint(
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
     adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
-    if is_shared and dist.get_rank():
+    if is_other:
         for _ in iter_checkpoint_tensors(model, dtype):
             # The first process keeps them.
             pass

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
@@ -40,6 +41,9 @@ from ..wire.describe import scheme_of_group
 
 
 logger = logging.getLogger(__name__)
+
+SHARDS_FOLDER = "pytorch_model_fsdp_0"
+"""Folder of a checkpoint in which accelerate writes FSDP2's parts of the model."""
 
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
@@ -117,6 +121,35 @@ def load_frozen_model(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = model.name_or_path = str(name_or_path)
     return model.requires_grad_(False).eval()
+
+
+def holds_shards(folder: str | Path) -> bool:
+    """Return whether a folder holds masters only in the parts that FSDP2's processes saved, which transformers does
+    not read."""
+    return Path(folder, SHARDS_FOLDER, ".metadata").is_file() and not any(Path(folder).glob("*.safetensors"))
+
+
+@torch.no_grad()
+def load_shards(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a checkpoint of FSDP2 with `SHARDED_STATE_DICT` as a model with whole masters, in one process. `ValueError`
+    is raised if it lacks tensors."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    with init_empty_weights(include_buffers=False):
+        model = auto_class(config).from_config(config, **options)
+    reader = dcp.FileSystemReader(Path(folder, SHARDS_FOLDER))
+    saved = {name.removeprefix("model.") for name in reader.read_metadata().state_dict_metadata}
+    state = {name: torch.empty_like(t, device="cpu") for name, t in model.state_dict().items() if name in saved}
+    dcp.load({"model": state}, storage_reader=reader, no_dist=True)
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors, such as {missing[0]!r}. Take an earlier checkpoint.")
+    if Path(folder, "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config._name_or_path = model.name_or_path = str(folder)
+    return model
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ parallelism, compilation."""
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ _ROUNDED = (
     "it rounds the model's weights to 16 bits, and low-bit weights would be made from rounded masters. Remove it: with bf16=True "
     "the forward computes in bfloat16 anyway"
 )
+_PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 _OTHER_LAUNCHES = "it is untested. Remove it, or launch with FSDP2 or DDP"
 
 _DEEPSPEED_STATES = "global_step*/*zero_pp_rank_*_optim_states.pt"
@@ -83,6 +85,35 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     if deepspeed is not None:
         raise_problems(_problems_of_zero(deepspeed.deepspeed_config, args, is_peft_model(model)))
         keep_float32_masters(deepspeed.deepspeed_config)
+
+
+def launched_precision() -> str:
+    """Return the `mixed_precision` that accelerate was launched with, `"no"` without a launch."""
+    return os.environ.get(_PRECISION_VARIABLE, "no")
+
+
+@contextmanager
+def launched_with(precision: str) -> Iterator[None]:
+    """While open, make this process look as if accelerate had launched it with this `mixed_precision`."""
+    before = os.environ.get(_PRECISION_VARIABLE)
+    os.environ[_PRECISION_VARIABLE] = precision
+    try:
+        yield
+    finally:
+        del os.environ[_PRECISION_VARIABLE]
+        if before is not None:
+            os.environ[_PRECISION_VARIABLE] = before
+
+
+def problems_of_precision(args: Any) -> Iterator[str]:
+    """Yield a problem if the launch would have a forward compute in 16 bits that `args` want in float32: transformers
+    follows the launch where neither `bf16` nor `fp16` is set, and scales and export would stay in float32."""
+    launched = launched_precision()
+    if launched != "no" and args.bf16 is False and not args.fp16:
+        yield (
+            f"bf16=False, but accelerate was launched with `mixed_precision: {launched}`, in which the forward would compute. They "
+            f"must agree, because rollout and export have the learner's dtype. Use bf16=True, or launch with `--mixed_precision no`"
+        )
 
 
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:

@@ -112,6 +112,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
 
     from ..adapters.base import base_fingerprint, load_adapter, merge_adapter, prepare_base
     from ..adapters.tensors import is_adapter_folder
+    from ..checkpoint.load import holds_shards, load_shards
     from ..checkpoint.record import SCHEME_FILE, check_record
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model, share_global_scales
@@ -134,6 +135,8 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     try:
         if has_adapter:
             model = load_adapter(source, kwargs, is_trainable=False)
+        elif holds_shards(source):
+            model = load_shards(source, args.trust_remote_code)
         else:
             model = create_model_from_path(source, dtype="auto", **hub_kwargs)
     except SafetensorError as error:

@@ -248,10 +248,12 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     trainer.accelerator.print(f"{saved} saved to {training_args.output_dir}.")
     if training_args.is_quantized and Inventory.of(trainer.model).stacked_experts:
         trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
-    elif export_dir is not None and failure is None and trainer.is_world_process_zero():
+    elif export_dir is not None:
         if not training_args.push_to_hub:
+            # The first process writes; all of them gather sharded masters.
             trainer.export_model(dataset_name=script_args.dataset_name)
-        print(f"Policy ({training_args.plan.name}) exported to {describe_export(export_dir)}")
+        if failure is None and trainer.is_world_process_zero():
+            print(f"Policy ({training_args.plan.name}) exported to {describe_export(export_dir)}")
     if failure is not None:
         print(f"trl-qarl: error: Training is complete, but not its push.\n{failure}", file=sys.stderr)
         raise SystemExit(EXIT_PUSH_FAILED) from failure

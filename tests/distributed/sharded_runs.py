@@ -77,7 +77,7 @@ class Masters(TrainerCallback):
         self.at = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.at[state.global_step] = [whole(p.detach()).clone() for p in model.parameters()]
+        self.at[state.global_step] = [whole(p).detach().clone() for p in model.parameters()]
 
     on_step_end = on_train_begin
 
@@ -156,6 +156,26 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
         if is_fsdp:
             assert_sharded(trainer.model)
         yield trainer
+
+
+def assert_skips_updates(folder, name, launch=None, **options):
+    """Two updates with a gradient of the last process alone, then two without any, which move nothing."""
+    num_calls = 0
+
+    def reward(completions, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        has_spread = num_calls == 1 and dist.get_rank() == dist.get_world_size() - 1
+        return spread(completions) if has_spread else [1.0] * len(completions)
+
+    seen = Masters()
+    # Bands that drop nothing.
+    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
+    options |= {"mismatch_probe_steps": 0, "weight_decay": 0.1, "callbacks": [seen], "reward": reward}
+    for trainer in train(folder, name, launch=launch, **options):
+        skipped = [row["step/skipped"] for row in trainer.state.log_history if "step/skipped" in row]
+        moved = [not all(map(torch.equal, seen.at[i], seen.at[i + 1])) for i in range(4)]
+        assert (skipped, moved) == ([0, 0, 1, 1], [True, True, False, False]), (name, skipped, moved)
 
 
 def assert_trained_the_same(trainer, ddp):

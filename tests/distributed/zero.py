@@ -24,6 +24,7 @@ from sharded_runs import (
     LORA,
     assert_follows,
     assert_publishes,
+    assert_skips_updates,
     assert_trained_the_same,
     files_of,
     same,
@@ -206,6 +207,11 @@ def zero_trains_what_it_trains_with_whole_state(folder):
         for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
             assert_offloads(trainer.model_wrapped.optimizer, stage)
             assert all(map(torch.equal, map(whole, trainer.model.parameters()), masters))
+
+
+def zero_skips_updates_without_a_gradient(folder):
+    for stage in (1, 2, 3):
+        assert_skips_updates(folder, f"zero{stage}-skips", launched(stage, False), optim="adamw_torch")
 
 
 def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):

@@ -23,6 +23,7 @@ from sharded_runs import (
     COLOCATED,
     LORA,
     assert_follows,
+    assert_keeps_the_last_finite,
     assert_publishes,
     assert_skips_updates,
     assert_trained_the_same,
@@ -207,6 +208,10 @@ def zero_trains_what_it_trains_with_whole_state(folder):
         for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
             assert_offloads(trainer.model_wrapped.optimizer, stage)
             assert all(map(torch.equal, map(whole, trainer.model.parameters()), masters))
+
+
+def zero_keeps_the_last_finite_checkpoint(folder):
+    assert_keeps_the_last_finite(folder, "zero3-nan", launch=launched(3, False), optim="adamw_torch")
 
 
 def zero_skips_updates_without_a_gradient(folder):

@@ -33,6 +33,7 @@ from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_l
 from .saves import SavesRuns
 from .sharding import sharded_by
 from .sharding.zero3 import compute_in_bfloat16, forget_order
+from .skipped_updates import SkipsUpdates
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
@@ -140,6 +141,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics)
+        self._skips_updates = SkipsUpdates(self.accelerator, self.recorder.log)
         if self.numerics == "engine" and not self._are_compared:
             logger.info("Rollouts are scored by a forward: log-probs of a `rollout_func` are not the engine's.")
         self._add_callbacks()
@@ -178,6 +180,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
         }
         self.add_callback(self.recorder)
+        self.add_callback(self._skips_updates)
         self.add_callback(RunLog(self.args, self.recorder, described))
         self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self.callback_handler)
@@ -187,7 +190,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def create_optimizer(self, model=None):
-        """Builds Muon with AdamW for `optim="muon"`; every other name is TRL's."""
+        """Builds Muon with AdamW for `optim="muon"`; other names are TRL's. Skips updates without a gradient."""
         if self.optimizer is None and self.args.optim == "muon":
             model = self.model if model is None else model
             self.optimizer = MuonAdamW(
@@ -198,7 +201,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
             )
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        self._skips_updates.watch(optimizer)
+        return optimizer
 
     @override
     def _tokenize_prompts(self, prompts):

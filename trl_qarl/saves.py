@@ -1,6 +1,7 @@
 """Additions to transformers' checkpoints: the generation batch in progress, a mark of completeness, and a record."""
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
 from transformers import TrainerState, trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from typing_extensions import override
 
 from .checkpoint import marker, record
@@ -22,6 +23,7 @@ from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
 from .hub import PushesPolicy
 from .quantization.names import architecture, is_peft_model
+from .quantization.storage import is_sharded, storage_of
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 from .sharding.fsdp2 import whole_state
@@ -123,9 +125,17 @@ class SavesRuns(PushesPolicy):
         )
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if the checkpoint
-        is missing or incomplete, or was trained with another scheme, learner or launch."""
-        found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+        """Return the checkpoint folder to resume from, `None` for a new run; every process has to call. `ValueError`
+        is raised if the checkpoint is missing, incomplete or damaged, or was trained with another scheme, learner or
+        launch."""
+        ours, found = self.policy.record(), [None]
+        # The main process reads the files once for all, and may go back to an earlier checkpoint.
+        with all_or_none(self.accelerator):
+            if self.accelerator.is_main_process:
+                found = [record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, ours)]
+        broadcast_object_list(found, from_process=0)
+        with all_or_none(self.accelerator):
+            found = record.find_checkpoint(found[0], self.args.output_dir, ours, reads_content=False)
         if found is not None:
             check_resumed_launch(self.accelerator, found)
         return found
@@ -144,7 +154,9 @@ class SavesRuns(PushesPolicy):
     @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress. Once the files of all processes are on disk, the folder is
-        marked as complete and uploaded, and older checkpoints are deleted."""
+        marked as complete and uploaded, and older checkpoints are deleted. `NotFinite` is raised instead if a trained
+        tensor has a value that is not finite: nothing is written, and older checkpoints stay."""
+        self._check_finite(f"{self._checkpoint_folder(trial)} is not written", is_for_all=True)
         folder = self._checkpoint_folder(trial)
         # This waits for the batch that the engine is drawing.
         ahead, weights = (None, None) if self._ahead is None else self._ahead.state()
@@ -153,7 +165,7 @@ class SavesRuns(PushesPolicy):
                 marker.begin(folder)
         self._is_saving = True
         try:
-            with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
+            with all_or_none(self.accelerator), _hold_back_rotation(folder) as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
                     self._describe_shards(folder)
@@ -197,8 +209,11 @@ class SavesRuns(PushesPolicy):
 
     @override
     def save_model(self, *args, **kwargs) -> None:
-        """Gathers sharded masters, except in a checkpoint that FSDP2 writes in parts: `export` reads those. Within a
-        checkpoint, raises a failure of one process in all."""
+        """Gathers sharded masters, except in a checkpoint that FSDP2 writes in parts: `export` reads those. Raises
+        `NotFinite` if a trained tensor has a value that is not finite; within a checkpoint, a failure of one process
+        in all."""
+        if not self._is_saving:
+            self._check_finite("the model is not saved")
         is_gathered = not self._is_saving or is_peft_model(self.model)
         with self._shared_while_saving(), whole_state(self.accelerator) if is_gathered else nullcontext():
             super().save_model(*args, **kwargs)
@@ -222,7 +237,8 @@ class SavesRuns(PushesPolicy):
     ) -> Path:
         """Write the low-bit policy to `output_dir`, by default `export_dir`, with [`export_checkpoint`], and a card
         with the results of the training, this title, training set and tags. Over a 4-bit base of bitsandbytes, write
-        the adapter. Return the folder."""
+        the adapter. Return the folder. `NotFinite` is raised if a trained tensor has a value that is not finite."""
+        self._check_finite("the policy is not exported")
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         folder = Path(output_dir or self.export_dir)
         if getattr(self.model, "is_loaded_in_4bit", False):
@@ -234,6 +250,28 @@ class SavesRuns(PushesPolicy):
         # While sharded masters are gathered, an error of one process must reach the others.
         with all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext():
             return self.policy.export(folder, self.processing_class, card)
+
+    def _check_finite(self, consequence: str, is_for_all: bool = False) -> None:
+        """Raises `NotFinite` if a trained tensor has a NaN or an infinity: in all processes if `is_for_all`, or if the
+        tensors are sharded."""
+        bad = []
+        for name, tensor in self.accelerator.unwrap_model(self.model).named_parameters():
+            if tensor.requires_grad and not storage_of(tensor).local(tensor).isfinite().all():
+                bad.append(name)
+        if is_for_all or is_sharded(self.model):
+            bad = sorted(set(gather_object(bad)))
+        if not bad:
+            return
+        update = self.state.global_step
+        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        norms = ((row["step"], row["grad_norm"]) for row in self.state.log_history if "grad_norm" in row)
+        first = next((step for step, norm in norms if not math.isfinite(norm)), None)
+        since = "" if first is None else f", and the first logged gradient that is not finite is of update {first}"
+        raise NotFinite(
+            f"After update {update} a trained tensor has a NaN or an infinity ({named}){since}: {consequence}. Earlier "
+            "checkpoints stay. Resume from the last one with a lower `learning_rate` or `max_grad_norm`, or look "
+            "for a reward or a loss that is not finite."
+        )
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
@@ -307,21 +345,40 @@ class SavesRuns(PushesPolicy):
         return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}
 
 
+class NotFinite(ValueError):
+    """A trained tensor has a NaN or an infinity."""
+
+
 @contextmanager
-def _hold_back_rotation() -> Iterator[Callable[[], None]]:
-    """While open, keeps transformers from deleting older checkpoints: it would do so before ours is complete, and a
-    crash in between would leave none. Yields a function that deletes them afterwards."""
+def _hold_back_rotation(folder: Path) -> Iterator[Callable[[], None]]:
+    """
+    While open, keeps transformers from deleting older checkpoints: it would do so before the one in `folder` is
+    complete, and a crash in between would leave none. Yields a function that deletes them afterwards, by step:
+    transformers goes by the times of the files, which other hosts or a clock that was set back give.
+    """
     original, held_back = trainer.rotate_checkpoints, []
 
     def rotate() -> None:
         for kwargs in held_back:
-            original(**kwargs)
+            _rotate(folder, kwargs["save_total_limit"], kwargs["best_model_checkpoint"])
 
     trainer.rotate_checkpoints = lambda **kwargs: held_back.append(kwargs)
     try:
         yield rotate
     finally:
         trainer.rotate_checkpoints = original
+
+
+def _rotate(last: Path, limit: int | None, best: str | None) -> None:
+    """Delete checkpoints next to the one in `last`, which was saved just now, until `limit` are left: incomplete ones
+    first, then those of earlier steps. The best one stays too."""
+    if not limit or limit < 0:
+        return
+    kept = {last.resolve()} | ({Path(best).resolve()} if best else set())
+    others = [Path(path) for path in sort_checkpoints(os.fspath(last.parent)) if Path(path).resolve() not in kept]
+    others.sort(key=marker.is_complete)
+    for path in others[: max(len(others) - max(limit - len(kept), 0), 0)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _load(checkpoint: str, name: str, device: torch.device | str) -> Any:

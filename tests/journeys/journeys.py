@@ -68,7 +68,7 @@ class User:
     def __init__(self, folder: Path, warm: dict[str, Warm]):
         self.folder, self._warm = folder, warm
         self.seconds: dict[str, float] = {}
-        self.pids: list[int] = []
+        self._cold: list[subprocess.Popen] = []
         self.environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
             "TORCH_COMPILE_DISABLE": "1",
@@ -103,9 +103,9 @@ class User:
                 process = subprocess.Popen(
                     argv, env=env, cwd=self.folder, stdout=output, stderr=output, start_new_session=True
                 )
+            self._cold.append(process)
         else:
             process = self._warm[kind].start(argv, env, path, self.folder)
-        self.pids.append(process.pid)
         return process
 
     def run(self, *argv: str, code: int = 0, log: str = "log", timeout: float = 300, **options) -> str:
@@ -147,11 +147,12 @@ class User:
             time.sleep(0.2)
 
     def close(self) -> None:
-        for pid in self.pids:
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+        """End what still runs."""
+        for process in self._cold:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for warm in self._warm.values():
+            warm.end_commands()
 
 
 def make_model(folder: Path, **overrides) -> None:

@@ -25,6 +25,10 @@ def test_a_second_stage_starts_from_masters_and_not_from_an_export(user):
     assert "trl-qarl: error: out/w8a8 is a low-bit checkpoint, without masters to train" in output
     train(user, model_name_or_path="out/checkpoint-2")
     user.assert_deployed("second/w4a16")
+    # Tokens tell a policy from the one with which its training began.
+    user.run("trl-qarl", "export", "--model_name_or_path", "out", "--output_dir", "first")
+    with pytest.raises(AssertionError):
+        user.assert_deployed("first", engines=("transformers",))
 
 
 def test_the_export_of_a_first_stage_gets_an_adapter(user):
@@ -32,6 +36,13 @@ def test_the_export_of_a_first_stage_gets_an_adapter(user):
     lora = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}
     train(user, model_name_or_path="out/w4a16", **lora)
     user.assert_deployed("second/w4a16")
+
+
+@pytest.mark.nightly
+def test_a_second_stage_starts_from_the_parts_that_fsdp2_saved(user):
+    user.launch("fsdp2")
+    train(user, model_name_or_path="out/checkpoint-2", scheme="w8a8")
+    user.assert_deployed("second/w8a8")
 
 
 LOADS_MASTERS = """

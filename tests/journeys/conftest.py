@@ -1,7 +1,5 @@
 """Fixtures of journeys, which [`journeys`] describes."""
 
-import shutil
-
 import pytest
 from journeys import User
 from warm import IMPORTED, Warm
@@ -24,5 +22,3 @@ def user(tmp_path, warm, record_property):
     user.close()
     record_property("seconds", user.seconds)
     print({name: round(seconds, 1) for name, seconds in user.seconds.items()})
-    # A journey leaves some hundred MB.
-    shutil.rmtree(tmp_path, ignore_errors=True)

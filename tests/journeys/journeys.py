@@ -8,6 +8,7 @@ trainer's greedy tokens in plain transformers and plain vLLM, in processes that 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +21,15 @@ import yaml
 from warm import Warm
 
 from testing_utils import make_tiny_config, make_tiny_tokenizer
+from trl_qarl.rollout.server_process import free_port
 
 
 FOLDER = Path(__file__).parent
 CONFIGURATIONS = FOLDER.parents[1] / "examples" / "accelerate_configs"
 IS_COLD = os.environ.get("JOURNEYS_COLD") == "1"
-NEAR = 0.25
-"""Distance of two logits, of tens in all, below which the roundings of another engine may exchange them."""
+NEAR = 0.6
+"""Distance of two logits below which the roundings of another engine may exchange them: the largest are about 20, of
+which bfloat16 has every eighth."""
 
 RECIPE = {
     "model_name_or_path": "model",
@@ -68,7 +71,7 @@ class User:
     def __init__(self, folder: Path, warm: dict[str, Warm]):
         self.folder, self._warm = folder, warm
         self.seconds: dict[str, float] = {}
-        self.pids: list[int] = []
+        self._cold: list[subprocess.Popen] = []
         self.environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
             "TORCH_COMPILE_DISABLE": "1",
@@ -79,7 +82,7 @@ class User:
             "VLLM_CPU_INT4_W4A8": "0",
             "JOURNEY_TOKENS": str(folder / "tokens.json"),
         }
-        make_model(folder / "model")
+        self.make_model()
         rows = [{"prompt": f"{i} + {i + 1} =", "solution": str(2 * i + 1)} for i in range(16)]
         (folder / "problems.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "rewards.py").write_text(REWARDS)
@@ -103,9 +106,9 @@ class User:
                 process = subprocess.Popen(
                     argv, env=env, cwd=self.folder, stdout=output, stderr=output, start_new_session=True
                 )
+            self._cold.append(process)
         else:
             process = self._warm[kind].start(argv, env, path, self.folder)
-        self.pids.append(process.pid)
         return process
 
     def run(self, *argv: str, code: int = 0, log: str = "log", timeout: float = 300, **options) -> str:
@@ -119,6 +122,31 @@ class User:
         output = (self.folder / log).read_text()
         assert found == code if code is not None else found != 0, f"{argv} ended with {found}:\n{output[-6000:]}"
         return output
+
+    def launch(self, name: str, *options: str, code: int | None = 0) -> str:
+        """Run `trl-qarl train` as a shipped file says, on two processes; return the output of the first machine."""
+        argv = ["trl-qarl", "train", "--config", "recipe.yaml", "--accelerate_config", *two_processes(name), *options]
+        others = [
+            self.start(*argv, "--machine_rank", str(rank), log=f"log{rank}", JOURNEY_LAUNCH=name)
+            for rank in range(1, 2 if name.endswith("two_nodes") else 1)
+        ]
+        output = self.run(*argv, "--machine_rank", "0", code=code, JOURNEY_LAUNCH=name)
+        for other in others:
+            found = other.wait(120)
+            assert found == code if code is not None else found != 0, (self.folder / "log1").read_text()[-6000:]
+        return output
+
+    def tensors_of(self, folder: str) -> dict:
+        """Tensors of a folder, with those of an adapter next to them."""
+        from safetensors.torch import load_file
+
+        paths = (self.folder / folder).rglob("*.safetensors")
+        return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+    def make_model(self, arch: str = "qwen3", **overrides) -> None:
+        """Put a tiny model of another kind in the place of `model`."""
+        shutil.rmtree(self.folder / "model", ignore_errors=True)
+        make_model(self.folder / "model", arch, **overrides)
 
     def assert_deployed(self, export: str, engines=("transformers", "vllm")) -> None:
         """The export gives the trainer's greedy tokens, up to the first that is nearly tied with another one."""
@@ -147,21 +175,29 @@ class User:
             time.sleep(0.2)
 
     def close(self) -> None:
-        for pid in self.pids:
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+        """End what still runs."""
+        for process in self._cold:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for warm in self._warm.values():
+            warm.end_commands()
 
 
-def make_model(folder: Path, **overrides) -> None:
-    """Save a tiny Qwen3 whose logits are far apart, so that roundings exchange few of them."""
+def two_processes(name: str) -> list[str]:
+    """A shipped file, and all that changes in it."""
+    file, port = str(CONFIGURATIONS / f"{name}.yaml"), str(free_port())
+    return [file, "--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+
+
+def make_model(folder: Path, arch: str, **overrides) -> None:
+    """Save a tiny model whose logits are far apart, so that roundings exchange few of them."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(make_tiny_config("qwen3", **overrides), dtype=torch.float32)
-        model.get_output_embeddings().weight.data *= 30
+        model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides), dtype=torch.float32)
+        if not model.config.tie_word_embeddings:
+            model.get_output_embeddings().weight.data *= 30
     model.save_pretrained(folder)
     make_tiny_tokenizer().save_pretrained(folder)

@@ -4,7 +4,7 @@ a start takes. Everything else is the user's: the command line, files, environme
 code. `JOURNEYS_COLD=1` starts each of them as a new interpreter instead.
 
 `python warm.py SOCKET KIND` is that process. It takes requests over the socket, one JSON object a connection: `start`
-a command, or `poll` one that it has started.
+a command, `poll` one that it has started, or `end` all of them.
 """
 
 import atexit
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -98,8 +99,14 @@ class Warm:
                 time.sleep(0.1)
         return Command(self.place, argv, env | {SOCKET_VARIABLE: self.place}, log, cwd)
 
+    def end_commands(self) -> None:
+        """Kill the commands that still run, with those that they have started."""
+        if self.process is not None:
+            ask(self.place, kind="end")
+
     def close(self) -> None:
         if self.process is not None:
+            self.end_commands()
             self.process.terminate()
             self.process.wait(30)
 
@@ -185,6 +192,7 @@ def main(place: str, kind: str) -> None:
     # A collection in a child must not walk, and copy, all of it.
     gc.collect()
     gc.freeze()
+    running: set[int] = set()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{place}.new")
         server.listen(16)
@@ -193,15 +201,25 @@ def main(place: str, kind: str) -> None:
             connection, _ = server.accept()
             with connection.makefile() as lines:
                 request = json.loads(lines.readline())
-            if request.pop("kind") == "poll":
+            asked, answer = request.pop("kind"), None
+            if asked == "poll":
                 pid, status = os.waitpid(request["pid"], os.WNOHANG)
                 answer = os.waitstatus_to_exitcode(status) if pid else None
+                running.discard(pid)
+            elif asked == "end":
+                for pid in running:
+                    # A command has a group of its own, so that what it has forked ends with it.
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                running.clear()
             else:
                 answer = os.fork()
                 if answer == 0:
                     connection.close()
                     server.close()
                     run(kind, place, **request)
+                running.add(answer)
             connection.sendall(json.dumps(answer).encode() + b"\n")
             connection.close()
 

@@ -130,11 +130,11 @@ def holds_shards(folder: str | Path) -> bool:
 
 
 @torch.no_grad()
-def load_shards(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a checkpoint of FSDP2 with `SHARDED_STATE_DICT` as a model with whole masters, in one process. `ValueError`
-    is raised if it lacks tensors."""
+def load_shards(folder: str | Path, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+    """Load a checkpoint of FSDP2 with `SHARDED_STATE_DICT` as a model with whole masters, in one process, with
+    `options` of transformers' `from_config`. `ValueError` is raised if it lacks tensors."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    options |= {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     with init_empty_weights(include_buffers=False):
         model = auto_class(config).from_config(config, **options)
     reader = dcp.FileSystemReader(Path(folder, SHARDS_FOLDER))

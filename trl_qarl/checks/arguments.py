@@ -123,19 +123,19 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
-    is_served = args.use_vllm and args.lora_mode == "adapter"
+    served = {"is_served": args.use_vllm and args.lora_mode == "adapter", "is_merged": args.lora_mode == "merged"}
     if has_own_adapter and peft_config is not None:
         problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
     elif is_adapter_folder(model):
         from peft import PeftConfig
 
-        problems += problems_of_adapter(PeftConfig.from_pretrained(str(model)), is_served)
+        problems += problems_of_adapter(PeftConfig.from_pretrained(str(model)), **served)
     elif has_own_adapter:
         for config in model.peft_config.values():
-            problems += problems_of_adapter(config, is_served)
+            problems += problems_of_adapter(config, **served)
         problems += problems_of_adapted_model(model)
     elif has_adapter:
-        problems += problems_of_adapter(peft_config, is_served)
+        problems += problems_of_adapter(peft_config, **served)
     if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "

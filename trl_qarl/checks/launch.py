@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 
+from ..checkpoint.load import SHARDS_FOLDER
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
 from .options import raise_problems
@@ -132,7 +133,8 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
         ours = f"FSDP2 and {plugin.state_dict_type.name}"
     elif deepspeed is not None:
         ours = "ZeRO-3" if deepspeed.zero_stage == 3 else "ZeRO-1 or 2"
-    has_masters = any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
+    files = ("model.safetensors", "model.safetensors.index.json", f"{SHARDS_FOLDER}/.metadata")
+    has_masters = any((folder / name).exists() for name in files)
     advice = ", or start a new run from its masters by passing it as the model" if has_masters else ""
     if theirs != ours:
         raise ValueError(

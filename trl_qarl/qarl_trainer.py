@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
 from .checks.options import raise_problems
+from .checks.resume import check_before_loading
 from .forward import Batch
 from .muon import MuonAdamW
 from .numerics.low_bit import use_cpu_weights
@@ -113,6 +114,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "environment_factory": environment_factory,
         }
         check_arguments(**given)
+        check_before_loading(args, model, peft_config, optimizers[0])
+        self._own_optimizer = optimizers[0]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)

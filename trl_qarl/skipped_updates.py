@@ -26,7 +26,7 @@ class SkipsUpdates(TrainerCallback):
     after clipping and callbacks. DeepSpeed calls it inside backward, with its slices of one group of parameters.
 
     As transformers does for gradients that overflow, a skipped update counts as one, and the schedule of the learning
-    rate does not advance. With DeepSpeed the schedule advances.
+    rate does not advance.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
@@ -38,8 +38,9 @@ class SkipsUpdates(TrainerCallback):
     def __init__(self, accelerator: Accelerator, log: Callable[[Mapping[str, float]], None]):
         self._accelerator, self._log = accelerator, log
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
-        # One entry for each call of the hook in this update.
-        self._were_zero: list[bool] = []
+        # One entry for each call of the hook in this update. `None` outside: before torch loads the state of a sharded
+        # optimizer, it initializes the state by a step with gradients of zero.
+        self._were_zero: list[bool] | None = None
         self._has_warned = False
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -51,6 +52,8 @@ class SkipsUpdates(TrainerCallback):
             self._watched.add(optimizer)
 
     def _drop_zeros(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        if self._were_zero is None:
+            return
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         # NaN is not zero.
         has_value = any(storage_of(p.grad).local(p.grad).any() for p in trained if p.grad is not None)
@@ -67,14 +70,19 @@ class SkipsUpdates(TrainerCallback):
         return bool(self._were_zero) and all(self._were_zero)
 
     @override
-    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        # The flag that accelerate sets for gradients that overflow, and clears only if it scales the loss.
-        if isinstance(optimizer, AcceleratedOptimizer) and (self._is_skipped or optimizer.scaler is None):
-            optimizer._is_overflow = self._is_skipped
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._were_zero = []
 
     @override
-    def on_step_end(self, args, state, control, **kwargs):
-        is_skipped, self._were_zero = self._is_skipped, []
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        if self._is_skipped:
+            _mark_overflow(optimizer, True)
+
+    @override
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        is_skipped, self._were_zero = self._is_skipped, None
+        if is_skipped:
+            _mark_overflow(optimizer, False)
         self._log({"step/skipped": float(is_skipped)})
         if is_skipped and not self._has_warned and self._accelerator.is_main_process:
             self._has_warned = True
@@ -83,3 +91,11 @@ class SkipsUpdates(TrainerCallback):
                 "step and its weight decay are skipped. The metric step/skipped has the share of such updates; this is logged only once.",
                 state.global_step,
             )
+
+
+def _mark_overflow(optimizer: AcceleratedOptimizer, is_marked: bool) -> None:
+    """Set the flag that the trainer reads before it advances the schedule; accelerate keeps it, or DeepSpeed."""
+    if hasattr(optimizer.optimizer, "overflow"):
+        optimizer.optimizer.overflow = is_marked
+    else:
+        optimizer._is_overflow = is_marked

@@ -177,6 +177,7 @@ def assert_skips_updates(folder, name, launch=None, **options):
         skipped = [row["step/skipped"] for row in trainer.state.log_history if "step/skipped" in row]
         moved = [not all(map(torch.equal, seen.at[i], seen.at[i + 1])) for i in range(4)]
         assert (skipped, moved) == ([0, 0, 1, 1], [True, True, False, False]), (name, skipped, moved)
+        assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(5e-4), "two of four updates on a line to 0"
 
 
 class Spoils(TrainerCallback):

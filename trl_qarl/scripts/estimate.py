@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.serving import engine_rank
+from ..hub import engine_rank
 from ..quantization.plan import plan_of
 from .command_line import add_plan_options, check_folder, configuration_errors
 

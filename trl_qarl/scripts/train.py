@@ -187,15 +187,11 @@ def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path
     return folder
 
 
-def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
-    """Return `True` (the last checkpoint) for `"true"` and `"last"`, `None` for `"false"`, and a path unchanged."""
-    return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
-
-
 def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
+    from ..checks.resume import resume_option
     from ..hub import PushFailed
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.inventory import Inventory
@@ -229,7 +225,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             peft_config=get_peft_config(model_args),
         )
         trainer.export_dir = export_dir or trainer.export_dir
-        checkpoint = trainer.find_checkpoint(parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
+        checkpoint = trainer.find_checkpoint(resume_option(training_args.resume_from_checkpoint))
 
     trainer.accelerator.print(f"\n{trainer.swap_report}\n")
     trainer.train(resume_from_checkpoint=checkpoint)

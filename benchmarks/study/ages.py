@@ -32,7 +32,7 @@ class Aged(Ahead):
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
         if not self.versions:
             return None
-        version = _, kept = self.versions[0]
+        version, kept = self.versions[0]
         # Without it, the trainer generates synchronously.
         self.trainer._ahead = None
         try:
@@ -40,8 +40,7 @@ class Aged(Ahead):
                 drawn = self.trainer._generate_single_turn(prompt_ids, None, {}, self.args.num_generations)
         finally:
             self.trainer._ahead = self
-        self.drawn = Pending(prompt_ids, [version], *drawn)
-        return self.drawn
+        return Pending(prompt_ids, version, kept, *drawn)
 
     @override
     def draw(self, place: tuple[int, int], state: Any, tokenize: Any) -> None:

@@ -374,9 +374,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def evaluate(self, *args, **kwargs):
-        """Evaluates the policy as it is deployed: at the bits of the scheme."""
+        """Evaluates the policy as it is deployed: at the bits of the scheme. Within a training, random numbers that
+        draw completions and shuffle batches continue afterwards as if there had been no evaluation."""
         self.set_precision(None)
-        return super().evaluate(*args, **kwargs)
+        device = self.accelerator.device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, enabled=self.is_in_train, device_type=device.type):
+            return super().evaluate(*args, **kwargs)
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):

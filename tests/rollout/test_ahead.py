@@ -148,6 +148,36 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_played_trainer):
     assert ours == theirs and torch.equal(weights(trainer), weights(plain))
 
 
+SAVED = {"rollout_ahead": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 5}, "was saved by a run that ended at update 3, and has no batch that was drawn ahead"),
+        ({"rollout_ahead": 0}, "was saved with rollout_ahead=1, and this run has rollout_ahead=0"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_says_if_it_is_another_run(make_played_trainer, caplog, changes, message):
+    trainer, _ = make_played_trainer("first", **SAVED)
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **(SAVED | changes))
+    caplog.clear()
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+    said = [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
+    assert len(said) == (message is not None) and (message is None or message in said[0])
+
+
+def test_a_run_that_begins_to_draw_ahead_says_that_it_is_another(make_played_trainer, caplog):
+    trainer, _ = make_played_trainer("first", **(SAVED | {"rollout_ahead": 0}))
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **SAVED)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert "was saved with rollout_ahead=0, and this run has rollout_ahead=1" in caplog.text
+
+
 class Writes(TrainerCallback):
     """Writes to all weights when the first update is made, and when the second was evaluated."""
 

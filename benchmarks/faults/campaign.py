@@ -106,6 +106,10 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             max_completion_length=8,
             # Some codes change in a step, not all.
             learning_rate=1e-4,
+            # Wide: weights depend on all that is drawn, ahead too.
+            positive_epsilon_high=0.5,
+            negative_epsilon_low=0.5,
+            negative_epsilon_high=0.5,
             # The Newton-Schulz iteration of Muon would be a third of all time on processors without bfloat16.
             optim="adamw_torch",
             disable_tqdm=True,
@@ -422,6 +426,7 @@ class Supervisor:
             # Of the smallest: on a busy machine a weight sync may be tried again, and then sends everything.
             report["megabytes"] = min(row["publish/megabytes"] for row in self.logged() if "publish/megabytes" in row)
             report["calls"] = (self.folder / "calls").read_text().split()
+            report["dropped"] = max(row.get("tbpo/dropped/total", 0.0) for row in self.logged())
         if self.problems:
             report["log"] = (self.folder / "log").read_text(errors="replace")[-5000:]
         else:

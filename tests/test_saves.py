@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from testing_utils import make_problems, make_vllm_trainer, spread, stop_at
 from testing_utils.trainings import arguments, assert_equal, make, parameters, rows
@@ -71,7 +72,8 @@ def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(
     assert files.keys() >= {"rng_state.pth", "rollout_state_0.pt", "config.json", marker.COMPLETE_FILE}
     for name, path in files.items():
         whole = path.read_bytes()
-        for damaged in (b"", whole[: len(whole) // 2]):
+        middle = len(whole) // 2
+        for damaged in (b"", whole[:middle], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
             path.write_bytes(damaged)
             caplog.clear()
             # A page for people, and what Trainer has written for people to look up.
@@ -80,7 +82,9 @@ def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(
                 continue
             assert resumed.find_checkpoint(True) == before
             assert f"checkpoint-2 is damaged: {name} " in caplog.text
-            with pytest.raises(ValueError, match=f"checkpoint-2 is damaged: {name} .* Resume from another one"):
+            with pytest.raises(
+                ValueError, match=f"checkpoint-2 is damaged: {name} .* Resume from .*checkpoint-1, the last"
+            ):
                 resumed.find_checkpoint(last)
         path.write_bytes(whole)
     Path(last, "optimizer.pt").write_bytes(b"")
@@ -88,17 +92,16 @@ def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(
     assert resumed.state.global_step == 3 and marker.is_complete(last)
 
 
-def test_a_training_is_refused_its_folders_before_a_server_starts(tmp_path):
+def test_a_folder_in_use_is_refused_before_a_server_starts(tmp_path):
     pytest.importorskip("vllm")
-    server = {"vllm_mode": "server", "vllm_server_autostart": True, "publish_dir": str(tmp_path / "versions")}
+    server = {"vllm_mode": "server", "vllm_server_autostart": True}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         # With a server the constructor would end here.
         server["vllm_server_port"] = taken.getsockname()[1]
-        for option, lock in (("output_dir", "output/.lock"), ("publish_dir", "versions/lock")):
-            with hold(tmp_path / lock, option), pytest.raises(ValueError, match=f"{option}=.*is still training"):
-                make_vllm_trainer(tmp_path, **server)
+        with hold(tmp_path / "output/.lock"), pytest.raises(ValueError, match="output_dir=.*is still training"):
+            make_vllm_trainer(tmp_path, **server)
         with pytest.raises(ValueError, match="cannot start a server on port"):
             make_vllm_trainer(tmp_path, **server)
 
@@ -191,6 +194,63 @@ def test_older_checkpoints_are_deleted_when_the_new_one_is_complete_and_an_incom
     assert "checkpoint-2 is incomplete" in caplog.text and resumed.state.global_step == 3
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
     assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 1
+
+
+class Spoils(TrainerCallback):
+    """Puts a value that is not finite into a gradient, or a weight, of one update."""
+
+    def __init__(self, update, value=math.nan, of_weight=False):
+        self.update, self.value, self.of_weight = update, value, of_weight
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.update and not self.of_weight:
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").grad[3, 5] = self.value
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.update and self.of_weight:
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] = self.value
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_torch"])
+@pytest.mark.parametrize(("value", "of_weight"), [(math.nan, False), (math.inf, False), (-math.inf, True)])
+def test_weights_that_are_not_finite_are_no_checkpoint(tiny_model, tmp_path, optim, value, of_weight):
+    options = SAVING | {"max_steps": 4, "save_total_limit": 1, "optim": optim}
+    spoiled = make(tiny_model, tmp_path, callbacks=[Spoils(3, value, of_weight)], **options)
+    named = r"After update 3 .*\(model.layers.1.mlp.up_proj.weight\).*checkpoint-3 is not written"
+    with pytest.raises(ValueError, match=named):
+        spoiled.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert marker.problem_of(tmp_path / "checkpoint-2", reads_content=True) is None
+    resumed = make(tiny_model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4 and all(map(math.isfinite, [row["loss"] for row in rows(resumed)]))
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=2, callbacks=[Spoils(2)])
+    trainer.train()
+    for write in (trainer.save_model, trainer.export_model, lambda: trainer.save_model(str(tmp_path / "other"))):
+        with pytest.raises(ValueError, match="After update 2 .*up_proj.weight.* is not (saved|exported)"):
+            write()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+class SetsClockBack(TrainerCallback):
+    """Dates each checkpoint a day before the last."""
+
+    def on_save(self, args, state, control, **kwargs):
+        date = 2e9 - 86400 * state.global_step
+        os.utime(Path(args.output_dir, f"checkpoint-{state.global_step}"), (date, date))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_checkpoints_of_earlier_steps_are_deleted_whatever_the_clock(tiny_model, tmp_path, limit):
+    for stale in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-50"):
+        stale.mkdir()
+    options = SAVING | {"max_steps": 4, "save_total_limit": limit}
+    make(tiny_model, tmp_path, callbacks=[SetsClockBack()], **options).train()
+    expected = [f"checkpoint-{step}" for step in range(5 - limit, 5)]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == expected
 
 
 def test_resuming_without_any_checkpoint_says_so(tiny_model, tmp_path):

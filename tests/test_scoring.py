@@ -1,38 +1,28 @@
 """Decisions about the old log-probs of a generation batch."""
 
-import pytest
 import torch
 from torch import nn
 
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.quantization.versions import kept_version
-from trl_qarl.scoring import plan_scoring
+from trl_qarl.scoring import ScoringPlan
 
 
-@pytest.mark.parametrize(
-    ("is_exact", "is_needed", "source", "compared"),
-    [
-        (True, True, "sampler", "first update"),
-        (False, True, "learner", "all"),
-        (False, False, "sampler", "none"),
-    ],
-)
-def test_a_forward_scores_what_the_sampler_does_not_know(is_exact, is_needed, source, compared):
-    plan = plan_scoring(is_exact, is_needed, version=7)
-    assert (plan.source, plan.compared, plan.version, plan.is_stale) == (source, compared, 7, False)
+def test_log_probs_of_the_sampler_are_compared_in_the_first_update():
+    assert (ScoringPlan("learner", 0).compared, ScoringPlan("sampler", 0).compared) == ("all", "first update")
 
 
 def test_a_batch_drawn_ahead_is_scored_with_its_weights():
     model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128))
     prepare_model(model, "w8a16")
     inputs = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    drawn, before = plan_scoring(False, True, 3, kept_version(model)), model(inputs)
+    drawn, before = ScoringPlan("learner", 3, kept_version(model)), model(inputs)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-1.5)
     assert drawn.is_stale and not torch.equal(model(inputs), before)
     with drawn.at_drawn(model):
         assert torch.equal(model(inputs), before)
-    now = plan_scoring(False, True, 4)
+    now = ScoringPlan("learner", 4)
     with now.at_drawn(model):
         assert not torch.equal(model(inputs), before)

@@ -28,6 +28,11 @@ def installed(*packages: str) -> dict[str, str]:
     return versions
 
 
+def install_hint(extra: str) -> str:
+    """Return how to install an optional dependency of this package, which is on no index."""
+    return f'`pip install ".[{extra}]"` in a clone of trl_qarl'
+
+
 def problem_of_torchvision() -> str | None:
     """
     Return what to do about an installed torchvision that cannot be imported, or `None`. transformers imports it for

@@ -9,9 +9,8 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checks import options as checks
-from .objectives.objective import Objective
-from .objectives.options import UNSET, trl_default
-from .objectives.registry import get_objective, options_of_others
+from .checks.launch import launched_precision, problems_of_precision
+from .objectives.registry import get_objective, problems_of_objective
 from .options import EngineOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import parse_scheme
@@ -36,27 +35,14 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
     in mini-batches of 64, 2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
     Without an accelerator `use_cpu` is switched on. On a CPU `bf16` defaults to `True` if the processor multiplies
-    bfloat16 matrices natively. A value that is given is kept.
+    bfloat16 matrices natively, or if accelerate was launched with `mixed_precision: bf16`. A value that is given is
+    kept, and has to agree with the launch.
 
     `trl-qarl train --help` shows the texts of the parameters.
 
     Inherited options that are not honoured raise one `ValueError` that lists all of them with their fixes.
 
     Parameters:
-        epsilon (`float`, *optional*):
-            Lower clip offset of TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO
-            does not use it.
-        epsilon_high (`float`, *optional*):
-            Upper clip offset of TRL's losses, as in TRL; the GSPO objectives default to `4e-4`. TBPO does not use it.
-        importance_sampling_level (`str`, *optional*):
-            For TRL's losses, defaults to TRL's `"token"`. The GSPO objectives set it to `"sequence"`; TBPO is always
-            sequence-level.
-        vllm_importance_sampling_correction (`bool`, *optional*):
-            For TRL's losses, whether the loss of vLLM rollouts is corrected for their mismatch; defaults to TRL's
-            `True`. The objectives of the paper's comparison set it.
-        vllm_importance_sampling_mode (`str`, *optional*):
-            For TRL's losses, kind of that correction; defaults to TRL's `"sequence_mask"`. The objectives of the
-            paper's comparison set it.
         loss_type (`str`, *optional*):
             Set by `objective`; give `objective` instead.
         optim (`str`, *optional*, defaults to `"muon"`):
@@ -68,10 +54,6 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "objective_kwargs"]
 
-    epsilon: float | None = None
-    importance_sampling_level: str | None = None
-    vllm_importance_sampling_correction: bool | None = None
-    vllm_importance_sampling_mode: str | None = None
     loss_type: str | None = None
     optim: str = "muon"
     weight_decay: float = 0.01
@@ -86,18 +68,15 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             # TRL sets it itself, and vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*checks.check_scheme(self), *checks.check_numerics(self)]
-        try:
-            objective = get_objective(self)
-        except ValueError as error:
-            problems += [str(error), *checks.check_choices(self)]
-        else:
-            problems += [*objective.contradictions(self), *checks.check_choices(self)]
-            self._apply(objective)
-            problems += [*options_of_others(self, objective), *objective.problems(self)]
+        problems += [*problems_of_objective(self), *checks.check_choices(self)]
         problems += [*checks.check_inherited(self), *checks.check_vllm(self), *checks.check_ahead(self)]
-        checks.raise_problems([*problems, *checks.check_hub(self)])
+        checks.raise_problems([*problems, *problems_of_precision(self), *checks.check_hub(self)])
+        self.loss_type = self.objective
+        if get_objective(self) is not None:
+            # TRL would compute and log a weight that the loss does not use.
+            self.vllm_importance_sampling_correction = False
         if self.steps_per_generation is None and self.generation_batch_size is None:
-            self.steps_per_generation = (1 if objective.is_on_policy else 8) * self.gradient_accumulation_steps
+            self.steps_per_generation = 8 * self.gradient_accumulation_steps
         # transformers does not know this optimizer name; the trainer builds the optimizer.
         is_muon = self.optim == "muon"
         if is_muon:
@@ -108,7 +87,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
-        checks.raise_problems([*objective.problems_of_batch(self), *checks.check_turns(self)])
+        checks.raise_problems(checks.check_turns(self))
         # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
         checks.raise_problems(checks.refused_by_all(self))
 
@@ -118,23 +97,10 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if is_chosen:
             self.use_cpu = True
         if self.use_cpu and self.bf16 is None and not self.fp16:
-            self.bf16 = has_fast_bf16()
+            self.bf16 = launched_precision() == "bf16" or has_fast_bf16()
         if is_chosen:
             text = "No accelerator was found: training on the CPU (use_cpu=True) with bf16=%s, fp16=%s."
             logger.warning(text, self.bf16, self.fp16)
-
-    def _apply(self, objective: Objective) -> None:
-        """Set the options that `objective` decides, and TRL's defaults for options of its loss that were not given."""
-        self.loss_type = objective.loss_type
-        for name, value in objective.options.items():
-            setattr(self, name, value)
-        for name, value in objective.defaults.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        for name in UNSET if objective.takes_options_of_trl else ():
-            is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
-            if getattr(self, name) is None and not is_unused:
-                setattr(self, name, trl_default(name))
 
 
 def config_for(model: Any, args: Any) -> QaRLConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
@@ -17,6 +17,7 @@ from .checks.arguments import check_arguments, has_pictures, problems_of_picture
 from .checks.options import raise_problems
 from .forward import Batch
 from .muon import MuonAdamW
+from .numerics.low_bit import use_cpu_weights
 from .objectives.registry import get_objective
 from .policy import Policy
 from .processes import exit_on_signals
@@ -32,6 +33,7 @@ from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_l
 from .saves import SavesRuns
 from .sharding import sharded_by
 from .sharding.zero3 import compute_in_bfloat16, forget_order
+from .skipped_updates import SkipsUpdates
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
@@ -113,7 +115,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         check_arguments(**given)
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
-        self._objective = get_objective(args).for_run(args)
+        self._objective = get_objective(args)
         self._calls_tools = False
         with replaced_in_trl(
             create_model_from_path=self.policy.load,
@@ -138,7 +140,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
-        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._objective)
+        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics)
+        self._skips_updates = SkipsUpdates(self.accelerator, self.recorder.log)
         if self.numerics == "engine" and rollout_func is not None:
             logger.info("Rollouts are scored by a forward: log-probs of a `rollout_func` are not the engine's.")
         self._add_callbacks()
@@ -146,14 +149,19 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
         """Build the engine of the rollouts, in the middle of TRL's constructor, when the policy is prepared."""
         policy = self.policy
-        self._check_folders_are_free()
+        self._check_folder_is_free()
         # On a GPU the engine follows the learner's numerics.
         policy.attach_numerics(self.model)
         generation = QaRLVLLMGeneration(
             **kwargs, options=self.args, dtype=policy.dtype, weight_version=lambda: str(self.state.global_step)
         )
-        if self.numerics == "engine" and self.accelerator.is_main_process:
-            policy.check_engine(generation.description)
+        if self.numerics == "engine":
+            [form] = broadcast_object_list([generation.description.get("arithmetic", {}).get("cpu_weights")])
+            if self.args.vllm_mode == "server" and form is not None:
+                # The bits depend on it, and the server has chosen.
+                use_cpu_weights(form)
+            if self.accelerator.is_main_process:
+                policy.check_engine(generation.description)
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
@@ -172,6 +180,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
         }
         self.add_callback(self.recorder)
+        self.add_callback(self._skips_updates)
         self.add_callback(RunLog(self.args, self.recorder, described))
         self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self.callback_handler)
@@ -181,7 +190,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def create_optimizer(self, model=None):
-        """Builds Muon with AdamW for `optim="muon"`; every other name is TRL's."""
+        """Builds Muon with AdamW for `optim="muon"`; other names are TRL's. Skips updates without a gradient."""
         if self.optimizer is None and self.args.optim == "muon":
             model = self.model if model is None else model
             self.optimizer = MuonAdamW(
@@ -192,7 +201,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
             )
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        self._skips_updates.watch(optimizer)
+        return optimizer
 
     @override
     def _tokenize_prompts(self, prompts):
@@ -265,7 +276,6 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 self._ahead.collect()
         if self.use_vllm:
             self._publish_what_changed()
-        self._relay_policy()
         self._plan = self._plan_scoring()
         output = super()._generate(prompts)
         _, completion_ids, _, completions, logps, *_ = output
@@ -336,7 +346,6 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         # TRL has closed the step.
         if self._current_train_step_time == 0.0:
             self.recorder.log({"step/forward_backward_seconds": self.recorder.pop_seconds("forward_backward")})
-            self.recorder.log(self._objective.end_update(self.accelerator.gather, self._was_on_policy))
         return loss
 
     @override
@@ -344,8 +353,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         """Computes TRL's loss, or the objective's own, to which KL and MoE auxiliary loss are added as in TRL."""
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
-        if not self._objective.has_own_loss:
-            loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
+        if self._objective is None:
+            loss = super()._compute_loss(model, inputs)
             self._measure(inputs, self._forward_logps)
             self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
             return loss
@@ -355,11 +364,15 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         self.recorder.observe_update(batch)
-        loss, kl_ratio, per_sequence = self._objective.loss(self.args, batch)
+        loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)
         mask = batch.mask
         metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}
         if self.beta != 0.0:
-            correction = kl_ratio if self.args.use_bias_correction_kl else 1.0
+            correction = 1.0
+            if self.args.use_bias_correction_kl:
+                if kl_ratio is None:
+                    kl_ratio = torch.exp((per_token_logps - batch.old_per_token_logps).masked_fill(mask == 0, 0.0))
+                correction = kl_ratio
             # TRL's estimate, averaged over the tokens of each completion and then over completions.
             log_ratio = inputs["ref_per_token_logps"] - per_token_logps
             per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
@@ -391,11 +404,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         """
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
-            with self._hold_folders(resume_from_checkpoint) as checkpoint:
+            with self._hold_folder(resume_from_checkpoint) as checkpoint:
                 self._plan = None
-                output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
-                self._relay_policy()
-            return output
+                return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
             if self.use_vllm:
                 self.vllm_generation.forget_published()

@@ -1,37 +1,37 @@
 """Additions to transformers' checkpoints: the generation batch in progress, a mark of completeness, and a record."""
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
 from transformers import TrainerState, trainer
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from typing_extensions import override
 
 from .checkpoint import marker, record
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
-from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
-from .objectives.objective import Objective
-from .pushes import PushesPolicy
+from .hub import PushesPolicy
+from .quantization.names import architecture, is_peft_model
+from .quantization.storage import is_sharded, storage_of
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
+from .sharding.fsdp2 import whole_state
 
 
 logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
-# State of the objective, such as estimated trust bands.
-_OBJECTIVE_FILE = "objective_state.pt"
 
 # With several processes on a CPU, accelerate names their devices "cpu:0", which `torch.load` does not know, so such a
 # run could not be resumed. Priority 100 comes after torch's own functions.
@@ -49,9 +49,9 @@ class SavesRuns(PushesPolicy):
     _step: int
     _buffered_inputs: Any
     _last_checkpoint: Path | None = None
-    _relay: Relay | None = None
     _ahead: Ahead | None = None
-    _objective: Objective
+    # While a checkpoint is being saved.
+    _is_saving = False
     # The epoch in progress, its first micro-batch that is trained, and the number of micro-batches trained before it.
     _epoch_begun: tuple[int, int, int] = (0, 0, 0)
     # The update before which the epoch began, and torch's random state at that time.
@@ -125,12 +125,19 @@ class SavesRuns(PushesPolicy):
         )
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if the checkpoint
-        is missing or incomplete, or was trained with another scheme, learner, trust band or launch."""
-        found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+        """Return the checkpoint folder to resume from, `None` for a new run; every process has to call. `ValueError`
+        is raised if the checkpoint is missing, incomplete or damaged, or was trained with another scheme, learner or
+        launch."""
+        ours, found = self.policy.record(), [None]
+        # The main process reads the files once for all, and may go back to an earlier checkpoint.
+        with all_or_none(self.accelerator):
+            if self.accelerator.is_main_process:
+                found = [record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, ours)]
+        broadcast_object_list(found, from_process=0)
+        with all_or_none(self.accelerator):
+            found = record.find_checkpoint(found[0], self.args.output_dir, ours, reads_content=False)
         if found is not None:
             check_resumed_launch(self.accelerator, found)
-            self._objective.load(_load(found, _OBJECTIVE_FILE, "cpu"))
         return found
 
     @override
@@ -142,15 +149,14 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        self._weights_card().save(folder / "README.md")
+        self._write_card(folder)
 
     @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress. Once the files of all processes are on disk, the folder is
-        marked as complete and uploaded, and older checkpoints are deleted."""
-        if self.args.push_to_hub and self.args.save_total_limit:
-            # The push may be reading the checkpoint that is deleted next.
-            self._finish_current_push()
+        marked as complete and uploaded, and older checkpoints are deleted. `NotFinite` is raised instead if a trained
+        tensor has a value that is not finite: nothing is written, and older checkpoints stay."""
+        self._check_finite(f"{self._checkpoint_folder(trial)} is not written", is_for_all=True)
         folder = self._checkpoint_folder(trial)
         # This waits for the batch that the engine is drawing.
         ahead, weights = (None, None) if self._ahead is None else self._ahead.state()
@@ -159,17 +165,13 @@ class SavesRuns(PushesPolicy):
                 marker.begin(folder)
         self._is_saving = True
         try:
-            with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
+            with all_or_none(self.accelerator), _hold_back_rotation(folder) as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
-                    # FSDP2's sharded checkpoints contain the weights only, and nothing else that `save_model` writes.
-                    record.write_scheme(folder, self.policy.record())
+                    self._describe_shards(folder)
                 self._save_batch(folder, ahead)
                 if weights is not None and (self.args.should_save or self.policy.takes_all_processes):
                     torch.save(weights, folder / self._version_file())
-                learned = self._objective.state()
-                if learned and self.args.should_save:
-                    torch.save(learned, folder / _OBJECTIVE_FILE)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -177,9 +179,20 @@ class SavesRuns(PushesPolicy):
             if self.args.should_save:
                 marker.complete(folder)
         self._last_checkpoint = folder.resolve()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(os.fspath(folder))
         rotate()
+        self._push_saved()
+
+    def _describe_shards(self, folder: Path) -> None:
+        """Writes what `save_model` writes next to weights, without which `trl-qarl export` cannot read the parts that
+        FSDP2 leaves in a checkpoint."""
+        model = self.accelerator.unwrap_model(self.model)
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures = [architecture(model)]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
+        record.write_scheme(folder, self.policy.record())
 
     def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
@@ -197,9 +210,69 @@ class SavesRuns(PushesPolicy):
 
     @override
     def save_model(self, *args, **kwargs) -> None:
+        """Gathers sharded masters, except in a checkpoint that FSDP2 writes in parts: `export` reads those. Raises
+        `NotFinite` if a trained tensor has a value that is not finite; within a checkpoint, a failure of one process
+        in all."""
+        if not self._is_saving:
+            self._check_finite("the model is not saved")
+        is_gathered = not self._is_saving or is_peft_model(self.model)
+        with self._shared_while_saving(), whole_state(self.accelerator) if is_gathered else nullcontext():
+            super().save_model(*args, **kwargs)
+
+    @override
+    def create_model_card(self, *args, **kwargs) -> None:
         """Within a checkpoint, raises a failure of one process in all."""
         with self._shared_while_saving():
-            super().save_model(*args, **kwargs)
+            super().create_model_card(*args, **kwargs)
+
+    def _shared_while_saving(self):
+        """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
+        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
+
+    def export_model(
+        self,
+        output_dir: str | Path | None = None,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> Path:
+        """Write the low-bit policy to `output_dir`, by default `export_dir`, with [`export_checkpoint`], and a card
+        with the results of the training, this title, training set and tags. Over a 4-bit base of bitsandbytes, write
+        the adapter. Return the folder. `NotFinite` is raised if a trained tensor has a value that is not finite."""
+        self._check_finite("the policy is not exported")
+        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        folder = Path(output_dir or self.export_dir)
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            if self.args.should_save:
+                self._save(os.fspath(folder))
+                (folder / TRAINING_ARGS_NAME).unlink()
+            return folder
+        card = {**self._card_facts(), "name": self.hub_model_id}
+        # While sharded masters are gathered, an error of one process must reach the others.
+        with all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext():
+            return self.policy.export(folder, self.processing_class, card)
+
+    def _check_finite(self, consequence: str, is_for_all: bool = False) -> None:
+        """Raises `NotFinite` if a trained tensor has a NaN or an infinity: in all processes if `is_for_all`, or if the
+        tensors are sharded."""
+        bad = []
+        for name, tensor in self.accelerator.unwrap_model(self.model).named_parameters():
+            if tensor.requires_grad and not storage_of(tensor).local(tensor).isfinite().all():
+                bad.append(name)
+        if is_for_all or is_sharded(self.model):
+            bad = sorted(set(gather_object(bad)))
+        if not bad:
+            return
+        update = self.state.global_step
+        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        norms = ((row["step"], row["grad_norm"]) for row in self.state.log_history if "grad_norm" in row)
+        first = next((step for step, norm in norms if not math.isfinite(norm)), None)
+        since = "" if first is None else f", and the first logged gradient that is not finite is of update {first}"
+        raise NotFinite(
+            f"After update {update} a trained tensor has a NaN or an infinity ({named}){since}: {consequence}. Earlier "
+            "checkpoints stay. Resume from the last one with a lower `learning_rate` or `max_grad_norm`, or look "
+            "for a reward or a loss that is not finite."
+        )
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
@@ -250,43 +323,23 @@ class SavesRuns(PushesPolicy):
             return f"was saved by a run that ended at update {max_steps}, and has no batch that was drawn ahead"
         return None
 
-    def _check_folders_are_free(self) -> None:
-        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`, before a server starts."""
-        args = self.args
+    def _check_folder_is_free(self) -> None:
+        """Raises `ValueError` if another trainer writes to `output_dir`, before a server starts."""
         with all_or_none(self.accelerator):
             if self.accelerator.is_main_process:
-                check_free(Path(args.output_dir, OUTPUT_LOCK), "output_dir")
-                if args.publish_dir is not None:
-                    check_free(Path(args.publish_dir, LOCK_FILE), "publish_dir")
+                check_free(Path(self.args.output_dir, OUTPUT_LOCK))
 
     @contextmanager
-    def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Hold `output_dir` and `publish_dir` during a training; the main process does so for all. Yields the
-        checkpoint from which the training continues, `None` for a new run."""
-        args, is_main = self.args, self.is_world_process_zero()
+    def _hold_folder(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Hold `output_dir` during a training; the main process does so for all. Yields the checkpoint from which the
+        training continues, `None` for a new run."""
         with ExitStack() as held:
             with all_or_none(self.accelerator):
-                if is_main:
-                    held.enter_context(hold(Path(args.output_dir, OUTPUT_LOCK), "output_dir"))
+                if self.is_world_process_zero():
+                    held.enter_context(hold(Path(self.args.output_dir, OUTPUT_LOCK)))
             checkpoint = self.find_checkpoint(resume_from_checkpoint)
             self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
-            with all_or_none(self.accelerator):
-                if args.publish_dir is not None and is_main:
-                    resumed_at = None if checkpoint is None else _saved_state(checkpoint).global_step
-                    self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
-                    held.callback(self._relay.close)
-            try:
-                yield checkpoint
-            finally:
-                self._relay = None
-
-    def _relay_policy(self) -> None:
-        """Adds the policy to `publish_dir` if the policy has changed; the other processes wait for the main one."""
-        if self.args.publish_dir is None:
-            return
-        with all_or_none(self.accelerator):
-            if self._relay is not None:
-                self.policy.relay(self._relay, self.state.global_step, self.export_model)
+            yield checkpoint
 
     def _version_file(self) -> str:
         """Return the name of the file with the weights that draw the pending batch."""
@@ -301,21 +354,40 @@ class SavesRuns(PushesPolicy):
         return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}
 
 
+class NotFinite(ValueError):
+    """A trained tensor has a NaN or an infinity."""
+
+
 @contextmanager
-def _hold_back_rotation() -> Iterator[Callable[[], None]]:
-    """While open, keeps transformers from deleting older checkpoints: it would do so before ours is complete, and a
-    crash in between would leave none. Yields a function that deletes them afterwards."""
+def _hold_back_rotation(folder: Path) -> Iterator[Callable[[], None]]:
+    """
+    While open, keeps transformers from deleting older checkpoints: it would do so before the one in `folder` is
+    complete, and a crash in between would leave none. Yields a function that deletes them afterwards, by step:
+    transformers goes by the times of the files, which other hosts or a clock that was set back give.
+    """
     original, held_back = trainer.rotate_checkpoints, []
 
     def rotate() -> None:
         for kwargs in held_back:
-            original(**kwargs)
+            _rotate(folder, kwargs["save_total_limit"], kwargs["best_model_checkpoint"])
 
     trainer.rotate_checkpoints = lambda **kwargs: held_back.append(kwargs)
     try:
         yield rotate
     finally:
         trainer.rotate_checkpoints = original
+
+
+def _rotate(last: Path, limit: int | None, best: str | None) -> None:
+    """Delete checkpoints next to the one in `last`, which was saved just now, until `limit` are left: incomplete ones
+    first, then those of earlier steps. The best one stays too."""
+    if not limit or limit < 0:
+        return
+    kept = {last.resolve()} | ({Path(best).resolve()} if best else set())
+    others = [Path(path) for path in sort_checkpoints(os.fspath(last.parent)) if Path(path).resolve() not in kept]
+    others.sort(key=marker.is_complete)
+    for path in others[: max(len(others) - max(limit - len(kept), 0), 0)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _load(checkpoint: str, name: str, device: torch.device | str) -> Any:

@@ -21,12 +21,11 @@ from typing_extensions import override
 from .checks.launch import check_agreement, check_launch
 from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward
 from .numerics.attach import keep_no_products
-from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .rollout.ahead import Ahead, Pending
 from .rollout.failures import all_or_none
-from .scoring import ScoringPlan, plan_scoring
+from .scoring import ScoringPlan
 from .sharding import sharded_by
 from .sharding.fsdp2 import shard_when_prepared
 from .telemetry.recorder import Recorder
@@ -76,27 +75,17 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
 
     policy: Policy
     recorder: Recorder
-    _objective: Objective
     _ahead: Ahead | None = None
     # Plan of the generation batch in progress, until its last measurement.
     _plan: ScoringPlan | None = None
     # The sampler's log-probs of a rollout that TRL is about to score.
     _unscored: list[list[float | None]] | None = None
 
-    @property
-    def _was_on_policy(self) -> bool:
-        """True if the learner computed the last micro-batch with the weights of its old log-probs."""
-        args = self.args
-        place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
-        return place < args.gradient_accumulation_steps and not args.rollout_ahead
-
     def _plan_scoring(self, drawn: Pending | None = None) -> ScoringPlan:
         """Decide about a batch that is drawn now, or was `drawn` before its turn."""
-        policy = self.policy
-        is_exact = policy.numerics == "engine" and not policy.exactness.has_differed and self.rollout_func is None
-        is_needed = self._objective.needs_scores or self.beta != 0.0 or policy.numerics == "engine"
+        is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
         version, weights = (self.state.global_step, None) if drawn is None else (drawn.version, drawn.weights)
-        return plan_scoring(is_exact, is_needed, version, weights)
+        return ScoringPlan("sampler" if is_exact and self.rollout_func is None else "learner", version, weights)
 
     def _keep_sampled(self, logps: list[list[float | None]] | None) -> None:
         """Keep the sampler's log-probs of a rollout, if TRL is about to score it."""
@@ -106,7 +95,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         self._unscored = logps if is_scored_by_trl else None
 
     def _complete(self, output: dict[str, Any], plan: ScoringPlan) -> None:
-        """Adds the learner's log-probs and the mismatch weight to a generation batch if TRL has not."""
+        """Adds the learner's log-probs to a generation batch if TRL has not."""
         if "sampling_per_token_logps" not in output:
             raise ValueError(
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. "
@@ -116,15 +105,11 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         elif "old_per_token_logps" not in output:
             output["old_per_token_logps"] = self._score_drawn(output, plan)
-        weight = self._objective.weight(self.args, Batch.of(output))
-        if weight is not None:
-            output["importance_sampling_ratio"] = weight
 
     def _observe(self, output: dict[str, Any], plan: ScoringPlan) -> None:
         """Measures the mismatch of a generation batch with the weights that drew it, and checks that it is exact."""
         batch = Batch.of(output)
-        if plan.compared != "none":
-            self.recorder.observe_mismatch(output, batch)
+        self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None

@@ -16,6 +16,7 @@ from sharded_runs import (
     Engine,
     assert_follows,
     assert_publishes,
+    assert_skips_updates,
     assert_trained_the_same,
     bits,
     make_model,
@@ -51,13 +52,12 @@ from trl_qarl.rollout.server import ServerEngine
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
-    """With all telemetry and its own bands; export and publication are those of one process, byte for byte."""
-    bands = {"trust_band": "auto", "trust_band_share": 0.5, "per_device_train_batch_size": 4}
-    [ddp] = train(folder, "ddp", **bands)
-    for trainer in train(folder, "fsdp", launch={}, **bands):
+    """With all telemetry; export and publication are those of one process, byte for byte."""
+    [ddp] = train(folder, "ddp", per_device_train_batch_size=4)
+    for trainer in train(folder, "fsdp", launch={}, per_device_train_batch_size=4):
         rows = assert_trained_the_same(trainer, ddp)
         names = {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"}
-        assert names | {"tbpo/band/positive_high"} <= {n for row in rows for n in row}
+        assert names <= {n for row in rows for n in row}
         assert any(row.get("quant/code_flip_rate") for row in rows)
         assert_publishes(trainer, ddp)
 
@@ -70,6 +70,12 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
         assert_trained_the_same(trainer, ddp)
         experts = trainer.model.model.layers[0].mlp.experts
         assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
+
+
+def updates_without_a_gradient_are_skipped_by_all(folder):
+    for name, launch in (("ddp", None), ("fsdp", {})):
+        for optim in ("muon", "adamw_torch"):
+            assert_skips_updates(folder, f"skips-{name}-{optim}", launch, optim=optim)
 
 
 def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):

@@ -110,18 +110,13 @@ def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer,
 
 @pytest.mark.slow
 def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_played_trainer):
-    """Within a generation batch and after one, in three epochs, with evaluations and bands that set themselves."""
+    """Within a generation batch and after one, in three epochs, with evaluations."""
     options = EPOCHS | {"eval_strategy": "steps", "eval_steps": 3}
-    options |= {"trust_band": "auto", "trust_band_share": 0.5}
     whole, _ = make_played_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
     ages = logged(whole, "rollout/age_updates")
     assert ages == [0, 2, 2, 2, 2, 2]
-    # The first updates on what was drawn ahead, the third and the fifth, have other ratios than 1, too. Later updates
-    # may have no completion with an advantage: that depends on rounding.
-    has_moved = [len(update) > 0 for update in whole._objective.state()["window"]]
-    assert len(has_moved) == 12 and has_moved[:6] == [False] + 5 * [True]
     for step in (1, 2, 5, 8, 11):
         resumed, server = make_played_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)
@@ -309,7 +304,7 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
 @pytest.fixture
 def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
     """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
-    options = {"bf16": True, "numerics": "engine", "learning_rate": 1e-2}
+    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2}
     options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm_servers.serve(monkeypatch)
     return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
 
@@ -318,7 +313,7 @@ def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
 def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(make_exact_trainer):
-    trainer = make_exact_trainer(rollout_ahead=1, exact="require", max_steps=8, eval_steps=3)
+    trainer = make_exact_trainer(rollout_ahead=1, max_steps=8, eval_steps=3)
     backend = trainer.vllm_generation
     backend.sync_weights()
     # Long enough to be aborted on the way.

@@ -7,7 +7,6 @@ from torch import nn
 
 from testing_utils.trainings import config
 from trl_qarl.forward import Batch
-from trl_qarl.objectives.registry import get_objective
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.telemetry import recorder as module
 from trl_qarl.telemetry.recorder import Recorder
@@ -35,7 +34,7 @@ def make_recorder(model=None, num_processes=1, **options):
     )
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     model = nn.Identity() if model is None else model
-    return Recorder(args, accelerator, model, metrics, get_objective(args)), metrics
+    return Recorder(args, accelerator, model, metrics), metrics
 
 
 def make_batch(num_sequences=4, num_tokens=6):
@@ -108,7 +107,7 @@ def test_batches_at_several_bits_are_logged_apart():
 
 
 def test_share_of_rejected_completions_is_that_of_weights_of_zero():
-    recorder, metrics = make_recorder(objective="mis-gspo")
+    recorder, metrics = make_recorder(objective="grpo")
     metrics["train"]["reward"].append(0.0)
     batch = make_batch() | {"importance_sampling_ratio": torch.tensor([[0.0], [1.0], [0.0], [2.0]])}
     observe(recorder, batch, {})

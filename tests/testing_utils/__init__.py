@@ -12,7 +12,6 @@ other modules:
 | `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |
 | `web_servers`, `failing_server` | web servers in this process; one that fails on command |
 | `hub_stand_in` | a web server in place of the Hub |
-| `recorded_runs` | folders as runs write them, and pages made of them |
 | `live_bytes` | the memory of tensors, counted |
 """
 
@@ -270,8 +269,8 @@ TRAINING = {
 ADAPTED_PLAN = {
     "re:.*layers[.]0.*[qkv]_proj": "nvfp4a16",
     "re:.*layers[.]0.*o_proj": "mxfp4a16",
-    "re:.*layers[.]0.*(gate|up)_proj": {"scheme": "w4a16-asym", "group_size": 64},
-    "re:.*layers[.]0.*down_proj": "w8a16-asym",
+    "re:.*layers[.]0.*(gate|up)_proj": {"scheme": "w4a16", "group_size": 64},
+    "re:.*layers[.]0.*down_proj": "w8a16",
     "re:.*layers[.]1.*o_proj": "w8a16",
     "re:.*layers[.]1.*self_attn.*": {"scheme": "w3a16", "group_size": 32},
     "re:.*layers[.]1.*mlp.*": {"scheme": "w2a16", "group_size": 32},

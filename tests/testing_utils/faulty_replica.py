@@ -31,12 +31,6 @@ class FaultyReplica(WorkerExtension):
             self._spoil()
         return super().qarl_begin()
 
-    def qarl_keep_copy(self):
-        if self._meets("no copy"):
-            copy = self.weight_transfer_engine.copy
-            copy.tensors.clear(), copy._elements.clear()
-        return super().qarl_keep_copy()
-
     def qarl_clear_cache(self):
         if self._meets("dies"):
             os.kill(os.getpid(), signal.SIGKILL)

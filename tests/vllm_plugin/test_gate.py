@@ -1,29 +1,19 @@
 """The gate is plain ASGI, driven here in front of an application that answers everything."""
 
 import asyncio
-import hashlib
 import json
 import os
 import shutil
 
 import pytest
 
-from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate, Uploads
+from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate
 from trl_qarl.wire.handshake import is_proof, proof
-from trl_qarl.wire.protocol import (
-    SESSION_HEADER,
-    SESSION_PATH,
-    STATE_PATH,
-    TRANSFER_DIR_VARIABLE,
-    UPLOAD_HEADER,
-    UPLOAD_PATH,
-)
+from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 
 
 pytestmark = pytest.mark.anyio
 
-CONTENT = bytes(range(256)) * 40
-DIGEST = hashlib.sha256(CONTENT).hexdigest()
 SECRET = "5" * 64
 
 
@@ -47,8 +37,8 @@ class Server:
 
     async def request(self, path, method="POST", token=None, disconnect=None, body=None, headers=(), messages=None):
         """
-        Status and body, or `None` without an answer; with `disconnect`, an event, the connection stays open until it
-        is set. The server receives `messages`, or else `body` in one.
+        Status and body; with `disconnect`, an event, the connection stays open until it is set. The server receives
+        `messages`, or else `body` in one.
         """
         sent, first_body = [], asyncio.Event()
         messages = iter([part(json.dumps(body or {}).encode(), False)] if messages is None else messages)
@@ -64,7 +54,7 @@ class Server:
             if message["type"] == "http.response.body":
                 first_body.set()
 
-        headers = [*([] if path == UPLOAD_PATH else [(b"content-type", b"application/json")]), *headers]
+        headers = [(b"content-type", b"application/json"), *headers]
         headers += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
         scope = {"type": "http", "path": path, "method": method, "headers": headers}
         task = asyncio.ensure_future(self.gate(scope, receive, send))
@@ -73,7 +63,7 @@ class Server:
         if disconnect is None or not first_body.is_set():
             answered.cancel()
             await task
-        return (sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task) if sent else None
+        return sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task
 
     async def prove(self, secret=SECRET, trainer="process 7"):
         """Body of a request for a session."""
@@ -277,10 +267,10 @@ async def test_the_state_tells_who_holds_the_server_and_where_it_reads(server, d
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another/than/at/the/start")
     _, before, _ = await server.request(STATE_PATH, method="GET")
     assert before["is_open"] is False and before["holder"] is None
-    # By its mark a trainer knows that it has the same directory; it goes with its server, whose process it names.
-    assert before["transfer_dir"] == str(directory) and (directory / before["transfer_mark"]).exists()
-    assert str(os.getpid()) in before["transfer_mark"]
+    assert before["transfer_dir"] == str(directory)
     _, token, *_ = await server.open_session()
+    # By its mark a trainer knows that it has the same directory; it goes with its server, whose process it names.
+    assert (directory / before["transfer_mark"]).exists() and str(os.getpid()) in before["transfer_mark"]
     await server.publish(token)
     _, after, _ = await server.request(STATE_PATH, method="GET")
     assert (after["is_open"], after["num_publications"], after["holder"]) == (True, 1, "process 7")
@@ -341,106 +331,15 @@ async def test_a_host_that_vanished_loses_the_session(server, monkeypatch):
     assert (await server.open_session())[0] == 200
 
 
-async def upload(server, token, offset, *parts, content=CONTENT, header=None, ends=True, headers=()):
-    """Status and content of the answer to a piece in `parts`, whose connection may be dropped then."""
-    header = header or f"{hashlib.sha256(content).hexdigest()} {len(content)} {offset}"
-    messages = [*map(part, parts), {"type": "http.request", "body": b""} if ends else {"type": "http.disconnect"}]
-    fields = [(UPLOAD_HEADER.encode(), header.encode()), (b"content-type", b"application/octet-stream"), *headers]
-    answer = await server.request(UPLOAD_PATH, token=token, headers=fields, messages=messages)
-    return answer and answer[:2]
-
-
-def files(directory):
-    return [path for path in directory.iterdir() if not path.name.endswith("here")]
-
-
-async def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(server, token, directory):
-    assert await upload(server, token, 0, CONTENT[:3000], CONTENT[3000:5000]) == (200, {"received": 5000})
-    # Once more, and one that begins further on: said where to go on.
-    assert await upload(server, token, 0, CONTENT[:4000]) == (200, {"received": 5000})
-    assert await upload(server, token, 6000, CONTENT[6000:]) == (200, {"received": 5000})
-    # The last one again, while its file is checked and later: the answer was lost.
-    twice = await asyncio.gather(*(upload(server, token, 5000, CONTENT[5000:]) for _ in range(2)))
-    status, answer = await upload(server, token, 5000, CONTENT[5000:])
-    assert twice == [(status, answer)] * 2
-    assert status == 200 and answer["received"] == len(CONTENT)
-    (path,) = files(directory)
-    assert path.name == answer["file"] and path.read_bytes() == CONTENT and path.stat().st_mode & 0o777 == 0o600
-    await server.request("/update_weights", token=token)
-    assert files(directory) == []
-
-
-async def test_a_dropped_connection_costs_what_has_not_arrived_in_this_session_and_the_next(server, directory):
-    _, token, hang_up, task = await server.open_session()
-    assert await upload(server, token, 0, CONTENT[:700], ends=False) is None
-    assert await upload(server, token, 0) == (200, {"received": 700})
-    hang_up.set()
-    await task
-    assert (await upload(server, token, 700, CONTENT[700:]))[0] == 409
-    _, token, *_ = await server.open_session()
-    answer = (await upload(server, token, 700, CONTENT[700:]))[1]
-    assert answer["received"] == len(CONTENT) and "file" in answer
-
-
-async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directory):
-    header = f"{DIGEST} {len(CONTENT)} 0"
-    changed = CONTENT[:-1] + b"x"
-    status, answer = await upload(server, token, 0, changed, header=header)
-    assert status == 400 and "announced hash" in answer["error"]
-    assert files(directory) == []
-    assert "file" in (await upload(server, token, 0, CONTENT))[1]
-
-
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        ("", "must be the SHA-256"),
-        (f"{DIGEST} 7", "must be the SHA-256"),
-        (f"{DIGEST} -7 0", "must be the SHA-256"),
-        (f"../{DIGEST[3:]} 7 0", "must be the SHA-256"),
-        (f"{DIGEST} {2**33} 0", "A file of 8589934592 bytes is refused: this server accepts up to 4294967296"),
-        (f"{DIGEST} 0 0", "A file of 0 bytes is refused"),
-        (f"{DIGEST} 5 0", "the end of the file, at 5 bytes"),
-        (f"{DIGEST} {len(CONTENT)} 9000", "the end of the file"),
-    ],
-)
-async def test_what_is_no_piece_is_refused(server, token, directory, header, message):
-    status, answer = await upload(server, token, 0, CONTENT, header=header or " ")
-    assert status == 400 and message in answer["error"]
-
-
-async def test_only_the_session_uploads_and_no_page(server, token, directory):
-    assert (await upload(server, None, 0, CONTENT))[0] == 409
-    assert (await upload(server, "0" * 32, 0, CONTENT))[0] == 409
-    assert (await upload(server, token, 0, CONTENT, headers=[(b"origin", b"http://a")]))[0] == 403
-    assert files(directory) == []
-
-
-async def test_a_server_without_room_or_directory_says_so(server, token, directory, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 10}))
-    status, answer = await upload(server, token, 0, CONTENT)
-    assert status == 507 and f"{len(CONTENT)} bytes are needed in {directory}, 10 are free" in answer["error"]
+async def test_a_session_makes_a_removed_transfer_directory_again(server, directory):
+    mark = server.gate._mark
+    for _ in range(2):
+        _, _, hang_up, held = await server.open_session()
+        assert (directory / mark).exists() and directory.stat().st_mode & 0o777 == 0o700
+        hang_up.set()
+        await held
+        shutil.rmtree(directory)
+    directory.mkdir(0o777)
     directory.chmod(0o777)
-    assert "others may write to it" in (await upload(server, token, 0, CONTENT))[1]["error"]
-    monkeypatch.delenv(TRANSFER_DIR_VARIABLE)
-    server = Server()
-    _, token, *_ = await server.open_session()
-    status, answer = await upload(server, token, 0, CONTENT)
-    assert status == 400 and "does not accept weights over HTTP" in answer["error"]
-
-
-async def test_a_directory_that_something_has_removed_is_made_again(server, token, directory):
-    await upload(server, token, 0, CONTENT[:700], ends=False)
-    shutil.rmtree(directory)
-    # What was there is gone, which costs one more attempt.
-    assert (await upload(server, token, 700, CONTENT[700:]))[0] == 507
-    assert "file" in (await upload(server, token, 0, CONTENT))[1]
-    assert directory.stat().st_mode & 0o777 == 0o700
-
-
-async def test_half_files_do_not_pile_up(server, token, directory):
-    server.gate._uploads = Uploads(str(directory), limit=25_000)
-    for number in range(5):
-        content = CONTENT + bytes([number])
-        assert await upload(server, token, 0, content[:99], content=content, ends=False) is None
-    assert 1 <= len(files(directory)) <= 2
+    status, answer, _ = await server.request(SESSION_PATH, body=await server.prove())
+    assert status == 500 and "others may write to it" in answer["error"] and server.gate.session is None

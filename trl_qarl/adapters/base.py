@@ -231,12 +231,8 @@ def base_fingerprint(model: nn.Module) -> str:
 def _add_grid(digest, weight: LowBitTensor) -> None:
     _add(digest, weight.scale)
     for operand in weight.format.operands:
-        tensor = getattr(weight, operand.name)
-        if operand.per_group:
-            _add(digest, tensor)
-        else:
-            # A base and its double may have the same codes and scales, and differ only in this number.
-            digest.update(str(tensor[0].item()).encode())
+        # A base and its double may have the same codes and scales, and differ only in this number.
+        digest.update(str(getattr(weight, operand.name)[0].item()).encode())
 
 
 def _add(digest, tensor: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
-from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
@@ -33,8 +32,8 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives that need one
-    policy throughout."""
+    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives other than TRL's
+    losses."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
@@ -46,7 +45,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
     }
     switched_off = active
     if not args.disable_dropout:
-        if not get_objective(args).needs_one_policy:
+        if get_objective(args) is None:
             return
         # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused below.
         switched_off = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
@@ -85,17 +84,14 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]
-    if args.push_to_hub and exports_policy(args.hub_export):
-        yield (
-            f"push_to_hub=True with hub_export={args.hub_export!r}: with experts in high precision ({reason}) there is no low-bit "
-            "export. Use hub_export='master'."
-        )
-    if args.use_vllm or not args.allow_high_precision_experts:
+    if args.push_to_hub:
+        yield f"push_to_hub=True: with experts in high precision ({reason}) there is no low-bit export. Remove `push_to_hub`."
+    if args.use_vllm or reason != "exclude_modules":
         share = num_elements(experts.values()) / num_elements(model.parameters())
         yield (
             f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
             f"scheme={args.scheme!r} ({reason}). It has no low-bit export, which vLLM would need. Use scheme='bf16'; without "
-            "vLLM, `allow_high_precision_experts=True` quantizes only the other layers."
+            "vLLM, name the experts in `exclude_modules`, such as 'experts', to quantize only the other layers."
         )
 
 
@@ -115,12 +111,11 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         return
     if problem := problem_of_class(model):
         yield problem
-    for name, value in (("numerics", "engine"), ("exact", "require")):
-        if getattr(args, name) == value:
-            yield (
-                f"{name}={value!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in several "
-                "dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
-            )
+    if args.numerics in ("engine", "exact"):
+        yield (
+            f"numerics={args.numerics!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in "
+            "several dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
+        )
 
 
 def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
@@ -141,11 +136,6 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
         problems += problems_of_adapted_model(model)
     elif has_adapter:
         problems += problems_of_adapter(peft_config, is_served)
-    if args.hub_export == "adapter" and not has_adapter:
-        problems.append(
-            "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
-            "`peft_config`."
-        )
     if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "

@@ -13,10 +13,10 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+from transformers.trainer_utils import HubStrategy
 
-from ..checkpoint.uploads import problem_of_access, problem_of_name
+from ..hub import problem_of_push
 from ..numerics.availability import contradicting_options
-from ..objectives.registry import get_objective
 from ..options import CHOICES, own_options
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
@@ -28,7 +28,11 @@ from .refused import (
 )
 
 
-_CHOICES = CHOICES | {"vllm_mode": ("server", "colocate"), "importance_sampling_level": ("token", "sequence")}
+_CHOICES = CHOICES | {
+    "vllm_mode": ("server", "colocate"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
 
 
 def check_types(config: Any, inherited: type) -> Iterator[str]:
@@ -95,34 +99,15 @@ def check_turns(config) -> Iterator[str]:
 
 
 def check_numerics(config) -> Iterator[str]:
-    if config.numerics == "engine":
+    if config.numerics in ("engine", "exact"):
         for problem in contradicting_options(config):
-            yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
+            yield f"{said(config, 'numerics')} contradicts {problem}, or use numerics='fast'."
 
 
 def check_choices(config) -> Iterator[str]:
     for name, known in _CHOICES.items():
         if (value := getattr(config, name)) not in known and value != getattr(type(config), name):
             yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
-
-
-def _check_transport(config) -> Iterator[str]:
-    is_server, url = config.use_vllm and config.vllm_mode == "server", config.vllm_server_base_url
-    for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
-        if getattr(config, name) not in (getattr(type(config), name), False) and not is_server:
-            yield (
-                f"{said(config, name)} is for weights that are sent to a server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in "
-                "this process gets the tensors directly. Remove it, or set vllm_mode='server'."
-            )
-    at = said(config, "vllm_server_base_url")
-    if url is not None and not re.match(r"https?://[^/]", url):
-        yield f"{at} has no URL scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
-    if config.vllm_ssl_ca_certs is not None:
-        certs = said(config, "vllm_ssl_ca_certs")
-        if not Path(config.vllm_ssl_ca_certs).is_file():
-            yield f"{certs} is not a file. Name one with certificates in PEM."
-        if is_server and not (url or "").startswith("https://"):
-            yield f"{certs} is for a server at https://, but {at}. Set `vllm_server_base_url` to the server's https:// address."
 
 
 def _check_gpu(config) -> Iterator[str]:
@@ -141,13 +126,12 @@ def check_vllm(config) -> Iterator[str]:
     if config.vllm_token_file is not None and not has_own_server:
         but = said(config, "use_vllm", "vllm_mode", "vllm_server_autostart")
         yield f"{said(config, 'vllm_token_file')} is for a server that you start yourself, but {but}. Remove it."
-    yield from _check_transport(config)
-    for name in ("vllm_request_timeout", "vllm_generation_timeout"):
-        if not 0 < getattr(config, name) < math.inf:
-            yield (
-                f"{said(config, name)} must be a positive number of seconds: a server that never answers would block the run forever. "
-                f"The default is {getattr(type(config), name):g}."
-            )
+    url = config.vllm_server_base_url
+    if url is not None and not re.match(r"http://[^/]", url):
+        yield (
+            f"{said(config, 'vllm_server_base_url')} is not of the form 'http://HOST:PORT', the only one that a server of `trl-qarl "
+            "vllm-serve` has. For encryption, set 'http://127.0.0.1:8000' and forward that port: `ssh -N -L 8000:127.0.0.1:8000 HOST`."
+        )
     if not config.use_vllm:
         if config.vllm_server_autostart:
             yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
@@ -203,10 +187,6 @@ def check_ahead(config) -> Iterator[str]:
     if config.precisions is not None:
         both = f"{ahead} is unsupported with {said(config, 'precisions')}"
         yield f"{both}: a batch would be drawn with the bits of the one before. Leave out one of them."
-    with suppress(ValueError):
-        # Problems of the objective itself are reported elsewhere.
-        if get_objective(config).is_on_policy:
-            yield f"{ahead} contradicts {said(config, 'objective')}: batches would come from earlier weights. Leave out one of them."
     if not config.quantize_learner:
         yield (
             f"{ahead} is unsupported with quantize_learner=False: only the low-bit weights that draw a batch are kept, and this learner "
@@ -215,15 +195,17 @@ def check_ahead(config) -> Iterator[str]:
 
 
 def check_hub(config) -> Iterator[str]:
-    if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
-        yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is created if missing."
-    name = config.hub_model_id
-    if name is None and config.push_to_hub:
-        name = Path(config.output_dir or "trainer_output").absolute().name
-    if name is not None and (problem := problem_of_name(name, config.hub_export)):
+    if not config.push_to_hub:
+        return
+    name = config.hub_model_id or Path(config.output_dir or "trainer_output").absolute().name
+    if problem := problem_of_push(name, config.hub_token):
         yield problem
-    if config.push_to_hub and (problem := problem_of_access(config.hub_token)):
-        yield problem
+    if config.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        yield (
+            f"hub_strategy={HubStrategy(config.hub_strategy).value!r} uploads checkpoints, but only the policy is pushed, because a "
+            "repository with masters next to it loads as another model. Use 'every_save' or 'end', and upload checkpoints yourself: "
+            "hf upload USER/NAME-checkpoints out/checkpoint-10."
+        )
 
 
 def check_inherited(config) -> Iterator[str]:
@@ -297,9 +279,8 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[s
         f"{config.learning_rate:g} round to nothing. {fix}; `bf16=True` still computes in bfloat16."
     )
     if dtype is torch.float16 and config.is_quantized:
-        yield f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
-    elif not config.allow_low_precision_masters:
-        yield f"{text} `allow_low_precision_masters=True` allows them."
+        text += f" Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    yield text
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:

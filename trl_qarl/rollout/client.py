@@ -3,8 +3,6 @@
 import os
 import secrets
 import socket
-import ssl
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -44,21 +42,19 @@ class QaRLClient(VLLMClient):
     Args:
         base_url, group_port:
             Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
-        connection_timeout, request_timeout, generation_timeout:
-            Seconds to wait for the server, for the answer to a request, and for completions.
+        connection_timeout:
+            Seconds to wait for the server.
         token, token_file:
             The secret of a server that was started here, or a file that contains it. Defaults to the file that the
             server names, which only the same user can read.
-        ca_certs, start_command:
-            File with the certificates that sign an https server's, by default those of `requests`, and the command
-            that starts a server, for the error if none answers.
+        start_command:
+            Command that starts a server, for the error if none answers.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
         RuntimeError: if the server was started in another way, works for another trainer, has another secret or does
             not prove that it knows the secret.
-        ValueError: if the token file cannot be read or other users can read it, or the server's certificate is not
-            trusted.
+        ValueError: if the token file cannot be read or other users can read it.
     """
 
     session: CheckedSession
@@ -73,18 +69,13 @@ class QaRLClient(VLLMClient):
         base_url: str,
         group_port: int = 51216,
         connection_timeout: float = 0.0,
-        request_timeout: float = 300.0,
-        generation_timeout: float = 1800.0,
         token: str | None = None,
         token_file: str | Path | None = None,
-        ca_certs: str | Path | None = None,
         start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
     ):
-        self._settings = request_timeout, generation_timeout, ca_certs
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
-        self._reading = threading.Lock()
         self.instance = self.transfer_dir = self.transfer_mark = None
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
@@ -97,9 +88,8 @@ class QaRLClient(VLLMClient):
     @override
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
         """Waits for the server and opens its session. The constructor calls this before its first request."""
-        self.session = CheckedSession(*self._settings)
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
+        self.session = CheckedSession()
+        self.session.mount("http://", _SessionAdapter(self, pool_maxsize=64))
         deadline = time.monotonic() + total_timeout
         while True:
             try:
@@ -179,18 +169,16 @@ class QaRLClient(VLLMClient):
         sock = None if held is None else getattr(held.raw.connection, "sock", None)
         if sock is None:
             return False
-        # Requests come from many threads, which must not read from one TLS connection at a time.
-        with self._reading:
-            sock.settimeout(0)
-            try:
-                # Meanwhile the server writes empty lines to keep the connection alive.
-                while sock.recv(4096):
-                    pass
-            except (BlockingIOError, ssl.SSLWantReadError):
-                return False
-            except OSError:
+        sock.settimeout(0)
+        try:
+            # Meanwhile the server writes empty lines to keep the connection alive.
+            while sock.recv(4096):
                 pass
-            return True
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def close_session(self) -> None:
         """Let another trainer use the server. From now on only a new handshake is sent."""

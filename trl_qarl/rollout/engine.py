@@ -4,13 +4,13 @@ Interface of engines for the trainer, and of channels, which carry tensors to an
 | when | methods of an engine | called by |
 |---|---|---|
 | connected | `describe` | [`Publisher`][trl_qarl.rollout.publisher] |
-| weight sync | `begin`, `keep_copy` if only changes are sent, `send` for each chunk, `finish` | `Publisher` |
+| weight sync | `begin`, `send` for each chunk, `finish` | `Publisher` |
 | after a weight sync | `score`; `clear_cache` if the log-probs are wrong | [`Canary`][trl_qarl.rollout.canary] |
 | rollout | `generate`, `weight_version` | [`QaRLVLLMGeneration`][trl_qarl.rollout.generation] |
 
 The other side uses the same names: a worker of vLLM implements `describe` as `qarl_describe`
 ([`trl_qarl.vllm_plugin.worker`]), and a `FileChannel` here sends to the `FileChannel` in
-[`trl_qarl.vllm_plugin.weight_transfer`]. Tensors sent over HTTP become a file first.
+[`trl_qarl.vllm_plugin.weight_transfer`].
 """
 
 from collections.abc import Sequence
@@ -39,10 +39,6 @@ class Engine(Protocol):
     def begin(self) -> list[str]:
         """Start a weight sync, during which the engine does not generate, and return the names of tensors that the
         engine no longer holds as they were published."""
-
-    def keep_copy(self) -> str:
-        """Have the engine keep a copy of received tensors, to which changes can be applied. Return the digest of the
-        fingerprints of this copy; the empty string if it is empty, or if ranks differ."""
 
     def send(self, tensors: Tensors) -> None:
         """Deliver a chunk."""

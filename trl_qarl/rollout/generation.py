@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -15,11 +16,11 @@ from typing_extensions import override
 from ..quantization.storage import is_sharded, writes_to
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .background import BackgroundCall
-from .channels import choose_channel, sends_changes
+from .channels import choose_channel
 from .client import QaRLClient
 from .engine import Engine
 from .failures import EngineLost, all_or_none, as_lost, persistently
-from .http_session import ServerLost
+from .http_session import ServerLost, is_local
 from .in_process import make_engine, share_engine
 from .pictures import placeholders_of, takes_pictures, with_pictures
 from .publisher import Publisher, largest_chunk
@@ -35,6 +36,11 @@ BACKOFF_SECONDS = 2.0
 
 _GATHERS = "the main process gathers what it publishes"
 """Message to the other processes before the outcome of a publication: they take part in it."""
+
+_IN_CLEAR = (
+    "Whoever reads that network also reads the session's token, with which it could change the weights. On a network that others "
+    "can read, forward the port with `ssh -N -L 8000:127.0.0.1:8000 HOST` and connect to 127.0.0.1."
+)
 
 _GENERATING, _PUBLISHING = "Generating with vLLM", "Publishing to vLLM"
 
@@ -80,28 +86,25 @@ class QaRLVLLMGeneration(VLLMGeneration):
         options, spec = self.options, EngineSpec.of(self.model, self.dtype)
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
-            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
+            self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = client = QaRLClient(
             base_url,
             self.group_port,
             self.server_timeout,
-            options.vllm_request_timeout,
-            options.vllm_generation_timeout,
             token=None if self.server is None else self.server.token,
             token_file=options.vllm_token_file,
-            ca_certs=options.vllm_ssl_ca_certs,
             start_command=start_command(options, spec),
         )
         try:
             client.placeholders = placeholders_of(self.processing_class)
-            device, allow_plain_http = self.accelerator.device, options.vllm_allow_plain_http
-            channel, reason = choose_channel(client, options.vllm_transport, allow_plain_http, device)
+            channel, reason = choose_channel(client, self.accelerator.device)
             logger.info("Weights reach the server by %s: %s.", type(channel).__name__, reason)
-            delta = sends_changes(channel, options.vllm_delta_sync)
+            if not is_local(urlsplit(base_url).hostname):
+                logger.warning("Nothing between this host and %s is encrypted. %s", base_url, _IN_CLEAR)
             channel.connect()
-            self._use(ServerEngine(client, channel), delta)
+            self._use(ServerEngine(client, channel))
         except BaseException:
             # A trainer that does not fit must not keep the server until it is garbage-collected.
             client.close_session()
@@ -137,9 +140,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._llm_weights_sleeping = self.enable_sleep_mode
         self._use(engine)
 
-    def _use(self, engine: Engine, delta: bool = False) -> None:
+    def _use(self, engine: Engine) -> None:
         self.engine = engine
-        self.publisher = Publisher(self.model, self.dtype, engine, self.processing_class, delta)
+        self.publisher = Publisher(self.model, self.dtype, engine, self.processing_class)
         self.description = self.publisher.check_engine()
         if self.description["device"] == "cpu" and "seed" in self.generation_kwargs:
             raise ValueError(

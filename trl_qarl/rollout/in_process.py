@@ -44,9 +44,6 @@ class InProcessEngine:
         self._worker.start_weight_update()
         return changed
 
-    def keep_copy(self) -> str:
-        return self._worker.qarl_keep_copy()
-
     def _abort_requests(self) -> None:
         """Abort requests of an interrupted rollout: vLLM would return their completions with the next ones."""
         engine = self.llm.llm_engine

@@ -24,7 +24,6 @@ from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.storage import is_sharded
-from ..wire.delta import DELTA_PREFIX, base_digest
 from ..wire.describe import (
     PICTURE_OPTIONS,
     config_differences,
@@ -34,7 +33,6 @@ from ..wire.describe import (
     differences,
 )
 from ..wire.fingerprint import fingerprints as fingerprints_of
-from ..wire.patches import PatchBook
 from ..wire.protocol import is_adapter_tensor, load_order
 from .background import BackgroundCall
 from .canary import Canary
@@ -55,14 +53,11 @@ class Publisher:
 
     `model` is a learner, prepared by [`prepare_model`] or unquantized; tensors that are not quantized are rounded to
     the engine's `dtype`. A process that only takes part in gathering ([`~Publisher.join`]) has no `engine`. A
-    `tokenizer` or processor is compared with the engine's, and log-probs after each publication. With `delta` only
-    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised for a model
-    with a [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
+    `tokenizer` or processor is compared with the engine's, and log-probs after each publication. `NotImplementedError`
+    is raised for a model with a [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
     """
 
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, engine: Engine | None, tokenizer=None, delta: bool = False
-    ):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, engine: Engine | None, tokenizer=None):
         if problem := problem_of_mixture(Inventory.of(model)):
             raise NotImplementedError(problem)
         self.model = model
@@ -72,7 +67,6 @@ class Publisher:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.canary = Canary(model, dtype, tokenizer)
         self._published: dict[str, str] = {}
-        self._patches = PatchBook() if delta else None
 
     def forget(self) -> None:
         """Make the next publication send everything, because the engine is new or its state is unknown."""
@@ -122,14 +116,13 @@ class Publisher:
 
         Returns:
             `publish/seconds`; `publish/audit_seconds`, the part that the learner spent on fingerprints;
-            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with `delta`
-            `publish/delta_seconds`, the part spent on finding and compressing changes; with a tokenizer the results of
-            [`Canary`].
+            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with a
+            tokenizer the results of [`Canary`].
 
         Raises:
             PublishError: if the engine does not hold the weights. The next call sends everything.
         """
-        start, self._audit_seconds, self._delta_seconds = time.perf_counter(), 0.0, 0.0
+        start, self._audit_seconds = time.perf_counter(), 0.0
         fingerprints: dict[str, str] = {}
         # First: it gathers, and the other ranks must not wait for this one if anything else fails.
         learner = self.canary.score()
@@ -152,7 +145,6 @@ class Publisher:
             "publish/megabytes": num_bytes / 2**20,
             "publish/tensors": num_tensors,
             "publish/unchanged_tensors": len(fingerprints) - num_tensors,
-            **({} if self._patches is None else {"publish/delta_seconds": self._delta_seconds}),
             **canary,
         }
 
@@ -173,8 +165,6 @@ class Publisher:
             call.start(self.engine.begin)
             first = _take_while_running(call, layers)
             lost = call.answer() or []
-            if self._patches is not None:
-                published = self._begin_patches(published)
             self._send_again(lost, published)
             chunk: Tensors = []
             for layer, current in chain((first.popleft() for _ in range(len(first))), layers):
@@ -183,7 +173,6 @@ class Publisher:
                 if all(published.get(name) == value for name, value in current.items()):
                     continue
                 num_tensors += len(layer)
-                layer = self._pack(layer)
                 if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
                     call.answer()
                     call.start(partial(self.engine.send, chunk))
@@ -206,27 +195,6 @@ class Publisher:
             )
             # The cache may hold NaN from corrupt weights. Attention reads whole blocks of it, and 0 times NaN is NaN.
             self.engine.clear_cache()
-
-    def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
-        """Return `published`, or nothing, so that everything is sent, unless the engine holds exactly that."""
-        if self.engine.keep_copy() != base_digest(published):
-            published = {}
-        self._patches.confirm(published)
-        return published
-
-    def _pack(self, layer: Tensors) -> Tensors:
-        if self._patches is None:
-            return layer
-        start = time.perf_counter()
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in layer}
-        block, whole = self._patches.make(tensors)
-        for name, tensor in tensors.items():
-            self._patches.keep(name, tensor)
-        packed = [(name, tensor) for name, tensor in layer if name in whole]
-        if block is not None:
-            packed.append((DELTA_PREFIX + _unit_of(layer[0][0]), block))
-        self._delta_seconds += time.perf_counter() - start
-        return packed
 
     def _with_fingerprints(self, layers: Iterator[Tensors]) -> Iterator[tuple[Tensors, dict[str, str]]]:
         for layer in layers:

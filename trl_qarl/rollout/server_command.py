@@ -44,6 +44,9 @@ _REASONS = {
         "--data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-hybrid-lb -dph "
         "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm"
     ),
+    "the trainer speaks plain HTTP; forward the port through SSH instead (docs/vllm.md)": (
+        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --enable-ssl-refresh"
+    ),
     "Ray starts processes that do not know where weights arrive": "--data-parallel-backend -dpb",
 }
 _IMPOSED = {option: reason for reason, options in _REASONS.items() for option in options.split()}

@@ -83,7 +83,7 @@ class ServerProcess:
     def wait(self, url: str, timeout: float) -> None:
         """Wait until the server answers, with progress on the terminal. `RuntimeError`, with the end of the log, is
         raised if the server ends or does not answer in time."""
-        session = CheckedSession(request_timeout=5.0, generation_timeout=5.0)
+        session = CheckedSession()
         assert self._process is not None
         print(f"Starting a vLLM server; its log is {self.log_file}", flush=True)
         start = time.monotonic()

@@ -1,5 +1,6 @@
 """[`Recorder`]: collects the measurements of a run, which the trainer triggers and a callback writes."""
 
+import itertools
 import logging
 import time
 from collections import defaultdict
@@ -13,7 +14,7 @@ from transformers import TrainerCallback
 from typing_extensions import override
 
 from ..forward import Batch
-from ..objectives.objective import Objective, reduce_metrics
+from ..objectives.objective import reduce_metrics
 from ..objectives.ratios import mismatch_weight, sequence_log_ratio
 from ..quantization.inventory import Inventory
 from ..quantization.storage import is_sharded
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_REWARD = 1e18
 """TRL computes advantages in float32, where the squares of larger rewards overflow."""
+
+# Histograms of an update, of tokens and of completions, in the order of `observe_update`.
+_QUANTITIES, _SIGNS = ("token_ratio", "token_mismatch_weight", "ratio", "mismatch_weight"), ("positive", "negative")
 
 # In a run with several precisions these are also logged separately for each.
 _BY_BITS = ("reward", "mismatch/abs_logp_mean", "quant/sqnr")
@@ -47,10 +51,9 @@ class Recorder(TrainerCallback):
         accelerator,
         model: nn.Module,
         metrics: Mapping[str, dict[str, list[float]]],
-        objective: Objective,
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
-        self._metrics, self._objective = metrics, objective
+        self._metrics = metrics
         self._histograms: torch.Tensor | None = None
         self._batches: list[dict[str, float]] = []
         self._precision: str | None = None
@@ -149,7 +152,7 @@ class Recorder(TrainerCallback):
         `output` is TRL's batch, `batch` its log-probs, advantages and mask."""
         mismatch = self._compare(*batch.rollout, batch.advantages)
         ratio = output.get("importance_sampling_ratio")
-        if ratio is not None and self._objective.rejects(self.args):
+        if ratio is not None and self.args.vllm_importance_sampling_mode.endswith("mask"):
             counts = batch.mask.bool() if ratio.shape == batch.mask.shape else torch.ones_like(ratio)
             mismatch["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
         self.log(mismatch)
@@ -187,18 +190,15 @@ class Recorder(TrainerCallback):
         """Add the ratios of a micro-batch, which has the learner's log-probs now, to the histograms."""
         if not self.model.training:
             return
-        # Automatic bands change with each update.
-        self._bounds = self._objective.histogram_bounds(self.args)
         old, sampling, advantages, mask, per_token_logps = batch
         tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
-        advantages_of_tokens = advantages.unsqueeze(1).expand_as(old).flatten()
-        counts = ratio_histograms(tokens, advantages_of_tokens, mask.bool().flatten())
-        if self._objective.sequence_bounds(self.args) is not None:
-            log_weight = sequence_log_ratio(old, sampling, mask)
-            if self._objective.rejects_by_product(self.args):
-                log_weight = log_weight * mask.sum(-1)
-            sequences = torch.stack([sequence_log_ratio(per_token_logps, old, mask), log_weight])
-            counts = torch.cat([counts, ratio_histograms(sequences, advantages, mask.bool().any(-1))])
+        sequences = torch.stack(
+            [sequence_log_ratio(per_token_logps, old, mask), sequence_log_ratio(old, sampling, mask)]
+        )
+        of_tokens = advantages.unsqueeze(1).expand_as(old).flatten(), mask.bool().flatten()
+        counts = torch.cat(
+            [ratio_histograms(tokens, *of_tokens), ratio_histograms(sequences, advantages, mask.bool().any(-1))]
+        )
         self._histograms = counts if self._histograms is None else self._histograms + counts
 
     @contextmanager
@@ -259,7 +259,7 @@ class Recorder(TrainerCallback):
         if counts is not None:
             counts = self.accelerator.reduce(counts, reduction="sum").tolist()
             rows[DISTRIBUTIONS_FILE] = [
-                {"name": name, "sign": sign, "edges": HISTOGRAM_EDGES, "counts": row, "bounds": bounds}
-                for (name, sign, bounds), row in zip(self._bounds, counts, strict=True)
+                {"name": name, "sign": sign, "edges": HISTOGRAM_EDGES, "counts": row}
+                for (name, sign), row in zip(itertools.product(_QUANTITIES, _SIGNS), counts, strict=True)
             ]
         return rows

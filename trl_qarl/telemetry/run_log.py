@@ -1,4 +1,4 @@
-"""Files of a run that can be read without a tracker (docs/compare.md). A resumed run appends; a new run in the same
+"""Files of a run that can be read without a tracker (docs/health.md). A resumed run appends; a new run in the same
 directory keeps the previous ones as `*.previous.jsonl`."""
 
 import dataclasses

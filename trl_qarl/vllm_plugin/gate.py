@@ -3,7 +3,7 @@ The server's gate: generation only with completely published weights, and one tr
 
 [`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server
 (`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It reads only paths and status codes and imports only the
-standard library. docs/reliability.md says what it guarantees, docs/vllm.md how weights travel over HTTPS.
+standard library. docs/reliability.md says what it guarantees.
 
 - Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume`
   after a successful `/finish_weight_update`.
@@ -12,36 +12,23 @@ standard library. docs/reliability.md says what it guarantees, docs/vllm.md how 
 - Requests that generate or only compute are open to everybody. All others that may change something, on known and
   unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Requests from a
   browser, and methods of workers other than [`WORKER_METHODS`], are refused with 403.
-- `POST /qarl/upload` has a piece of a file of weights as its body, and [`UPLOAD_HEADER`] with the SHA-256 of the whole
-  file, its size, and the offset of the piece. The answer has the number of bytes received.
 """
 
 import asyncio
-import hashlib
 import json
 import math
 import os
-import re
 import secrets
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..wire.handshake import TOKEN_FILE_VARIABLE, is_proof, json_object, proof, server_token
-from ..wire.protocol import (
-    SESSION_HEADER,
-    SESSION_PATH,
-    STATE_PATH,
-    TRANSFER_DIR_VARIABLE,
-    UPLOAD_HEADER,
-    UPLOAD_PATH,
-)
+from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import make_transfer_dir, owned_prefix, remove_leftovers
 
 
 # Methods that `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
-WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_finish", "qarl_keep_copy"])
+WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_finish"])
 
 # Methods that change nothing in any of vLLM's routes.
 _READING_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])
@@ -63,8 +50,6 @@ _HARMLESS_PATHS = frozenset(_HARMLESS.split())
 _HEARTBEAT_SECONDS = 30.0
 # Limit of a body that is read before its sender is authenticated.
 _SESSION_BYTES = 2**16
-# Limit of all uploaded files together.
-_UPLOAD_BYTES = 2**32
 
 
 class PublicationGate:
@@ -77,7 +62,8 @@ class PublicationGate:
         # Challenge of the next session; it is replaced after each proof, so that a proof is valid once.
         self._nonce = secrets.token_hex(16)
         self._transfer_dir = os.environ.get(TRANSFER_DIR_VARIABLE)
-        self._uploads = Uploads(self._transfer_dir)
+        # A trainer that finds this file shares the directory. The name tells the next one whether this server runs.
+        self._mark = f"{owned_prefix()}here"
         self._token_file = os.environ.get(TOKEN_FILE_VARIABLE)
         self.instance = secrets.token_hex(8)
         self.is_open = False
@@ -100,7 +86,7 @@ class PublicationGate:
             return await self.app(scope, receive, send)
         if method != "POST" or path not in _GENERATING_PATHS:
             headers = dict(scope["headers"])
-            if _is_from_a_page(headers, b"application/octet-stream" if path == UPLOAD_PATH else b"application/json"):
+            if _is_from_a_page(headers):
                 error = "A browser sent this for a page. Only a trainer may change this server."
                 return await _respond(send, 403, {"error": error})
             if path == SESSION_PATH:
@@ -118,7 +104,7 @@ class PublicationGate:
             "num_publications": self.num_publications,
             "holder": self.holder,
             "transfer_dir": self._transfer_dir,
-            "transfer_mark": self._uploads.mark,
+            "transfer_mark": self._mark,
             "token_file": self._token_file,
             "nonce": self._nonce,
         }
@@ -133,6 +119,10 @@ class PublicationGate:
             return await _respond(send, 409, {"error": f"The server already works for {self.holder}."})
         if not is_known:
             return await _respond(send, 403, {"error": "The request does not prove that its sender knows the secret."})
+        try:
+            self._leave_mark()
+        except (OSError, ValueError) as error:
+            return await _respond(send, 500, {"error": f"The server cannot write to its transfer directory: {error}"})
         self.session, self.holder = secrets.token_hex(16), trainer
         answer = {"session": self.session, **self._state()}
         answer["proof"] = proof(self._token, "server", nonces, answer)
@@ -145,14 +135,18 @@ class PublicationGate:
         finally:
             self.session = self.holder = None
 
+    def _leave_mark(self) -> None:
+        """Create the mark for a session: cleaners of temporary directories remove folders that look unused."""
+        if self._transfer_dir:
+            make_transfer_dir(self._transfer_dir)
+            remove_leftovers(self._transfer_dir)
+            Path(self._transfer_dir, self._mark).touch(0o600)
+
     async def _change(self, path: str, headers: dict[bytes, bytes], scope, receive, send) -> None:
         token = headers.get(SESSION_HEADER.encode(), b"")
         if self.session is None or not secrets.compare_digest(token, self.session.encode()):
             holder = "nobody; open a session first" if self.holder is None else self.holder
             return await _respond(send, 409, {"error": f"The weights of this server belong to {holder}."})
-        if path == UPLOAD_PATH:
-            answer = await self._uploads.receive(headers, receive)
-            return None if answer is None else await _respond(send, *answer)
         if path == "/collective_rpc":
             body = await _read_body(receive)
             called = json_object(body).get("method")
@@ -169,8 +163,6 @@ class PublicationGate:
         update = self.num_updates
 
         async def watch(message):
-            if path == "/update_weights" and message["type"] == "http.response.start":
-                self._uploads.forget_finished()
             is_success = message["type"] == "http.response.start" and message["status"] == 200
             # Ignore a late answer to an abandoned update.
             if is_success and update == self.num_updates:
@@ -184,127 +176,11 @@ class PublicationGate:
         await self.app(scope, receive, watch)
 
 
-class Uploads:
-    """Files that a trainer sends to the transfer directory, of at most `limit` bytes together; memory does not grow
-    with their size. Without a directory they are refused."""
-
-    def __init__(self, directory: str | None, limit: int = _UPLOAD_BYTES):
-        self._directory = directory
-        self._limit = limit
-        self._prefix = f"{owned_prefix()}upload-"
-        # Contiguous bytes received of each file, by hash.
-        self._received: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}
-        # Complete files, by hash.
-        self._finished: dict[str, Path] = {}
-        self._checking = asyncio.Lock()
-        # A trainer that finds this file shares the directory.
-        self.mark = f"{self._prefix}here"
-        if directory and os.path.isdir(directory):
-            remove_leftovers(directory)
-            Path(directory, self.mark).touch(0o600)
-
-    async def receive(self, headers: dict[bytes, bytes], receive) -> tuple[int, dict[str, Any]] | None:
-        """Receive a piece. Return status and content of the answer, `received`, the number of bytes of the file, and
-        `file`, its name, once it is complete; `None` if the connection is closed."""
-        digest = None
-        try:
-            digest, size, offset = self._parse(headers.get(UPLOAD_HEADER.encode(), b"").decode("latin-1"))
-            self._make_room(digest, size)
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                data, more = message.get("body", b""), message.get("more_body", False)
-                if offset + len(data) > size:
-                    raise ValueError(f"The piece extends beyond the end of the file, at {size} bytes.")
-                if offset <= self._received.get(digest, -1):
-                    # Written at its offset, so that duplicate or concurrent pieces change nothing.
-                    with self._path(digest).open("r+b", buffering=0) as file:
-                        file.seek(offset)
-                        file.write(data)
-                    self._received[digest] = max(self._received[digest], offset + len(data))
-                offset += len(data)
-            # A trainer that has lost the answer sends the last piece again, perhaps while its file is checked.
-            async with self._checking:
-                if self._received.get(digest) == size:
-                    await self._finish(digest)
-            if digest in self._finished:
-                return 200, {"received": size, "file": self._finished[digest].name}
-            return 200, {"received": self._received.get(digest, 0)}
-        except ValueError as error:
-            return 400, {"error": str(error)}
-        except OSError as error:
-            self._forget(digest)
-            return 507, {"error": f"The server cannot keep what it is sent: {error}."}
-
-    def forget_finished(self) -> None:
-        """Remove files that an update has read."""
-        while self._finished:
-            digest, path = self._finished.popitem()
-            path.unlink(missing_ok=True)
-            self._forget(digest)
-
-    def _parse(self, header: str) -> tuple[str, int, int]:
-        if not self._directory:
-            raise ValueError(
-                "This server does not accept weights over HTTP. Start it with `trl-qarl vllm-serve --transport file`."
-            )
-        # Create it again if a cleaner of temporary directories has removed it.
-        make_transfer_dir(self._directory)
-        match = re.fullmatch(r"([0-9a-f]{64}) (\d{1,15}) (\d{1,15})", header)
-        if match is None:
-            raise ValueError(f"{UPLOAD_HEADER} must be the SHA-256 of the file, its size, and the piece's offset.")
-        digest, size, offset = match[1], int(match[2]), int(match[3])
-        if not 0 < size <= self._limit:
-            raise ValueError(f"A file of {size} bytes is refused: this server accepts up to {self._limit}.")
-        if self._sizes.setdefault(digest, size) != size:
-            raise ValueError("The file was announced with another size before.")
-        return digest, size, offset
-
-    def _make_room(self, digest: str, size: int) -> None:
-        if digest in self._received or digest in self._finished:
-            return
-        # Remove the rest of an earlier attempt, unless it is the same file.
-        if sum(self._sizes.values()) > self._limit:
-            for other in [other for other in self._sizes if other != digest]:
-                self._forget(other)
-        free = shutil.disk_usage(self._directory).free
-        if free < size:
-            self._sizes.pop(digest)
-            raise OSError(f"{size} bytes are needed in {self._directory}, {free} are free")
-        with open(os.open(self._path(digest), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"):
-            self._received[digest] = 0
-
-    async def _finish(self, digest: str) -> None:
-        path = self._path(digest)
-        with path.open("rb") as file:
-            found = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
-        if found.hexdigest() != digest:
-            self._forget(digest)
-            raise ValueError("The received file does not have the announced hash.")
-        self._finished[digest] = path.rename(path.with_suffix(".safetensors"))
-        self._forget(digest)
-
-    def _forget(self, digest: str | None) -> None:
-        if digest is None:
-            return
-        self._received.pop(digest, None)
-        self._sizes.pop(digest, None)
-        with suppress(OSError):
-            self._path(digest).unlink()
-
-    def _path(self, digest: str) -> Path:
-        assert self._directory is not None
-        return Path(self._directory, f"{self._prefix}{digest[:32]}.part")
-
-
-def _is_from_a_page(headers: dict[bytes, bytes], wanted: bytes) -> bool:
-    """Return whether a browser sent the request: it adds its own headers, and a page cannot send the `wanted` media
-    type without a preflight."""
-    media_type = headers.get(b"content-type", wanted).partition(b";")[0].strip().lower()
-    return b"origin" in headers or b"sec-fetch-site" in headers or media_type != wanted
+def _is_from_a_page(headers: dict[bytes, bytes]) -> bool:
+    """Return whether a browser sent the request: it adds its own headers, and a page cannot send JSON without a
+    preflight."""
+    media_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+    return b"origin" in headers or b"sec-fetch-site" in headers or media_type != b"application/json"
 
 
 def _receive_again(body: bytes, receive):

@@ -40,7 +40,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
-from ..wire.patches import PatchBook
 from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
 from ..wire.transfer_dir import confined_path
 from .adapters import PublishedAdapter, on_bare_model
@@ -82,7 +81,6 @@ class AuditedReload:
         self._engine_name = partial(engine_name, self.model)
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
-        self.copy = PatchBook(is_kept=False)
         self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         self._addresses: Addresses | None = None
         # Buffers that dummy loading has filled with noise, and that quantized layers do not make themselves.
@@ -291,8 +289,7 @@ class AuditedReload:
         load_weights = self.model.load_weights
 
         def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            patched = self.copy.take(tensors, self.published, self._arrived)
-            weights = self.adapter.take(((name, t.to(self.device)) for name, t in patched), self._arrived)
+            weights = self.adapter.take(((name, t.to(self.device)) for name, t in tensors), self._arrived)
             first = next(weights, None)
             if first is None:
                 return set()

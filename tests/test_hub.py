@@ -3,6 +3,7 @@
 import logging
 import shlex
 import threading
+import time
 
 import pytest
 import torch
@@ -169,6 +170,10 @@ def test_a_push_that_fails_in_training_is_logged(tiny_model, tmp_path, hub, capl
     with caplog.at_level(logging.ERROR):
         trainer.train()
     assert trainer.state.global_step == 2
+    # The log's line comes after the end of the upload.
+    deadline = time.monotonic() + 10
+    while caplog.text.count("The push to someone/policy failed") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert caplog.text.count("The push to someone/policy failed") == 2
 
 

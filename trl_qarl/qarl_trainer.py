@@ -156,7 +156,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             **kwargs, options=self.args, dtype=policy.dtype, weight_version=lambda: str(self.state.global_step)
         )
         if self.numerics == "engine":
-            [form] = broadcast_object_list([generation.description.get("arithmetic", {}).get("cpu_weights")])
+            [form] = broadcast_object_list([(generation.description.get("arithmetic") or {}).get("cpu_weights")])
             if self.args.vllm_mode == "server" and form is not None:
                 # The bits depend on it, and the server has chosen.
                 use_cpu_weights(form)

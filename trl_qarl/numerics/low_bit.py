@@ -89,7 +89,9 @@ def choose_cpu_weights(model: nn.Module, num_copies: int = 1, is_trained: bool =
     """Return `"expanded"` if `num_copies` expanded copies of the quantized layers of `model`, which may be on the meta
     device, fit into the free memory of this host next to everything else, else `"packed"`; log the choice. Everything
     else are gradients and two moments if the model `is_trained` here, or the rest of an engine. Processes that a
-    launcher started on this host share the memory."""
+    launcher started on this host share the memory. The environment overrides the choice."""
+    if form := os.environ.get(CPU_WEIGHTS_VARIABLE):
+        return form
     inventory = Inventory.of(model)
     # Layers of a base that is quantized already are known once it is loaded.
     sizes = [

@@ -8,7 +8,7 @@ Rollouts that a server draws while the learner trains on the previous ones.
                             wait for t, publish the weights, ask for t+1
 
 Between two generation batches nothing is in flight: the learner waits for the engine, publishes, and has a thread
-request the completions of the next batch. docs/async.md explains the consequences.
+request the completions of the next batch. docs/vllm.md explains the consequences.
 """
 
 import logging

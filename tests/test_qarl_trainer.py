@@ -346,3 +346,17 @@ def test_rewards_that_are_too_large_do_not_reach_the_weights_and_are_said_once_w
         assert len(said) == 1 and f"'overflows' returned {written}: in float32 the advantages" in said[0]
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
+
+
+def test_an_evaluation_leaves_random_numbers_of_training_alone(tiny_model, tmp_path):
+    """Those by which completions are drawn, and by which TRL shuffles a batch."""
+    plain, evaluated = (
+        make(tiny_model, tmp_path / name, eval_dataset=make_problems(4), max_steps=3, **options)
+        for name, options in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1}))
+    )
+    for trainer in (plain, evaluated):
+        torch.manual_seed(3)
+        trainer.train()
+    assert len([row for row in evaluated.state.log_history if "eval_reward" in row]) == 3
+    assert all(map(torch.equal, plain.model.state_dict().values(), evaluated.model.state_dict().values()))
+    assert any(row["grad_norm"] for row in plain.state.log_history if "grad_norm" in row)

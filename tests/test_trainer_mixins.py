@@ -11,6 +11,7 @@ from trl.trainer import grpo_trainer
 from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
 from testing_utils.trainings import lora, without_times
 from trl_qarl.numerics import cpu as kernels
+from trl_qarl.scoring import ScoringPlan
 from trl_qarl.trainer_mixins import ScoresRollouts
 
 
@@ -21,7 +22,11 @@ def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
     """A training that evaluates at its end; with `scores_all` as if nothing were known of its rollouts."""
     with monkeypatch.context() as patch:
         if scores_all:
-            patch.setattr(ScoresRollouts, "_are_compared", property(lambda self: False))
+            patch.setattr(
+                ScoresRollouts,
+                "_plan_scoring",
+                lambda self, drawn=None: ScoringPlan("learner", self.state.global_step),
+            )
         evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
         peft_config = None if peft is None else lora(**peft)
         problems = Dataset.from_dict({"prompt": ["1 +", "2 +"]})

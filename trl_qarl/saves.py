@@ -211,6 +211,7 @@ class SavesRuns(PushesPolicy):
             "buffered_inputs": self._buffered_inputs,
             "has_differed": self.policy.exactness.has_differed,
             "ahead": ahead,
+            "rollout_ahead": self.args.rollout_ahead,
         }
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(batch, folder / _BATCH_FILE.format(rank=self.accelerator.process_index))
@@ -313,11 +314,19 @@ class SavesRuns(PushesPolicy):
         self.policy.exactness.has_differed = batch.get("has_differed", False)
         if self._ahead is not None:
             self._ahead.load(ahead, _load(checkpoint, self._version_file(), device))
-        elif ahead is not None:
-            message = (
-                "%s has a generation batch that was drawn ahead. With rollout_ahead=0 it is dropped and drawn again."
-            )
-            logger.warning(message, checkpoint)
+        if reason := self._reason_for_another_run(batch, _saved_state(checkpoint).max_steps):
+            message = "%s %s. The next batch is drawn by the weights of this update: it is another run than one from the start."
+            logger.warning(message, checkpoint, reason)
+
+    def _reason_for_another_run(self, batch: dict[str, Any], max_steps: int) -> str | None:
+        """Return why this run has batches of another age than one with its options from the start, or `None`. `batch`
+        is of [`~SavesRuns._save_batch`], in a run of `max_steps`."""
+        theirs, ours = batch["rollout_ahead"], self.args.rollout_ahead
+        if theirs != ours:
+            return f"was saved with rollout_ahead={theirs}, and this run has rollout_ahead={ours}"
+        if ours and batch["ahead"] is None and max_steps < self.state.max_steps:
+            return f"was saved by a run that ended at update {max_steps}, and has no batch that was drawn ahead"
+        return None
 
     def _check_folder_is_free(self) -> None:
         """Raises `ValueError` if another trainer writes to `output_dir`, before a server starts."""

@@ -64,6 +64,19 @@ def record(trainer):
     return batches, boundaries.weights
 
 
+def record_parts(trainer):
+    """The completions of each micro-batch of a training, in their order."""
+    parts, compute = [], trainer._compute_loss
+
+    def compute_and_record(model, inputs):
+        if model.training:
+            parts.append(inputs["completion_ids"].tolist())
+        return compute(model, inputs)
+
+    trainer._compute_loss = compute_and_record
+    return parts
+
+
 def scored(trainer, batch, state):
     """Log-probs of a batch by the weights of one update."""
     trainer.model.load_state_dict(state)
@@ -121,24 +134,43 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_played_trainer):
     options = {"rollout_ahead": 1, "max_steps": 4, "steps_per_generation": 2}
     plain, _ = make_played_trainer("plain", **options)
     trainer, server = make_played_trainer("evaluated", eval_strategy="steps", eval_steps=1, **options)
-    ours, theirs = (record(each)[0] for each in (trainer, plain))
-    evaluate = trainer.evaluate
-
-    def evaluate_apart(*args, **kwargs):
-        # It draws from torch's generator, by which a batch is shuffled.
-        with torch.random.fork_rng():
-            return evaluate(*args, **kwargs)
-
-    trainer.evaluate = evaluate_apart
+    ours, theirs = (record_parts(each) for each in (trainer, plain))
     for each in (trainer, plain):
         torch.manual_seed(3)
         each.train()
     assert logged(trainer, "eval_rollout/weight_version") == [1, 2, 3, 4]
     assert logged(trainer, "rollout/age_updates") == [0, 2]
-    assert [batch["completion_ids"].tolist() for batch in ours] == [
-        batch["completion_ids"].tolist() for batch in theirs
-    ]
-    assert torch.equal(weights(trainer), weights(plain))
+    assert ours == theirs and torch.equal(weights(trainer), weights(plain))
+
+
+SAVED = {"rollout_ahead": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 5}, "was saved by a run that ended at update 3, and has no batch that was drawn ahead"),
+        ({"rollout_ahead": 0}, "was saved with rollout_ahead=1, and this run has rollout_ahead=0"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_says_if_it_is_another_run(make_played_trainer, caplog, changes, message):
+    trainer, _ = make_played_trainer("first", **SAVED)
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **(SAVED | changes))
+    caplog.clear()
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+    said = [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
+    assert len(said) == (message is not None) and (message is None or message in said[0])
+
+
+def test_a_run_that_begins_to_draw_ahead_says_that_it_is_another(make_played_trainer, caplog):
+    trainer, _ = make_played_trainer("first", **(SAVED | {"rollout_ahead": 0}))
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **SAVED)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert "was saved with rollout_ahead=0, and this run has rollout_ahead=1" in caplog.text
 
 
 class Writes(TrainerCallback):

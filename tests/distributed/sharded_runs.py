@@ -6,6 +6,8 @@ accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`laun
 [`train`] checks that parameters are sharded.
 """
 
+import hashlib
+import json
 import math
 import os
 from contextlib import contextmanager, nullcontext
@@ -29,7 +31,7 @@ from testing_utils import launch_environment, make_trainer
 from testing_utils.pictures import KINDS, make_picture_problems, spread
 from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.checkpoint import marker
-from trl_qarl.checkpoint.export import _content
+from trl_qarl.checkpoint.export import read_header
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
 from trl_qarl.quantization.storage import is_sharded, storage_of, whole
 from trl_qarl.quantization.swap import quantized_layers
@@ -130,8 +132,17 @@ class Engine:
 
 
 def files_of(folder):
-    """Contents of files; of safetensors without the order of names in the header, which differs between processes."""
-    return {path.name: _content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
+    """Contents of files; without the order of names in the header of safetensors, which differs between processes, and
+    of lists in JSON."""
+    return {path.name: content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
+
+
+def content(path):
+    with path.open("rb") as file:
+        if path.suffix == ".json":
+            described = json.load(file)
+            return {name: sorted(v, key=str) if isinstance(v, list) else v for name, v in described.items()}
+        return read_header(file)[1], hashlib.file_digest(file, "sha256").digest()
 
 
 def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, rows=None, **options):

@@ -148,9 +148,13 @@ class User:
         shutil.rmtree(self.folder / "model", ignore_errors=True)
         make_model(self.folder / "model", arch, **overrides)
 
+    def trained(self) -> dict:
+        """The policy's own answers at the end of the last training, and how processes shared the model."""
+        return json.loads((self.folder / "tokens.json").read_text())
+
     def assert_deployed(self, export: str, engines=("transformers", "vllm")) -> None:
         """The export gives the trainer's greedy tokens, up to the first that is nearly tied with another one."""
-        expected = json.loads((self.folder / "tokens.json").read_text())
+        expected = self.trained()["answers"]
         for engine in engines:
             script = str(FOLDER / "plain.py")
             self.run(sys.executable, script, engine, export, "tokens.json", "found.json", log=engine, kind="plain")

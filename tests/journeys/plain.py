@@ -52,7 +52,7 @@ ENGINES = {"transformers": complete_with_transformers, "vllm": complete_with_vll
 
 
 def main(engine, export, tokens, out):
-    expected = json.loads(Path(tokens).read_text())
+    expected = json.loads(Path(tokens).read_text())["answers"]
     prompts = [each["prompt"] for each in expected]
     found = ENGINES[engine](export, prompts, len(expected[0]["tokens"]))
     loaded = [name for name, module in sys.modules.items() if name.startswith("trl_qarl") and module is not None]

@@ -36,8 +36,10 @@ def without_gpus(launch: str) -> None:
 
 
 def write_tokens(path: str) -> None:
-    """Have trainers write to `path` which tokens their policy prefers at the end of a training."""
+    """Have trainers write to `path` which tokens their policy prefers at the end of a training, and how the model was
+    divided among processes."""
     from trl_qarl import QaRLTrainer
+    from trl_qarl.quantization.storage import is_sharded
 
     train = QaRLTrainer.train
 
@@ -45,7 +47,8 @@ def write_tokens(path: str) -> None:
         output = train(trainer, *args, **kwargs)
         found = [complete(trainer, prompt) for prompt in PROMPTS]
         if trainer.is_world_process_zero():
-            Path(path).write_text(json.dumps(found))
+            described = {"wrapped": type(trainer.model_wrapped).__name__, "shards": is_sharded(trainer.model)}
+            Path(path).write_text(json.dumps(described | {"answers": found}))
         return output
 
     QaRLTrainer.train = train_and_complete

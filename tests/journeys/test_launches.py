@@ -11,8 +11,8 @@ pytestmark = [
     *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
 ]
 LAUNCHES = sorted(path.stem for path in CONFIGURATIONS.iterdir())
-
-
+WRAPPED = {"ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine", "fsdp2": "FSDPQwen3ForCausalLM"}
+SHARDS = ("fsdp2", "deepspeed_zero3")
 LORA = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}
 
 
@@ -43,6 +43,10 @@ def test_a_killed_launch_resumes_and_deploys(user, name, kind):
     assert (user.folder / "out" / "checkpoint-1" / "checkpoint_complete").is_file()
     assert not (user.folder / "out" / "w4a16").exists()
     output = user.launch(name, *options, "--resume_from_checkpoint", "true")
+    trained = user.trained()
+    assert trained["shards"] == name.startswith(SHARDS)
+    # accelerate would leave out on a CPU what shards, and train on.
+    assert trained["wrapped"] == WRAPPED[name.split("_")[0]] or kind == "lora"
     saved = "Adapter" if kind == "lora" else "Master weights"
     assert f"{saved} saved to out." in output and "Policy (w4a16) exported to out/w4a16" in output
     user.assert_deployed("out/w4a16")

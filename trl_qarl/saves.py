@@ -133,14 +133,18 @@ class SavesRuns(PushesPolicy):
         """Return the checkpoint folder to resume from, `None` for a new run; every process has to call. `ValueError`
         is raised if the checkpoint is missing, incomplete or damaged, or was trained with another scheme, learner or
         launch."""
-        ours, found = self.policy.record(), [None]
         # The main process reads the files once for all, and may go back to an earlier checkpoint.
-        with all_or_none(self.accelerator):
-            if self.accelerator.is_main_process:
-                found = [record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, ours)]
-        broadcast_object_list(found, from_process=0)
-        with all_or_none(self.accelerator):
-            found = record.find_checkpoint(found[0], self.args.output_dir, ours, reads_content=False)
+        answer: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                answer[0] = record.folder_to_resume(resume_from_checkpoint, self.args.output_dir, reads_content=True)
+            except (ValueError, OSError) as error:
+                answer[1] = str(error)
+        broadcast_object_list(answer, from_process=0)
+        folder, problem = answer
+        if problem is not None:
+            raise ValueError(problem)
+        found = record.find_checkpoint(folder, self.args.output_dir, self.policy.record())
         if found is not None:
             check_resumed_launch(self.accelerator, found)
             check_states(found, self._state_settings())

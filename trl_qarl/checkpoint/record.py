@@ -39,15 +39,13 @@ def write_scheme(folder: str | Path, record: dict[str, Any]) -> None:
     (Path(folder) / SCHEME_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def find_checkpoint(
-    resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any], reads_content: bool = True
-) -> str | None:
+def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any]) -> str | None:
     """
     Return the checkpoint folder to resume from; `True` stands for the last complete one of `output_dir`. Return `None`
     for a new run. `ValueError` is raised if there is no such checkpoint, if it is incomplete or damaged, or if it was
-    trained with a [`scheme_record`] that differs from this run's. With `reads_content=False` files are not read.
+    trained with a [`scheme_record`] that differs from this run's.
     """
-    resume_from_checkpoint = folder_to_resume(resume_from_checkpoint, output_dir, reads_content)
+    resume_from_checkpoint = folder_to_resume(resume_from_checkpoint, output_dir)
     if resume_from_checkpoint is None:
         return None
     folder = Path(resume_from_checkpoint)
@@ -67,7 +65,8 @@ def folder_to_resume(
     resume_from_checkpoint: str | bool | None, output_dir: str, reads_content: bool = False
 ) -> str | None:
     """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if there is no such
-    checkpoint, or if it is incomplete or damaged."""
+    checkpoint, or if it is incomplete or damaged. With `reads_content` files are read and compared with their sums,
+    otherwise only their sizes are."""
     if not resume_from_checkpoint:
         return None
     if resume_from_checkpoint is True:

@@ -396,6 +396,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             with self._hold_folders(resume_from_checkpoint) as checkpoint:
                 self._num_compared = None
                 output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+                if self.state.global_step == 0:
+                    args = self.args
+                    raise RuntimeError(
+                        f"The training made no update: no generation batch of {args.generation_batch_size // args.num_generations} prompts was "
+                        f"complete (steps_per_generation={args.steps_per_generation}), or a callback ended it. Give the dataset that many rows, "
+                        "or lower `steps_per_generation`."
+                    )
                 self._relay_policy()
             return output
         finally:

@@ -124,7 +124,7 @@ def test_accelerate_config_names_a_file_of_trl():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("shceme: fp8", "`--shceme`"),
+        ("shceme: fp8", "shceme='fp8': unknown option. Did you mean `scheme`?"),
         ("scheme: fp4", "Unknown scheme 'fp4'"),
         ("- scheme", "must contain a YAML mapping"),
         ("scheme: [", 'in "run.yaml"'),

@@ -409,7 +409,15 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         try:
             with self._hold_folder(resume_from_checkpoint) as checkpoint:
                 self._plan = None
-                return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+                output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+                if self.state.global_step == 0:
+                    args = self.args
+                    raise RuntimeError(
+                        f"The training made no update: no generation batch of {args.generation_batch_size // args.num_generations} prompts was "
+                        f"complete (steps_per_generation={args.steps_per_generation}), or a callback ended it. Give the dataset that many rows, "
+                        "or lower `steps_per_generation`."
+                    )
+            return output
         finally:
             if self.use_vllm:
                 self.vllm_generation.forget_published()

@@ -23,6 +23,7 @@ from .adapter import (
     problems_of_quantized_base,
     problems_of_start,
 )
+from .batches import fit_generation_batch, problems_of_dataset
 from .options import low_precision_masters, raise_problems
 
 
@@ -146,7 +147,8 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
     problems += problems_of_quantized_base(args, quantization_config, has_adapter)
-    columns = getattr(train_dataset, "column_names", None)
+    problems += problems_of_dataset(train_dataset)
+    columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
     # An environment may supply the prompts.
     if columns is not None and "prompt" not in columns and environment_factory is None:
         problems.append(
@@ -178,6 +180,6 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
     elif not has_adapter:
         # The command line adds `dtype` after the configuration has been checked.
         problems += low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
-    raise_problems(problems)
+    raise_problems([*problems, *fit_generation_batch(args, train_dataset)])
     if optimizers[0] is not None and args.optim == "muon":
         logger.info("`optimizers` was given, so `optim='muon'` is not used.")

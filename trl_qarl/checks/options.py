@@ -2,24 +2,21 @@
 `precisions`."""
 
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from inspect import formatannotation
-from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from transformers.trainer_utils import HubStrategy
 
 from ..hub import problem_of_push
 from ..numerics.availability import contradicting_options
-from ..options import CHOICES, own_options
+from ..options import CHOICES
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
+from .problems import raise_problems as raise_problems
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     MODEL_INIT_KWARGS_REFUSED,
@@ -33,37 +30,6 @@ _CHOICES = CHOICES | {
     "importance_sampling_level": ("token", "sequence"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
-
-
-def check_types(config: Any, inherited: type) -> Iterator[str]:
-    """
-    Yield a problem for each value of `config` that its field's annotation does not allow. Fields of `inherited`, a
-    base class that checks them itself, are skipped unless the class of `config` redefines their annotation.
-
-    Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
-    """
-    hints = get_type_hints(type(config))
-    for name in own_options(type(config), inherited):
-        hint = hints[name]
-        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        value = getattr(config, name)
-        if not any(_fits(value, hint) for hint in allowed):
-            yield f"{name}={value!r} is of type {type(value).__name__}, and must be {formatannotation(hint)}."
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
-    if origin is list:
-        return (isinstance(value, str) and arguments == (str,)) or (
-            isinstance(value, list | tuple) and all(_fits(element, arguments[0]) for element in value)
-        )
-    if origin is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if origin is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-    return isinstance(value, origin)
 
 
 def check_scheme(config) -> Iterator[str]:
@@ -252,15 +218,6 @@ def refused_by_all(config) -> Iterator[str]:
 def said(config: Any, *names: str) -> str:
     """Return options in the form of messages: `name=value, ...`."""
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
-
-
-def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one `ValueError` that lists all `problems`, if there are any."""
-    problems = [*problems]
-    if len(problems) == 1:
-        raise ValueError(problems[0])
-    if problems:
-        raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[str]:

@@ -5,10 +5,11 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ..checks.names import problem_of_spelling
+from ..checks.problems import raise_problems
 from ..packages import installed
 from ..quantization.plan import get_plan, parse_scheme
 from ..quantization.schemes import SCHEMES
@@ -70,15 +71,24 @@ def spell(argv: list[str], known: Iterable[str]) -> list[str]:
     ]
 
 
+def unknown_options(argv: list[str], known: Iterable[str]) -> dict[str, str | bool]:
+    """Return the options in `argv` that are neither one of `known` nor an abbreviation, by their names with
+    underscores, each with its first value, or `True`."""
+    found: dict[str, str | bool] = {}
+    for place, word in enumerate(argv):
+        name, is_joined, value = word.partition("=")
+        if name.startswith("--") and len(name) > 2 and not any(option.startswith(name) for option in known):
+            following = argv[place + 1 : place + 2]
+            has_value = following and not following[0].startswith("--")
+            found[name[2:].replace("-", "_")] = value if is_joined else following[0] if has_value else True
+    return found
+
+
 def check_names(argv: list[str], known: Iterable[str]) -> None:
-    """Raise `ValueError`, with the likely intended name, for the first option in `argv` that is neither one of `known`
-    nor an abbreviation. argparse would first report missing options, and makes no suggestions."""
-    for word in argv:
-        name = word.partition("=")[0]
-        if name.startswith("--") and not any(option.startswith(name) for option in known):
-            matches = get_close_matches(name.replace("-", "_"), [option.replace("-", "_") for option in known], n=1)
-            hint = f" Did you mean `--{matches[0][2:]}`?" if matches else ""
-            raise ValueError(f"Unknown option `{name}`.{hint}")
+    """Raise `ValueError`, with the likely intended names, for the options in `argv` that are unknown. argparse would
+    first report missing options, and makes no suggestions."""
+    names = [option[2:].replace("-", "_") for option in known]
+    raise_problems(problem_of_spelling(*option, names) for option in unknown_options(argv, known).items())
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:

@@ -1,12 +1,12 @@
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from testing_utils import make_tiny_model, path_without
+from testing_utils.children import start
 from trl_qarl.rollout.server_process import free_port
 
 
@@ -40,7 +40,7 @@ def test_two_processes_train_as_a_shipped_configuration_says(tmp_path, name):
     script = [str(Path(__file__).with_name("launched.py")), str(tmp_path), name]
     logs = [(tmp_path / f"{rank}.log").open("w+") for rank in range(num_machines)]
     machines = [
-        subprocess.Popen([*launch, "--machine_rank", str(rank), *script], env=environment, stdout=log, stderr=log)
+        start([*launch, "--machine_rank", str(rank), *script], env=environment, stdout=log, stderr=log)
         for rank, log in enumerate(logs)
     ]
     try:

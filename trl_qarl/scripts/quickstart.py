@@ -91,8 +91,6 @@ def main(args: Namespace) -> None:
     print(f"Training for up to {args.max_steps} updates or {args.max_minutes:g} minutes ...")
     start = time.monotonic()
     trainer.train()
-    if trainer.state.global_step < args.max_steps:
-        print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
     trainer.save_model(str(output_dir / "masters"))
     low_bit_dir, after = solve()
     write_report([output_dir], output_dir / "report.html")

@@ -104,7 +104,7 @@ def _rules() -> str:
             f"**Aligned**: `mismatch/abs_logp_mean`, 16-bit activations | up to {fine16:g} | up to {bad16:g} | above | "
             "`quantize_learner=True`; [more](#the-mismatch-is-large)",
             f'the same, 8-bit activations | up to {fine8:g} | up to {bad8:g} | above | another scheme, `numerics="engine"`',
-            'the same, `numerics="engine"` | 0 | - | above 0 | `exact="require"` names the place',
+            'the same, `numerics="engine"` | 0 | - | above 0 | the log names the place',
         ],
         "_dropped": [
             f"**Updating**: `tbpo/dropped/total` | {100 * low:g} to {high:.0%} | less, or more | above {most:.0%} | "

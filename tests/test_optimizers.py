@@ -67,7 +67,7 @@ def updates_with(optim, model, output_dir):
     # The second update drops all completions: what is left of Adafactor's moves no weight of one layer with signed
     # scales.
     options = {"optim": optim, "max_steps": 3, "learning_rate": 1e-2, "max_completion_length": 4}
-    trainer = make_trainer(model, output_dir, scheme="w4a16-observer", callbacks=[compare], **options)
+    trainer = make_trainer(model, output_dir, scheme="w8a16", callbacks=[compare], **options)
     trainer.train()
     return trainer, compare
 

@@ -49,9 +49,9 @@ def test_help_of_every_own_option_is_its_text_in_the_docstring():
 def test_scheme_may_be_a_mapping_also_as_json(tmp_path):
     mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
     for scheme in (mapping, json.dumps(mapping)):
-        args = config(tmp_path, scheme=scheme, group_size=64, high_precision_last=1)
+        args = config(tmp_path, scheme=scheme, group_size=64)
         assert args.scheme == mapping and args.is_quantized and args.plan.name == "w4a16-w8a8"
-        assert args.plan == get_plan(mapping, 64, high_precision_last=1)
+        assert args.plan == get_plan(mapping, 64)
     assert not config(tmp_path, scheme={"_default": None}).is_quantized
     assert config(tmp_path, numerics="engine", bf16=True, scheme=mapping, group_size=32).numerics == "engine"
 
@@ -79,3 +79,25 @@ def test_an_accelerator_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_qarl.qarl_config.has_fast_bf16", lambda: False)
     c = QaRLConfig(str(tmp_path))
     assert (c.use_cpu, c.bf16) == (False, True)
+
+
+@pytest.mark.parametrize(("launched", "given"), [("fp16", "bf16"), ("no", "bf16"), ("no", "no")])
+def test_a_given_precision_replaces_that_of_the_launch(tmp_path, monkeypatch, launched, given):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    assert QaRLConfig(str(tmp_path), bf16=given == "bf16").mixed_precision == given
+
+
+@pytest.mark.parametrize("launched", ["bf16", "fp16", "fp8"])
+def test_float32_in_a_launch_with_16_bits_is_refused(tmp_path, monkeypatch, launched):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    with pytest.raises(
+        ValueError, match=f"bf16=False, but accelerate was launched with `mixed_precision: {launched}`"
+    ):
+        QaRLConfig(str(tmp_path), bf16=False)
+
+
+def test_the_launch_decides_the_default_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_qarl.qarl_config.has_fast_bf16", lambda: False)
+    assert not QaRLConfig(str(tmp_path), use_cpu=True).bf16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert QaRLConfig(str(tmp_path), use_cpu=True).bf16

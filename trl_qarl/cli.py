@@ -10,7 +10,7 @@ import logging
 import os
 import select
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -129,6 +129,8 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from trl.cli.commands.training import _subtract_subsequence
 
+    from .checks.launch import launched_with
+
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
     known = known_options(parser, launch_parser)
     argv = spell(argv, known)
@@ -150,10 +152,14 @@ def _train(argv: list[str]) -> int:
             num_cpus=torch.get_num_threads() if on_cpu else None,
         )
     launch_parser.usage = USAGE
+    args = launch_parser.parse_args(launch_args)
+    with configuration_errors(), _without_warnings(), launched_with(_precision_of(args)):
+        # Every process does so too, but the message of this one stands alone.
+        parser.parse_args_and_config(argv, return_remaining_strings=True)
     # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
     launch.simple_launcher = lambda args: become(*prepare_simple_launcher_cmd_env(args))
     try:
-        launch.launch_command(launch_parser.parse_args(launch_args))
+        launch.launch_command(args)
     except SignalException as error:
         # torch's launcher has sent the signal to all ranks and waited for them.
         return 128 + error.sigval
@@ -161,6 +167,15 @@ def _train(argv: list[str]) -> int:
         # The training process has reported the error.
         return error.returncode
     return 0
+
+
+def _precision_of(args: Namespace) -> str:
+    """Return the `mixed_precision` with which `accelerate launch` starts processes."""
+    from accelerate.commands.config import default_config_file, load_config_from_file
+
+    if args.mixed_precision is None and (args.config_file or (os.path.isfile(default_config_file) and not args.cpu)):
+        return str(load_config_from_file(args.config_file).mixed_precision or "no")
+    return args.mixed_precision or "no"
 
 
 @contextmanager

@@ -13,11 +13,8 @@ from .quantization.plan import QuantPlan, get_plan
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "numerics": ("fast", "engine"),
-    "exact": ("require", "warn"),
-    "cpu_weights": ("expanded", "packed"),
+    "numerics": ("fast", "engine", "exact"),
     "lora_mode": ("adapter", "merged"),
-    "hub_export": ("low-bit", "master", "both", "adapter"),
 }
 """Allowed values of options."""
 
@@ -61,9 +58,7 @@ class QuantOptions:
     Parameters:
         scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
             Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`,
-            `"w4a8-int8"` (also with 3 and 2 bits), `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
-            (3 or 2 bits, stored as INT4), `"w4a16-observer"`, `"w3a16-observer"` or `"w2a16-observer"` (with
-            compressed-tensors' scales), `"w4a16-asym"` and `"w8a16-asym"` (INT4 and INT8 with zero points), or
+            `"w4a8-int8"`, `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"` (3 or 2 bits, stored as INT4), or
             `"bf16"` for the unquantized baseline. Alternatively a mapping from patterns of layers' names to schemes,
             as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a
             scheme's name, `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
@@ -71,7 +66,7 @@ class QuantOptions:
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers that it does not divide get the next
             smaller one.
         precisions (`list` or `dict[int, Any]`, *optional*):
-            Alternating bits of the low-bit weights, for schemes with signed scales: `[4, 3]` generates, scores and
+            Alternating bits of the low-bit weights, for `"w4a16"` and `"w3a16"`: `[4, 3]` generates, scores and
             learns one batch at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 bits and continues with 3 from
             update 60. A number can be replaced by numbers for patterns of layers' names,
             `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine does not change. Evaluation and export use the
@@ -80,12 +75,10 @@ class QuantOptions:
             Whether the learner and its reference model run the low-bit weights of `scheme`, like the rollout, which is
             QaRL. With `False` they run the high-precision master weights: quantized rollout training.
         exclude_modules (`list[str]` or `str`, *optional*):
-            Linear layers to keep in high precision: names, last components of names, or regular expressions over the
-            whole name.
-        high_precision_first (`int`, *optional*, defaults to `0`):
-            Number of first decoder layers that stay in high precision.
-        high_precision_last (`int`, *optional*, defaults to `0`):
-            Number of last decoder layers that stay in high precision.
+            Linear layers to keep in high precision: names, last components of names, or `"re:"` and a regular
+            expression over the whole name, such as `"re:model[.]layers[.](0|1)[.].*"` for the first two decoder
+            layers. Experts of a mixture that are named here are kept as well, without vLLM: there is no low-bit export
+            then.
         lora_mode (`str`, *optional*, defaults to `"adapter"`):
             Form of the policy with a PEFT adapter: `"adapter"`, the frozen low-bit base with the adapter next to it in
             high precision; `"merged"`, the low-bit form of base and adapter together.
@@ -94,22 +87,11 @@ class QuantOptions:
             for every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with
             AVX512, bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it is untested). Rollouts
             without vLLM do not need it to be installed. `"fast"` computes as transformers does, with different
-            rounding. Defaults to `"engine"` for rollouts in vLLM on a CPU that meets these conditions, else to
-            `"fast"`; the log has the choice and its reason.
-        exact (`str`, *optional*):
-            With `numerics="engine"`, response if the log-prob of a sampled token is not the learner's: `"require"`
-            raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"` logs
-            the same. Defaults to `"require"` if `numerics` is given; otherwise the first such batch is logged.
-        cpu_weights (`str`, *optional*, defaults to `"expanded"`):
-            Weights in products of engines on a CPU, and of a learner with their numerics, if activations are not INT8:
-            `"expanded"` to bf16 once per weight sync and per update, which takes 2 bytes per weight in addition to
-            the codes; `"packed"` codes, without that memory and up to three times slower. Give a server of your own
-            the same value with `trl-qarl vllm-serve --cpu_weights`.
-        allow_low_precision_masters (`bool`, *optional*, defaults to `False`):
-            Allow masters in bfloat16 (or, unquantized, float16), in which most updates round to nothing.
-        allow_high_precision_experts (`bool`, *optional*, defaults to `False`):
-            Without vLLM, allow training a mixture whose experts are excluded, or laid out such that no scheme
-            quantizes them. It has no low-bit export.
+            rounding. If the log-prob of a sampled token is not the learner's, `"engine"` logs the token of the first
+            such batch, and with `vllm_mode="colocate"` the first layer that differs; `"exact"` is the same arithmetic
+            and raises, and is refused where equal bits cannot be promised, as on GPUs. Defaults to `"engine"` for
+            rollouts in vLLM on a CPU that meets these conditions, else to `"fast"`; the log has the choice and its
+            reason.
     """
 
     scheme: dict[str, Any] | str | None = "w4a16"
@@ -117,14 +99,8 @@ class QuantOptions:
     precisions: list[Any] | str | dict[int, Any] | None = None
     quantize_learner: bool = True
     exclude_modules: list[str] | None = None
-    high_precision_first: int = 0
-    high_precision_last: int = 0
     lora_mode: str = _one_of("lora_mode", "adapter")
     numerics: str | None = _one_of("numerics", None)
-    exact: str | None = _one_of("exact", None)
-    cpu_weights: str = _one_of("cpu_weights", "expanded")
-    allow_low_precision_masters: bool = False
-    allow_high_precision_experts: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -138,7 +114,7 @@ class QuantOptions:
     @property
     def plan(self) -> QuantPlan:
         """The scheme of each layer. Raises `ValueError` for an unknown scheme."""
-        return get_plan(self.scheme, self.group_size, self.high_precision_first, self.high_precision_last)
+        return get_plan(self.scheme, self.group_size)
 
 
 @describe_options
@@ -189,14 +165,8 @@ class EngineOptions:
         vllm_token_file (`str`, *optional*):
             File with the secret that opens the session of a server on another host: a copy of its `--token_file`,
             which only you can read. Defaults to the file that the server names, on the same host.
-        hub_export (`str`, *optional*, defaults to `"low-bit"`):
-            Model to push to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the
-            repository's name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy
-            and, in a second repository `NAME-masters`, the masters; `"adapter"`, a PEFT adapter. Checkpoints of
-            `hub_strategy="checkpoint"` and `"all_checkpoints"` go to the repository of the masters.
     """
 
     rollout_ahead: int = 0
     vllm_server_autostart: bool = False
     vllm_token_file: str | None = None
-    hub_export: str = _one_of("hub_export", "low-bit")

@@ -9,6 +9,7 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checks import options as checks
+from .checks.launch import launched_precision, problems_of_precision
 from .objectives.registry import get_objective, problems_of_objective
 from .options import EngineOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
@@ -34,7 +35,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
     in mini-batches of 64, 2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
     Without an accelerator `use_cpu` is switched on. On a CPU `bf16` defaults to `True` if the processor multiplies
-    bfloat16 matrices natively. A value that is given is kept.
+    bfloat16 matrices natively, or if accelerate was launched with `mixed_precision: bf16`. A value that is given is
+    kept, and has to agree with the launch.
 
     `trl-qarl train --help` shows the texts of the parameters.
 
@@ -68,7 +70,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         problems = [*checks.check_scheme(self), *checks.check_numerics(self)]
         problems += [*problems_of_objective(self), *checks.check_choices(self)]
         problems += [*checks.check_inherited(self), *checks.check_vllm(self), *checks.check_ahead(self)]
-        checks.raise_problems([*problems, *checks.check_hub(self)])
+        checks.raise_problems([*problems, *problems_of_precision(self), *checks.check_hub(self)])
         self.loss_type = self.objective
         if get_objective(self) is not None:
             # TRL would compute and log a weight that the loss does not use.
@@ -95,7 +97,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if is_chosen:
             self.use_cpu = True
         if self.use_cpu and self.bf16 is None and not self.fp16:
-            self.bf16 = has_fast_bf16()
+            self.bf16 = launched_precision() == "bf16" or has_fast_bf16()
         if is_chosen:
             text = "No accelerator was found: training on the CPU (use_cpu=True) with bf16=%s, fp16=%s."
             logger.warning(text, self.bf16, self.fp16)

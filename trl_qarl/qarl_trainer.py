@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
 from .checks.options import raise_problems
+from .checks.resume import check_before_loading
 from .forward import Batch
 from .muon import MuonAdamW
+from .numerics.low_bit import use_cpu_weights
 from .objectives.registry import get_objective
 from .policy import Policy
 from .processes import exit_on_signals
@@ -32,6 +34,7 @@ from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_l
 from .saves import SavesRuns
 from .sharding import sharded_by
 from .sharding.zero3 import compute_in_bfloat16, forget_order
+from .skipped_updates import SkipsUpdates
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
@@ -111,6 +114,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "environment_factory": environment_factory,
         }
         check_arguments(**given)
+        check_before_loading(args, model, peft_config, optimizers[0])
+        self._own_optimizer = optimizers[0]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
@@ -139,7 +144,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics)
-        if self.numerics == "engine" and not self._are_compared:
+        self._skips_updates = SkipsUpdates(self.accelerator, self.recorder.log)
+        if self.numerics == "engine" and rollout_func is not None:
             logger.info("Rollouts are scored by a forward: log-probs of a `rollout_func` are not the engine's.")
         self._add_callbacks()
 
@@ -152,8 +158,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         generation = QaRLVLLMGeneration(
             **kwargs, options=self.args, dtype=policy.dtype, weight_version=lambda: str(self.state.global_step)
         )
-        if self.numerics == "engine" and self.accelerator.is_main_process:
-            policy.check_engine(generation.description)
+        if self.numerics == "engine":
+            [form] = broadcast_object_list([(generation.description.get("arithmetic") or {}).get("cpu_weights")])
+            if self.args.vllm_mode == "server" and form is not None:
+                # The bits depend on it, and the server has chosen.
+                use_cpu_weights(form)
+            if self.accelerator.is_main_process:
+                policy.check_engine(generation.description)
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
@@ -172,6 +183,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
         }
         self.add_callback(self.recorder)
+        self.add_callback(self._skips_updates)
         self.add_callback(RunLog(self.args, self.recorder, described))
         self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self.callback_handler)
@@ -181,7 +193,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def create_optimizer(self, model=None):
-        """Builds Muon with AdamW for `optim="muon"`; every other name is TRL's."""
+        """Builds Muon with AdamW for `optim="muon"`; other names are TRL's. Skips updates without a gradient."""
         if self.optimizer is None and self.args.optim == "muon":
             model = self.model if model is None else model
             self.optimizer = MuonAdamW(
@@ -192,7 +204,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
             )
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        self._skips_updates.watch(optimizer)
+        return optimizer
 
     @override
     def _tokenize_prompts(self, prompts):
@@ -226,6 +240,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         drawn = self._ahead.take(prompt_ids) if draws_ahead else None
         with shared, self.recorder.time("rollout"):
             if drawn is not None:
+                self._plan = self._plan_scoring(drawn)
                 completion_ids, logps = drawn.completion_ids, drawn.logps
             elif self.use_vllm:
                 completion_ids, logps = super()._generate_single_turn(*args)
@@ -241,7 +256,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if draws_ahead:
             epoch, num_skipped, num_before = self._epoch_begun
             place = epoch, num_skipped + self._step - num_before
-            self.recorder.log(self._ahead.measure(self.state.global_step, seconds))
+            self.recorder.log(self._ahead.measure(drawn, self.state.global_step, seconds))
             self._ahead.draw(place, self.state, self._tokenize_prompts)
         return completion_ids, logps
 
@@ -261,11 +276,10 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self._ahead is not None:
             # Timed separately from the other work on a generation batch.
             with self.recorder.time("wait"):
-                has_other_weights = self._ahead.collect()
-            if has_other_weights:
-                self._last_loaded_step = -1
+                self._ahead.collect()
         if self.use_vllm:
             self._publish_what_changed()
+        self._plan = self._plan_scoring()
         output = super()._generate(prompts)
         _, completion_ids, _, completions, logps, *_ = output
         self.recorder.observe_completions(completion_ids, completions)
@@ -282,40 +296,39 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 self._save_before_leaving()
                 raise
             self.recorder.observe_rewards(self._logs["rewards"])
-            self._complete(output)
+            plan = self._plan
+            self._complete(output, plan)
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
-                version = self._ahead.drawn.version if self._is_stale else self._last_loaded_step
-                publication["rollout/weight_version"] = float(version)
+                publication["rollout/weight_version"] = float(plan.version)
             bits, is_mixed = self.policy.bits
             if bits is not None:
                 publication["quant/bits"] = bits
             self.recorder.observe_rollout(publication, is_mixed)
-            self._num_compared = 0 if self._are_compared else None
-            if self._num_compared is None:
-                self._observe(output)
-        if self._num_compared is None:
+            if plan.compared != "first update":
+                self._observe(output, plan)
+        if plan.compared != "first update":
             self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
 
     def _publish_what_changed(self) -> None:
         """Publish the weights unless the engine has them. TRL looks only at the step, and would miss weights that a
         callback changes within a step."""
-        if self._last_loaded_step == self.state.global_step and self.vllm_generation.is_published():
-            return
-        with (
-            self.recorder.time("publication"),
-            all_or_none(self.accelerator),
-            profiling_context(self, "sync_weights"),
-        ):
-            self.vllm_generation.sync_weights()
+        if not self.vllm_generation.is_published():
+            with (
+                self.recorder.time("publication"),
+                all_or_none(self.accelerator),
+                profiling_context(self, "sync_weights"),
+            ):
+                self.vllm_generation.sync_weights()
+        # TRL would publish them again.
         self._last_loaded_step = self.state.global_step
 
     def set_precision(self, precision: int | dict[str, int] | None) -> None:
         """Set the precision of the policy with [`Policy.set_precision`]; the engine follows at its next rollout."""
         if self.policy.set_precision(precision) and self.use_vllm:
-            self._last_loaded_step = -1
+            self.vllm_generation.forget_published()
 
     @override
     def training_step(self, model, *args, **kwargs):
@@ -345,12 +358,12 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             forget_order(model)
         if self._objective is None:
             loss = super()._compute_loss(model, inputs)
-            self._compare(inputs, self._forward_logps)
+            self._measure(inputs, self._forward_logps)
             return loss
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        self._compare(inputs, per_token_logps)
+        self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)
         mask = batch.mask
@@ -375,9 +388,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def evaluate(self, *args, **kwargs):
-        """Evaluates the policy as it is deployed: at the bits of the scheme."""
+        """Evaluates the policy as it is deployed: at the bits of the scheme. Within a training, random numbers that
+        draw completions and shuffle batches continue afterwards as if there had been no evaluation."""
         self.set_precision(None)
-        return super().evaluate(*args, **kwargs)
+        device = self.accelerator.device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, enabled=self.is_in_train, device_type=device.type):
+            return super().evaluate(*args, **kwargs)
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
@@ -389,13 +406,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
             with self._hold_folder(resume_from_checkpoint) as checkpoint:
-                self._num_compared = None
+                self._plan = None
                 return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
             if self.use_vllm:
-                self._last_loaded_step = -1
+                self.vllm_generation.forget_published()
                 if self._ahead is not None:
-                    self._ahead.forget()
+                    # Its turn will not come.
+                    self._ahead.pending = None
                 self.vllm_generation.stop_server()
             if restore_signals is not None:
                 restore_signals()

@@ -270,7 +270,9 @@ class Engine:
     async def answer(self, path: str, body: dict) -> tuple[int, dict]:
         try:
             if path == "/collective_rpc":
-                return 200, {"results": [getattr(self, body["method"])(**body.get("kwargs", {}))]}
+                kwargs = body.get("kwargs", {})
+                reply = {"call": kwargs.pop("call", ""), "replica": 0}
+                return 200, {"results": [reply | {"value": getattr(self, body["method"])(**kwargs)}]}
             if path == "/pause":
                 self.running.clear()
             elif path == "/resume":

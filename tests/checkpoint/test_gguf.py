@@ -121,7 +121,6 @@ def read_weights(path, model):
     [
         *(("w4a16", size, "Q4_0") for size in (32, 64, 128)),
         *((f"w{bits}a16", 32, "Q4_0") for bits in (2, 3)),
-        ("w4a16-observer", 32, "Q4_0"),
         ("w8a16", None, "Q8_0"),
         ("mxfp4a16", None, "MXFP4"),
     ],

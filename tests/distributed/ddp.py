@@ -15,7 +15,7 @@ from trl_qarl.rollout.server_process import free_port
 
 
 OPTIONS = {"max_grad_norm": 1.0}
-ADAPTER = {"lora": LORA, "hub_model_id": "someone/adapter", "hub_export": "both"}
+ADAPTER = {"lora": LORA, "hub_model_id": "someone/adapter"}
 # Low-bit codes that follow the adapter have to move.
 MERGED = {"lora": LORA, "lora_mode": "merged", "learning_rate": 1e-2, "optim": "adamw_torch"}
 RUNS = {

@@ -16,6 +16,7 @@ from sharded_runs import (
     Engine,
     assert_follows,
     assert_publishes,
+    assert_skips_updates,
     assert_trained_the_same,
     bits,
     make_model,
@@ -69,6 +70,12 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
         assert_trained_the_same(trainer, ddp)
         experts = trainer.model.model.layers[0].mlp.experts
         assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
+
+
+def updates_without_a_gradient_are_skipped_by_all(folder):
+    for name, launch in (("ddp", None), ("fsdp", {})):
+        for optim in ("muon", "adamw_torch"):
+            assert_skips_updates(folder, f"skips-{name}-{optim}", launch, optim=optim)
 
 
 def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):

@@ -23,7 +23,9 @@ from sharded_runs import (
     COLOCATED,
     LORA,
     assert_follows,
+    assert_keeps_the_last_finite,
     assert_publishes,
+    assert_skips_updates,
     assert_trained_the_same,
     same,
     train,
@@ -200,6 +202,15 @@ def zero_trains_what_it_trains_with_whole_state(folder):
         for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
             assert_offloads(trainer.model_wrapped.optimizer, stage)
             assert all(map(torch.equal, map(whole, trainer.model.parameters()), masters))
+
+
+def zero_keeps_the_last_finite_checkpoint(folder):
+    assert_keeps_the_last_finite(folder, "zero3-nan", launch=launched(3, False), optim="adamw_torch")
+
+
+def zero_skips_updates_without_a_gradient(folder):
+    for stage in (1, 2, 3):
+        assert_skips_updates(folder, f"zero{stage}-skips", launched(stage, False), optim="adamw_torch")
 
 
 def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):

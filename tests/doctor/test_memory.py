@@ -162,6 +162,19 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert shipped["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
 
 
+def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsys):
+    command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--write", str(tmp_path / "launch.yaml")]
+    split = [parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(n, num_tokens=64)) for n in (2, 3)]
+    two, three = (sum(parts["fsdp2"].values()) / 1e9 for parts in split)
+    # Colocated engines take too much, and two GPUs of the learner too little.
+    assert cli.main([*command, "--gpu_memory", str((two + three) / 2), "--vllm_gpu_memory_utilization", "0.9"]) == 0
+    out = capsys.readouterr().out
+    assert "Or a server on 5 of them, and the learner on 3 with fsdp2" in out and "Launch with fsdp2 on 3 GPUs." in out
+    serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --data-parallel-size 5"
+    assert f"CUDA_VISIBLE_DEVICES=3,4,5,6,7 {serve}\n" in out
+    assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
+
+
 def test_the_command_says_which_kernel_of_vllm_runs_the_scheme_on_a_gpu(tiny_model, capsys):
     command = ["estimate", tiny_model, "--gpu_memory", "80", "--tokens", "64", "--scheme", "fp8"]
     assert cli.main([*command, "--gpu_capability", "9.0"]) == 0

@@ -64,6 +64,19 @@ def record(trainer):
     return batches, boundaries.weights
 
 
+def record_parts(trainer):
+    """The completions of each micro-batch of a training, in their order."""
+    parts, compute = [], trainer._compute_loss
+
+    def compute_and_record(model, inputs):
+        if model.training:
+            parts.append(inputs["completion_ids"].tolist())
+        return compute(model, inputs)
+
+    trainer._compute_loss = compute_and_record
+    return parts
+
+
 def scored(trainer, batch, state):
     """Log-probs of a batch by the weights of one update."""
     trainer.model.load_state_dict(state)
@@ -121,24 +134,43 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_played_trainer):
     options = {"rollout_ahead": 1, "max_steps": 4, "steps_per_generation": 2}
     plain, _ = make_played_trainer("plain", **options)
     trainer, server = make_played_trainer("evaluated", eval_strategy="steps", eval_steps=1, **options)
-    ours, theirs = (record(each)[0] for each in (trainer, plain))
-    evaluate = trainer.evaluate
-
-    def evaluate_apart(*args, **kwargs):
-        # It draws from torch's generator, by which a batch is shuffled.
-        with torch.random.fork_rng():
-            return evaluate(*args, **kwargs)
-
-    trainer.evaluate = evaluate_apart
+    ours, theirs = (record_parts(each) for each in (trainer, plain))
     for each in (trainer, plain):
         torch.manual_seed(3)
         each.train()
     assert logged(trainer, "eval_rollout/weight_version") == [1, 2, 3, 4]
     assert logged(trainer, "rollout/age_updates") == [0, 2]
-    assert [batch["completion_ids"].tolist() for batch in ours] == [
-        batch["completion_ids"].tolist() for batch in theirs
-    ]
-    assert torch.equal(weights(trainer), weights(plain))
+    assert ours == theirs and torch.equal(weights(trainer), weights(plain))
+
+
+SAVED = {"rollout_ahead": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 5}, "was saved by a run that ended at update 3, and has no batch that was drawn ahead"),
+        ({"rollout_ahead": 0}, "was saved with rollout_ahead=1, and this run has rollout_ahead=0"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_says_if_it_is_another_run(make_played_trainer, caplog, changes, message):
+    trainer, _ = make_played_trainer("first", **SAVED)
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **(SAVED | changes))
+    caplog.clear()
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+    said = [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
+    assert len(said) == (message is not None) and (message is None or message in said[0])
+
+
+def test_a_run_that_begins_to_draw_ahead_says_that_it_is_another(make_played_trainer, caplog):
+    trainer, _ = make_played_trainer("first", **(SAVED | {"rollout_ahead": 0}))
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **SAVED)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert "was saved with rollout_ahead=0, and this run has rollout_ahead=1" in caplog.text
 
 
 class Writes(TrainerCallback):
@@ -272,7 +304,7 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
 @pytest.fixture
 def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
     """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
-    options = {"bf16": True, "numerics": "engine", "learning_rate": 1e-2}
+    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2}
     options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm_servers.serve(monkeypatch)
     return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
 
@@ -281,7 +313,7 @@ def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
 def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(make_exact_trainer):
-    trainer = make_exact_trainer(rollout_ahead=1, exact="require", max_steps=8, eval_steps=3)
+    trainer = make_exact_trainer(rollout_ahead=1, max_steps=8, eval_steps=3)
     backend = trainer.vllm_generation
     backend.sync_weights()
     # Long enough to be aborted on the way.

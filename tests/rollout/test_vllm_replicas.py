@@ -117,7 +117,7 @@ def test_weights_reach_both_replicas(server, make_trainer, ahead):
 
 def test_a_replica_that_does_not_hold_what_was_sent_is_named_and_none_generates(server, make_trainer):
     publisher = make_trainer().vllm_generation.publisher
-    server.fault.write_text("spoiled during")
+    server.fault.write_text("spoiled during 1")
     with pytest.raises(PublishError, match=f"(?s)Replica 1 of 2: .*{TENSOR}"):
         publisher.publish("1")
     assert [status_of(server, replica) for replica in (0, 1)] == [503, 503]
@@ -129,7 +129,7 @@ def test_a_replica_that_does_not_hold_what_was_sent_is_named_and_none_generates(
 def test_what_one_replica_has_lost_is_sent_again(server, make_trainer, caplog):
     publisher = make_trainer().vllm_generation.publisher
     publisher.publish("1")
-    server.fault.write_text("spoiled before")
+    server.fault.write_text("spoiled before 1")
     with caplog.at_level(logging.WARNING):
         assert publisher.publish("2")["publish/tensors"] == 1
     assert "Sent again: model.norm" in caplog.text
@@ -141,7 +141,7 @@ def test_a_server_that_lost_one_replica_is_started_again_and_gets_everything(ser
 
     def kill_one(completions, **kwargs):
         if not deaths:
-            server.fault.write_text("dies")
+            server.fault.write_text("dies 1")
             with pytest.raises((PublishError, ServerLost)) as death:
                 workers(trainer, "qarl_clear_cache")
             deaths.append(str(death.value))
@@ -164,20 +164,44 @@ def test_a_server_that_lost_one_replica_is_started_again_and_gets_everything(ser
     assert first == again
 
 
-def test_every_rank_of_a_tensor_parallel_engine_is_audited(tmp_path, warm_servers):
-    with serving(tmp_path, warm_servers, "--tensor-parallel-size") as server, trainers_of(server, tmp_path) as make:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, warm_servers):
+    with serving(tmp_path_factory.mktemp("ranks"), warm_servers, "--tensor-parallel-size") as server:
+        yield server
+
+
+def test_every_rank_of_a_tensor_parallel_engine_is_audited(tmp_path, two_ranks):
+    server = two_ranks
+    with trainers_of(server, tmp_path) as make:
         trainer = make()
         trainer.train()
         assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
         everything, _ = logged(trainer, "publish/megabytes")
         publisher = trainer.vllm_generation.publisher
         publisher.publish("trained")
-        server.fault.write_text("spoiled before")
+        server.fault.write_text("spoiled before 1")
         assert publisher.publish("lost")["publish/tensors"] == 1
-        server.fault.write_text("spoiled during")
+        server.fault.write_text("spoiled during 1")
         with pytest.raises(PublishError, match=f"(?s)not the learner's on rank 1 of 2:.*{TENSOR}"):
             publisher.publish("refused")
         assert status_of(server, 0) == 503
         server.fault.unlink()
         assert publisher.publish("healed")["publish/megabytes"] == everything
+        assert status_of(server, 0) == 200
+
+
+@pytest.mark.parametrize("refusals", [(0, 1), (1, 0), ("everywhere", 1)], ids=str)
+def test_a_refusal_hides_no_later_refusal(tmp_path, two_ranks, refusals):
+    """vLLM raises at the first rank that fails and leaves the other replies queued for the next call (vllm#57846)."""
+    server = two_ranks
+    with trainers_of(server, tmp_path) as make:
+        publisher = make().vllm_generation.publisher
+        for refusal in refusals:
+            publisher.publish("good")
+            server.fault.write_text(f"spoiled during {refusal}")
+            with pytest.raises(PublishError, match=f"rank {0 if refusal == 'everywhere' else refusal} of 2"):
+                publisher.publish("refused")
+            assert status_of(server, 0) == 503
+            server.fault.unlink()
+        publisher.publish("good")
         assert status_of(server, 0) == 200

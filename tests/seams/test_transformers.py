@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, GenerationMixin, Trainer
 
 from testing_utils import make_tiny_config
@@ -36,3 +37,15 @@ def test_the_trainer_has_the_steps_that_we_stand_between():
     assert hasattr(Trainer, "_finish_current_push")
     assert "model" in inspect.signature(Trainer.create_optimizer).parameters
     assert "num_items_in_batch" in inspect.signature(Trainer.training_step).parameters
+
+
+def test_the_flag_of_a_skipped_step_keeps_the_schedule():
+    """`AcceleratedOptimizer._is_overflow` has no setter, and the trainer reads it before it advances the schedule."""
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    assert not accelerator.optimizer_step_was_skipped
+    optimizer._is_overflow = True
+    assert accelerator.optimizer_step_was_skipped
+    optimizer.step()
+    assert optimizer._is_overflow, "cleared by accelerate only if it scales the loss"
+    assert "if not self.accelerator.optimizer_step_was_skipped" in inspect.getsource(Trainer._run_epoch)

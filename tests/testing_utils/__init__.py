@@ -270,8 +270,8 @@ TRAINING = {
 ADAPTED_PLAN = {
     "re:.*layers[.]0.*[qkv]_proj": "nvfp4a16",
     "re:.*layers[.]0.*o_proj": "mxfp4a16",
-    "re:.*layers[.]0.*(gate|up)_proj": {"scheme": "w4a16-asym", "group_size": 64},
-    "re:.*layers[.]0.*down_proj": "w8a16-asym",
+    "re:.*layers[.]0.*(gate|up)_proj": {"scheme": "w4a16", "group_size": 64},
+    "re:.*layers[.]0.*down_proj": "w8a16",
     "re:.*layers[.]1.*o_proj": "w8a16",
     "re:.*layers[.]1.*self_attn.*": {"scheme": "w3a16", "group_size": 32},
     "re:.*layers[.]1.*mlp.*": {"scheme": "w2a16", "group_size": 32},

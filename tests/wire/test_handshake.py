@@ -145,7 +145,10 @@ async def reply(send, content, status=200, headers=()):
 
 async def application(scope, receive, send):
     """The routes of vLLM that a connecting client uses, and the workers' answer."""
-    await reply(send, {"data": [{"id": "m"}], "results": [{"backend": "qarl"}]})
+    body = (await receive())["body"]
+    call = json.loads(body)["kwargs"]["call"] if scope["path"] == "/collective_rpc" else ""
+    results = [{"call": call, "replica": 0, "value": {"backend": "qarl"}}]
+    await reply(send, {"data": [{"id": "m"}], "results": results})
 
 
 def serve(token=None, port=0):

@@ -304,9 +304,7 @@ def _check_policy(policy: dict[str, torch.Tensor]) -> None:
         scheme = weight.scheme
         if gguf_type(scheme) is None:
             fitting = [s.name for s in SCHEMES.values() if gguf_type(s) is not None]
-            raise ValueError(
-                f"{name}: scheme {scheme.name!r} has no GGUF type (Q4_0, for example, has no zero points). Schemes with a type are {fitting}."
-            )
+            raise ValueError(f"{name}: scheme {scheme.name!r} has no GGUF type. Schemes with a type are {fitting}.")
         if weight.shape[1] % _BLOCK:
             raise ValueError(
                 f"{name} has {weight.shape[1]} input features, and blocks of GGUF have {_BLOCK}. Leave the layer out with `exclude_modules`."

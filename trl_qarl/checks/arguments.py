@@ -10,7 +10,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
-from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
@@ -85,17 +84,14 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]
-    if args.push_to_hub and exports_policy(args.hub_export):
-        yield (
-            f"push_to_hub=True with hub_export={args.hub_export!r}: with experts in high precision ({reason}) there is no low-bit "
-            "export. Use hub_export='master'."
-        )
-    if args.use_vllm or not args.allow_high_precision_experts:
+    if args.push_to_hub:
+        yield f"push_to_hub=True: with experts in high precision ({reason}) there is no low-bit export. Remove `push_to_hub`."
+    if args.use_vllm or reason != "exclude_modules":
         share = num_elements(experts.values()) / num_elements(model.parameters())
         yield (
             f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
             f"scheme={args.scheme!r} ({reason}). It has no low-bit export, which vLLM would need. Use scheme='bf16'; without "
-            "vLLM, `allow_high_precision_experts=True` quantizes only the other layers."
+            "vLLM, name the experts in `exclude_modules`, such as 'experts', to quantize only the other layers."
         )
 
 
@@ -115,12 +111,11 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         return
     if problem := problem_of_class(model):
         yield problem
-    for name, value in (("numerics", "engine"), ("exact", "require")):
-        if getattr(args, name) == value:
-            yield (
-                f"{name}={value!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in several "
-                "dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
-            )
+    if args.numerics in ("engine", "exact"):
+        yield (
+            f"numerics={args.numerics!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in "
+            "several dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
+        )
 
 
 def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
@@ -128,24 +123,19 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
-    is_served = args.use_vllm and args.lora_mode == "adapter"
+    served = {"is_served": args.use_vllm and args.lora_mode == "adapter", "is_merged": args.lora_mode == "merged"}
     if has_own_adapter and peft_config is not None:
         problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
     elif is_adapter_folder(model):
         from peft import PeftConfig
 
-        problems += problems_of_adapter(PeftConfig.from_pretrained(str(model)), is_served)
+        problems += problems_of_adapter(PeftConfig.from_pretrained(str(model)), **served)
     elif has_own_adapter:
         for config in model.peft_config.values():
-            problems += problems_of_adapter(config, is_served)
+            problems += problems_of_adapter(config, **served)
         problems += problems_of_adapted_model(model)
     elif has_adapter:
-        problems += problems_of_adapter(peft_config, is_served)
-    if args.hub_export == "adapter" and not has_adapter:
-        problems.append(
-            "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
-            "`peft_config`."
-        )
+        problems += problems_of_adapter(peft_config, **served)
     if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "

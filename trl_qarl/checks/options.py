@@ -13,8 +13,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+from transformers.trainer_utils import HubStrategy
 
-from ..checkpoint.uploads import problem_of_access, problem_of_name
+from ..hub import problem_of_push
 from ..numerics.availability import contradicting_options
 from ..options import CHOICES, own_options
 from ..quantization.precisions import parse_precisions, problems_of_precisions
@@ -98,9 +99,9 @@ def check_turns(config) -> Iterator[str]:
 
 
 def check_numerics(config) -> Iterator[str]:
-    if config.numerics == "engine":
+    if config.numerics in ("engine", "exact"):
         for problem in contradicting_options(config):
-            yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
+            yield f"{said(config, 'numerics')} contradicts {problem}, or use numerics='fast'."
 
 
 def check_choices(config) -> Iterator[str]:
@@ -194,13 +195,17 @@ def check_ahead(config) -> Iterator[str]:
 
 
 def check_hub(config) -> Iterator[str]:
-    name = config.hub_model_id
-    if name is None and config.push_to_hub:
-        name = Path(config.output_dir or "trainer_output").absolute().name
-    if name is not None and (problem := problem_of_name(name, config.hub_export)):
+    if not config.push_to_hub:
+        return
+    name = config.hub_model_id or Path(config.output_dir or "trainer_output").absolute().name
+    if problem := problem_of_push(name, config.hub_token):
         yield problem
-    if config.push_to_hub and (problem := problem_of_access(config.hub_token)):
-        yield problem
+    if config.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        yield (
+            f"hub_strategy={HubStrategy(config.hub_strategy).value!r} uploads checkpoints, but only the policy is pushed, because a "
+            "repository with masters next to it loads as another model. Use 'every_save' or 'end', and upload checkpoints yourself: "
+            "hf upload USER/NAME-checkpoints out/checkpoint-10."
+        )
 
 
 def check_inherited(config) -> Iterator[str]:
@@ -274,9 +279,8 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[s
         f"{config.learning_rate:g} round to nothing. {fix}; `bf16=True` still computes in bfloat16."
     )
     if dtype is torch.float16 and config.is_quantized:
-        yield f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
-    elif not config.allow_low_precision_masters:
-        yield f"{text} `allow_low_precision_masters=True` allows them."
+        text += f" Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    yield text
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:

@@ -65,11 +65,23 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
     """Return the bytes of each part on each GPU, by launch, for the training of a language model on the meta device,
     which is quantized in place. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
-    if run.optim not in OPTIMIZERS:
-        raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
+    return parts_of_runs(model, plan, [run], exclude_modules)[0]
+
+
+def parts_of_runs(model: nn.Module, plan: QuantPlan, runs: list[Run], exclude_modules=None) -> list[dict[str, Any]]:
+    """Return [`parts_of_memory`] for each of several runs."""
+    for run in runs:
+        if run.optim not in OPTIMIZERS:
+            raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
     chunk = largest_chunk(model, torch.bfloat16)
     report = prepare_model(model, plan, exclude_modules=exclude_modules, scale_dtype=torch.bfloat16)
-    return {launch: _parts(model, report.low_bit_bytes, chunk, run, launch) for launch in LAUNCHES}
+    return [{launch: _parts(model, report.low_bit_bytes, chunk, run, launch) for launch in LAUNCHES} for run in runs]
+
+
+def served_bytes(model: nn.Module, low_bit_bytes: int) -> int:
+    """Return the bytes of the weights of a quantized `model` in an engine, without keys and values."""
+    quantized = sum(weight.numel() for weight in _quantized(model))
+    return low_bit_bytes + 2 * (sum(parameter.numel() for parameter in model.parameters()) - quantized)
 
 
 def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: str) -> dict[str, int]:

@@ -36,12 +36,14 @@ ROPE_TYPES = ("default", "llama3")
 
 
 def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the numerics and the reason: `config.numerics`, or if that is `None` a choice for `model`, computed in
-    `dtype`. `ValueError` is raised if engine numerics are configured, but their kernels are not available."""
-    if config.numerics == "engine":
+    """Return the numerics, `"fast"` or `"engine"`, and the reason: those of `config.numerics`, or if that is `None` a
+    choice for `model`, computed in `dtype`. `ValueError` is raised if engine numerics are configured, but their
+    kernels are not available."""
+    if config.numerics in ("engine", "exact"):
         # The configuration has made all checks that do not load vLLM.
         for problem in contradicting_options(config, loads_vllm=True):
-            raise ValueError(f"numerics='engine' contradicts {problem}, or use numerics='fast'.")
+            raise ValueError(f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'.")
+        return "engine", "as configured"
     if config.numerics is not None:
         return config.numerics, "as configured"
     reason = next(obstacles(config, model, dtype), None)
@@ -54,7 +56,7 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
     if not config.use_vllm:
         yield "rollouts are the learner's own"
     if not config.use_cpu:
-        yield "engine numerics are untested on GPUs; numerics='engine' selects them, and exact='require' checks them"
+        yield "engine numerics are untested on GPUs; numerics='engine' selects them, and every batch is compared"
     for problem in contradicting_options(config, loads_vllm=True):
         yield f"engine numerics contradict {problem.partition('. ')[0]}"
     if reason := _obstacle_of_model(model, dtype):
@@ -67,6 +69,8 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     # Do not initialize CUDA in a CPU run.
     if not config.use_cpu and (reason := _reason_against(cuda, loads_vllm)):
         yield f"use_cpu=False: {reason}. Set `use_cpu=True`"
+    if not config.use_cpu and config.numerics == "exact":
+        yield "use_cpu=False: engine numerics have never run on a GPU, so equal bits are no promise. Use numerics='engine', which logs the first difference"
     if config.use_cpu and not config.bf16:
         yield f"bf16={config.bf16}: they exist in bfloat16. Set `bf16=True`"
     if not config.quantize_learner:

@@ -21,14 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Exactness:
-    """Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics.
-    `exact` is `"require"` to raise or `"warn"` to log each batch; `None` raises if engine numerics were configured,
-    and logs only the first such batch if they were chosen by default. After `has_differed`, the sampler's log-probs no
-    longer replace the learner's."""
+    """Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics: raises
+    if exactness `is_required`, else logs the first such batch. After `has_differed`, the sampler's log-probs no longer
+    replace the learner's."""
 
-    def __init__(self, exact: str | None, is_asked_for: bool):
-        self.is_required = exact == "require" or (exact is None and is_asked_for)
-        self._warns_once, self.has_differed = exact is None, False
+    def __init__(self, is_required: bool):
+        self.is_required, self.has_differed = is_required, False
 
     def check(
         self, output: dict[str, Any], batch: Batch, model: nn.Module, accelerator: Any, llm=None, score=None
@@ -38,15 +36,15 @@ class Exactness:
         is required, `RuntimeError` names the token that differs."""
         largest, *_ = largest_difference(*batch.rollout)
         overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
-        if overall == 0.0 or (self.has_differed and self._warns_once):
+        if overall == 0.0 or self.has_differed:
             return
         where = describe_difference(output, batch.mask, accelerator.unwrap_model(model), llm, score)
-        message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
+        message = f"the largest mismatch is {overall:.3g} and not 0: {where}."
         if self.is_required:
-            raise RuntimeError(f"{message} Set exact='warn' to train in spite of it.")
-        if not self.has_differed:
-            message += " From the next batch on, each rollout is scored by an additional forward."
-        logger.warning(message)
+            raise RuntimeError(f"numerics='exact': {message} Set numerics='engine' to train in spite of it.")
+        logger.warning(
+            "numerics='engine': %s From the next batch on, each rollout is scored by an additional forward.", message
+        )
         self.has_differed = True
 
 
@@ -64,9 +62,9 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
     if differing:
         lines = [f"  {name}: learner {ours[name]}, engine {theirs.get(name)}\n" for name in differing]
         raise ValueError(
-            f"numerics='engine': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
-            "`trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same kind of "
-            "processor, or use numerics='fast' or exact='warn'."
+            f"numerics='exact': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
+            "`trl-qarl vllm-serve`, with the same releases of vLLM and trl_qarl on the same kind of processor, or use "
+            "numerics='engine' or 'fast'."
         )
 
 

@@ -8,13 +8,12 @@ Rollouts that a server draws while the learner trains on the previous ones.
                             wait for t, publish the weights, ask for t+1
 
 Between two generation batches nothing is in flight: the learner waits for the engine, publishes, and has a thread
-request the completions of the next batch. docs/async.md explains the consequences.
+request the completions of the next batch. docs/vllm.md explains the consequences.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +90,12 @@ class NextPrompts:
 class Ahead:
     """
     The generation batch that `generation`, a [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, draws
-    before its turn, and the weights that draw it. All processes have to make the same calls. `pending` is the next
-    batch, `drawn` the batch in progress until it is scored, if it was drawn ahead.
+    before its turn, `pending`, and the weights that draw it. All processes have to make the same calls.
     """
 
     def __init__(self, generation: Any, args: Any):
         self.generation, self.args = generation, args
         self.pending: Pending | None = None
-        self.drawn: Pending | None = None
         self._coming: NextPrompts | None = None
         self._wait_seconds = 0.0
 
@@ -124,46 +121,41 @@ class Ahead:
         batch.seconds = in_flight.seconds
         self._wait_seconds += time.perf_counter() - start
 
-    def collect(self) -> bool:
-        """
-        Wait for the request in flight. A lost batch is drawn again with the weights that were to draw it, which are
-        published again. Return `True` if that happened: the engine then no longer has the learner's weights.
-        [`EngineLost`] is raised on every process if the engine cannot be brought back.
-        """
+    def collect(self) -> None:
+        """Wait for the request in flight. A lost batch is drawn again with the weights that were to draw it, which are
+        published for it. [`EngineLost`] is raised on every process if the engine cannot be brought back."""
         self.wait()
         batch = self.pending
         if batch is None or batch.completion_ids is not None:
-            return False
+            return
         start = time.perf_counter()
         with at_version(self.generation.model, batch.weights):
             self.generation.sync_weights()
             batch.keep(self.generation.generate(batch.prompt_ids, None, self.args.num_generations))
+        # The engine no longer has the learner's weights.
+        self.generation.forget_published()
         batch.seconds = time.perf_counter() - start
         self._wait_seconds += batch.seconds
-        return True
 
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
         """Return the pending batch, whose turn it is, if it was drawn from these prompts; others drop it."""
         batch, self.pending = self.pending, None
-        if batch is None:
-            return None
-        if not all(gather_object([batch.prompt_ids == prompt_ids])):
+        if batch is not None and not all(gather_object([batch.prompt_ids == prompt_ids])):
             logger.warning(
                 "The prompts are not those that were drawn ahead: something other than `seed` orders them. They are drawn now, and "
                 "the batch that was drawn ahead is dropped."
             )
-            self.drawn = None
             return None
-        self.drawn = batch
         return batch
 
-    def measure(self, now: int, seconds: float) -> dict[str, float]:
-        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`."""
+    def measure(self, drawn: Pending | None, now: int, seconds: float) -> dict[str, float]:
+        """Return metrics of a batch, `drawn` before its turn or now, which begins at update `now` and took the engine
+        `seconds`."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
-            "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),
+            "rollout/age_updates": 0.0 if drawn is None else float(now - drawn.version),
             "rollout/engine_seconds": seconds,
-            "rollout/wait_seconds": waited + (seconds if self.drawn is None else 0.0),
+            "rollout/wait_seconds": waited + (seconds if drawn is None else 0.0),
         }
 
     def draw(self, place: tuple[int, int], state: Any, tokenize: Callable[[list], tuple]) -> None:
@@ -184,10 +176,6 @@ class Ahead:
         launched = self.generation.launch(prompt_ids, self.args.num_generations)
         self.pending = Pending(prompt_ids, state.global_step, weights, in_flight=launched)
 
-    def at_drawn(self) -> AbstractContextManager:
-        """While open, the learner has the weights that drew the batch in progress."""
-        return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.weights)
-
     def state(self) -> tuple[tuple | None, dict[str, Any] | None]:
         """Return this process' pending batch in a form for files, and the weights that draw it: a shard if the model
         is sharded, else the same on all processes. Both are `None` if there is no batch."""
@@ -200,12 +188,8 @@ class Ahead:
 
     def load(self, batch: tuple | None, weights: dict[str, Any] | None) -> None:
         """Continue from [`~Ahead.state`]."""
-        self.forget()
+        self.pending = None
         if batch is not None:
             prompt_ids, version, *drawn = batch
             kept = KeptVersion.of_state(weights, self.generation.model)
             self.pending = Pending(prompt_ids, version, kept, *drawn)
-
-    def forget(self) -> None:
-        """Drop the batches whose turn will not come."""
-        self.pending = self.drawn = None

@@ -17,7 +17,7 @@ from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
 
 from ..wire.handshake import is_proof, json_object, proof, read_token_file
-from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH
+from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, values_of
 from .background import BackgroundCall
 from .http_session import CheckedSession, ServerLost, check_finished, error_text, json_of, refusals
 from .pictures import PICTURE_PATH, complete_prompts
@@ -230,8 +230,11 @@ class QaRLClient(VLLMClient):
             return self.session.post(f"{self.base_url}{path}", json=body or {}, headers=headers)
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of [`~trl_qarl.vllm_plugin.worker.WorkerExtension`] on every worker and return the results."""
-        return json_of(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
+        """Call a method of [`~trl_qarl.vllm_plugin.worker.WorkerExtension`] on every worker and return the results;
+        errors are raised as by [`values_of`]."""
+        call = secrets.token_hex(4)
+        answer = self.control("/collective_rpc", {"method": method, "kwargs": {**kwargs, "call": call}})
+        return values_of(json_of(answer)["results"], call)
 
     def weight_version(self) -> str:
         """Return the version that the server stamps on what it generates."""

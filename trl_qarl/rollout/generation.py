@@ -64,7 +64,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: Any = None
         self.description: dict[str, Any] = {}
-        self._published_parameters: list[tuple[int, ...]] | None = None
+        self._published: tuple[str, list[tuple[int, ...]]] | None = None
         self._in_flight: BackgroundCall | None = None
         self._launched: BackgroundCall | None = None
         # False while a `rollout_func` asks, possibly for text or other log-probs; its result is checked later.
@@ -86,7 +86,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         options, spec = self.options, EngineSpec.of(self.model, self.dtype)
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
-            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
+            self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = client = QaRLClient(
@@ -161,15 +161,19 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self._publish_directly()
         else:
             persistently(_PUBLISHING, self._publish_to_server)
-        self._published_parameters = self._parameter_versions()
+        self._published = self._learner_state()
 
     def is_published(self) -> bool:
-        """Return whether no parameter of any process was written to since the last publication, except through
-        `.data`, which is not seen."""
-        return all(gather_object([self._parameter_versions() == self._published_parameters]))
+        """Return whether the last publication was of this update, and no parameter of any process was written to
+        since, except through `.data`, which is not seen."""
+        return all(gather_object([self._learner_state() == self._published]))
 
-    def _parameter_versions(self) -> list[tuple[int, ...]]:
-        return [writes_to(parameter) for parameter in self.model.parameters()]
+    def forget_published(self) -> None:
+        """Have [`~QaRLVLLMGeneration.is_published`] return `False` until the next publication."""
+        self._published = None
+
+    def _learner_state(self) -> tuple[str, list[tuple[int, ...]]]:
+        return self.weight_version(), [writes_to(parameter) for parameter in self.model.parameters()]
 
     @override
     def generate(self, prompts, images, num_generations, profiler=None):

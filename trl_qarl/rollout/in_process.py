@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from ..checkpoint.export import is_export
 from ..numerics import cuda
-from ..wire.protocol import FILE_BACKEND, PublishError
+from ..wire.protocol import FILE_BACKEND, PublishError, values_of
 from .engine import Tensors
 from .pictures import check_prompt, sent_ids
 from .server_command import cpu_environment
@@ -33,14 +33,14 @@ class InProcessEngine:
         self._worker = getattr(worker, "worker", worker)
 
     def describe(self) -> dict[str, Any]:
-        return self._worker.qarl_describe()
+        return self._call("qarl_describe")
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return values_of([getattr(self._worker, method)(*args)])[0]
 
     def begin(self) -> list[str]:
         self._abort_requests()
-        try:
-            changed = self._worker.qarl_begin()
-        except RuntimeError as error:
-            raise PublishError(str(error)) from error
+        changed = self._call("qarl_begin")
         self._worker.start_weight_update()
         return changed
 
@@ -71,11 +71,8 @@ class InProcessEngine:
                 ) from error
 
     def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
-        self._worker.qarl_finish(fingerprints)
-        try:
-            self._worker.finish_weight_update()
-        except RuntimeError as error:
-            raise PublishError(str(error)) from error
+        self._call("qarl_finish", fingerprints)
+        self._worker.finish_weight_update()
         self.llm.update_weight_version(weight_version)
 
     def weight_version(self) -> str:
@@ -121,7 +118,7 @@ class InProcessEngine:
     def clear_cache(self) -> None:
         # Sleep mode has discarded the cache and freed its memory.
         if not self.llm.llm_engine.is_sleeping():
-            self._worker.qarl_clear_cache()
+            self._call("qarl_clear_cache")
 
     def close(self) -> None:
         """Shut down the engine."""

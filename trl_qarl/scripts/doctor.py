@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from ..quantization.plan import EDGES, plan_of
+from ..quantization.plan import plan_of
 from .command_line import add_plan_options, check_folder, configuration_errors
 
 
@@ -36,9 +36,8 @@ def main(args: Namespace) -> int:
     with configuration_errors():
         if args.group_size is not None and args.scheme is None and args.model is None and not args.engine:
             raise ValueError("--group_size needs --model, --scheme or --engine.")
-        for name in ("exclude_modules", *EDGES):
-            if getattr(args, name) and args.model is None:
-                raise ValueError(f"--{name} needs --model.")
+        if args.exclude_modules and args.model is None:
+            raise ValueError("--exclude_modules needs --model.")
         from ..doctor.checks import diagnose
         from ..doctor.memory import shapes_of
 

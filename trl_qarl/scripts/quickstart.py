@@ -12,9 +12,9 @@ from .command_line import configuration_errors
 # The bands are wide: a geometric mean over the four tokens of a sum moves a hundred times more per update than one of
 # the paper's 16,384. AdamW, because Muon takes longer than the rest of a step on a CPU.
 RECIPE = {"positive_epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15, "logging_steps": 1}
-RECIPE |= {"per_device_train_batch_size": 32, "steps_per_generation": 2, "max_completion_length": 6, "seed": 0}
-RECIPE |= {"optim": "adamw_torch", "learning_rate": 1e-5, "adam_beta2": 0.95, "warmup_steps": 3}
-RECIPE |= {"lr_scheduler_type": "constant_with_warmup", "gradient_checkpointing": False, "save_strategy": "no"}
+RECIPE |= {"per_device_train_batch_size": 32, "steps_per_generation": 2, "warmup_steps": 3, "save_strategy": "no"}
+RECIPE |= {"optim": "adamw_torch", "learning_rate": 1e-5, "adam_beta2": 0.95, "vllm_max_model_length": 128, "seed": 0}
+RECIPE |= {"lr_scheduler_type": "constant_with_warmup", "gradient_checkpointing": False, "max_completion_length": 6}
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -77,8 +77,7 @@ def main(args: Namespace) -> None:
 
     output_dir = Path(args.output_dir)
     given = {"use_vllm": args.vllm is not None, "vllm_mode": args.vllm or "colocate", "vllm_server_port": free_port()}
-    given |= {"vllm_server_autostart": args.vllm == "server", "vllm_max_model_length": 128}
-    given |= {"use_cpu": not torch.accelerator.is_available()}
+    given |= {"vllm_server_autostart": args.vllm == "server", "use_cpu": not torch.accelerator.is_available()}
     with configuration_errors():
         # Made first: invalid options are named before a model is converted.
         config = QaRLConfig(args.output_dir, scheme=args.scheme, max_steps=args.max_steps, **RECIPE, **given)

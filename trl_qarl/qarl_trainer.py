@@ -359,14 +359,12 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self._objective is None:
             loss = super()._compute_loss(model, inputs)
             self._measure(inputs, self._forward_logps)
-            self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
             return loss
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
-        self.recorder.observe_update(batch)
         loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)
         mask = batch.mask
         metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}

@@ -10,6 +10,7 @@ from shards import AFTER, CLAIMS, NIGHTLY
 from testing_utils import make_tiny_mixture, make_tiny_model
 from testing_utils.hub_stand_in import StandInHub, environment, local_files, pushed_files
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
+from trl_qarl.processes import as_child
 
 
 def _param(claim):
@@ -45,7 +46,7 @@ def said(folder, hub, request):
     path = os.pathsep.join(places)
     # What vLLM compiles in a server, for seconds, computes the same as what it does not.
     variables = {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"} | environment(hub, folder / "home")
-    result = subprocess.run(launch, env=os.environ | variables, capture_output=True, text=True, timeout=1700)
+    result = subprocess.run(as_child(launch), env=os.environ | variables, capture_output=True, text=True, timeout=1700)
     # With the seconds of each claim, which `-rP` shows.
     print(result.stdout)
     assert result.returncode == 0, result.stderr[-4000:]

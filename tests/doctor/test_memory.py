@@ -1,5 +1,9 @@
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +181,30 @@ def test_the_command_says_which_kernel_of_vllm_runs_the_scheme_on_a_gpu(tiny_mod
     assert "ok       vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel" in capsys.readouterr().out
     assert cli.main([*command, "--gpu_capability", "8.0"]) == 1
     assert "error    fp8 must not run in vLLM on this GPU" in capsys.readouterr().out
+
+
+ASKS_NO_ONE = """
+import socket, sys
+from trl_qarl.cli import main
+
+
+def find(host, *args, **kwargs):
+    print("asked", host)
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+socket.getaddrinfo = find
+sys.exit(main(["estimate", sys.argv[1], "--gpu_memory", "24", "--trust_remote_code"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_hub_is_asked_nothing_about_a_local_folder(tiny_model, tmp_path):
+    """Here by a configuration that names code on the Hub: transformers would try again for a minute."""
+    config = json.loads(Path(tiny_model, "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "org/code--configuration.Config"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    command = [sys.executable, "-c", ASKS_NO_ONE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and f"MODEL {tmp_path}" in done.stderr

@@ -13,6 +13,7 @@ import pytest
 import requests
 
 from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils.children import start
 from testing_utils.web_servers import complete, wait_until
 from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.client import QaRLClient
@@ -39,7 +40,7 @@ class Server:
         command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
         command += ["--transfer_dir", str(self.transfer_dir)]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self.process = start(command, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self.answers, 900, self.log.read_text)
         self.first_answer, self.first_state = self.complete(), self.state()
 
@@ -190,7 +191,7 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
     (tmp_path / "killed").mkdir()
     server.wait_until_free()
     before = server.state()["num_publications"]
-    victim = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
+    victim = start([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while server.state()["num_publications"] < before + 3:
         assert victim.poll() is None and time.monotonic() < deadline

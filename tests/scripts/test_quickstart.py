@@ -22,10 +22,9 @@ def test_short_run_writes_masters_export_and_report(tmp_path, capsys, scheme):
     assert (output_dir / "masters" / "qarl.json").is_file() and (output_dir / scheme / "config.json").is_file()
 
 
-def test_time_budget_ends_training_and_says_so(tmp_path, capsys):
+def test_time_budget_ends_training(tmp_path, capsys):
     run(tmp_path, "--max_steps", "500", "--max_minutes", "0")
-    printed = capsys.readouterr().out
-    assert "trained 1 of 500 updates" in printed and "--max_minutes=0 sets it" in printed
+    assert "trained 1 of 500 updates" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

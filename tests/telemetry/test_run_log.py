@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from testing_utils import make_problems, make_trainer, stop_at
-from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 from trl_qarl.telemetry.run_log import _fingerprint_of_model, to_row
 
 
@@ -131,32 +130,6 @@ def test_only_configuration_and_weights_of_a_model_are_in_its_fingerprint(tiny_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
-def test_histograms_of_each_update_count_every_sequence(tiny_model, tmp_path, objective):
-    trainer = make(tiny_model, tmp_path, objective=objective, gradient_accumulation_steps=2, steps_per_generation=4)
-    advantages = []
-    compute = trainer._compute_loss
-    trainer._compute_loss = lambda model, inputs: advantages.append(inputs["advantages"]) or compute(model, inputs)
-    trainer.train()
-    rows = read(tmp_path / "distributions.jsonl")
-    of_tokens = [row for row in rows if row["name"].startswith("token_")]
-    assert len(of_tokens) == 4 * 2 * 2
-    rows = [row for row in rows if row not in of_tokens]
-    assert len(rows) == 4 * 2 * 2
-    for row in rows:
-        assert set(row) == {"step", "name", "sign", "edges", "counts"}
-        assert row["edges"] == HISTOGRAM_EDGES and len(row["counts"]) == len(row["edges"]) - 1
-        of_update = [a for batch in advantages[2 * (row["step"] - 1) :][:2] for a in batch.tolist()]
-        assert sum(row["counts"]) == sum(a > 0 if row["sign"] == "positive" else a < 0 for a in of_update)
-    # The first update finds the policy that was sampled: all ratios are near 1, those after it are not.
-    near, far = (
-        sum(sum(row["counts"][22:27]) for row in rows if row["name"] == "ratio" and row["step"] == step)
-        for step in (1, 2)
-    )
-    assert near > far
-
-
-@pytest.mark.slow
 def test_resumed_run_appends(tiny_model, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     make(tiny_model, tmp_path, callbacks=[stop_at(2)], **saving).train()
@@ -165,4 +138,3 @@ def test_resumed_run_appends(tiny_model, tmp_path):
     rows = read(tmp_path / "metrics.jsonl")
     assert rows[: len(before)] == before
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-    assert sorted({row["step"] for row in read(tmp_path / "distributions.jsonl")}) == [1, 2, 3, 4]

@@ -12,6 +12,7 @@ other modules:
 | `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |
 | `web_servers`, `failing_server` | web servers in this process; one that fails on command |
 | `hub_stand_in` | a web server in place of the Hub |
+| `children` | processes that end with the test run |
 | `live_bytes` | the memory of tensors, counted |
 """
 

@@ -38,8 +38,9 @@ def make_tokenizer(gguf: Path):
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 
-    options = {"model_max_length": 8192, "padding_side": "left", "clean_up_tokenization_spaces": False}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **options)
+    options = {"gguf_file": gguf.name, "model_max_length": 8192, "padding_side": "left"}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     parts = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(parts))

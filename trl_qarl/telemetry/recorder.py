@@ -1,6 +1,5 @@
 """[`Recorder`]: collects the measurements of a run, which the trainer triggers and a callback writes."""
 
-import itertools
 import logging
 import time
 from collections import defaultdict
@@ -15,13 +14,12 @@ from typing_extensions import override
 
 from ..forward import Batch
 from ..objectives.objective import reduce_metrics
-from ..objectives.ratios import mismatch_weight, sequence_log_ratio
+from ..objectives.ratios import mismatch_weight
 from ..quantization.inventory import Inventory
 from ..quantization.storage import is_sharded
 from ..quantization.weight import QuantizedWeight
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
-from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, weight_metrics
-from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES
+from .mismatch import mismatch_metrics, mismatch_sums, weight_metrics
 from .text import completion_text, has_loop, is_garbled
 
 
@@ -30,16 +28,13 @@ logger = logging.getLogger(__name__)
 _LARGEST_REWARD = 1e18
 """TRL computes advantages in float32, where the squares of larger rewards overflow."""
 
-# Histograms of an update, of tokens and of completions, in the order of `observe_update`.
-_QUANTITIES, _SIGNS = ("token_ratio", "token_mismatch_weight", "ratio", "mismatch_weight"), ("positive", "negative")
-
 # In a run with several precisions these are also logged separately for each.
 _BY_BITS = ("reward", "mismatch/abs_logp_mean", "quant/sqnr")
 
 
 class Recorder(TrainerCallback):
     """
-    Counters, timers and histograms of one run.
+    Counters and timers of one run.
 
     Measurements go into `metrics`, lists of values by name for `"train"` and `"eval"`, which TRL averages and logs.
     Rows for files wait for [`~Recorder.pop`]. `accelerator` adds up over the processes, all of which have to call.
@@ -54,7 +49,6 @@ class Recorder(TrainerCallback):
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
         self._metrics = metrics
-        self._histograms: torch.Tensor | None = None
         self._batches: list[dict[str, float]] = []
         self._precision: str | None = None
         self._seconds: dict[str, float] = defaultdict(float)
@@ -185,22 +179,6 @@ class Recorder(TrainerCallback):
         metrics = mismatch_metrics(sums, counts, maxima)
         return metrics | weight_metrics(weights, advantages) if sums[0, -1] else metrics
 
-    @torch.no_grad()
-    def observe_update(self, batch: Batch) -> None:
-        """Add the ratios of a micro-batch, which has the learner's log-probs now, to the histograms."""
-        if not self.model.training:
-            return
-        old, sampling, advantages, mask, per_token_logps = batch
-        tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
-        sequences = torch.stack(
-            [sequence_log_ratio(per_token_logps, old, mask), sequence_log_ratio(old, sampling, mask)]
-        )
-        of_tokens = advantages.unsqueeze(1).expand_as(old).flatten(), mask.bool().flatten()
-        counts = torch.cat(
-            [ratio_histograms(tokens, *of_tokens), ratio_histograms(sequences, advantages, mask.bool().any(-1))]
-        )
-        self._histograms = counts if self._histograms is None else self._histograms + counts
-
     @contextmanager
     def steps_within(self, engine: Any) -> Iterator[None]:
         """Measure the steps of DeepSpeed's `engine`, which happen within backward, before callbacks are called."""
@@ -249,17 +227,7 @@ class Recorder(TrainerCallback):
         # With an adapter the base does not change.
         return ((name, layer) for name, layer in Inventory.of(self.model).weights() if layer.is_trained)
 
-    def pop(self) -> dict[str, list[dict[str, Any]]]:
-        """
-        Return the rows since the last call, by file: generation batches of this process, and the histograms of an
-        update, added up over all processes and micro-batches. Every process has to call this.
-        """
-        rows = {BATCHES_FILE: self._batches, DISTRIBUTIONS_FILE: []}
-        counts, self._histograms, self._batches = self._histograms, None, []
-        if counts is not None:
-            counts = self.accelerator.reduce(counts, reduction="sum").tolist()
-            rows[DISTRIBUTIONS_FILE] = [
-                {"name": name, "sign": sign, "edges": HISTOGRAM_EDGES, "counts": row}
-                for (name, sign), row in zip(itertools.product(_QUANTITIES, _SIGNS), counts, strict=True)
-            ]
+    def pop(self) -> list[dict[str, Any]]:
+        """Return the rows of the generation batches of this process since the last call."""
+        rows, self._batches = self._batches, []
         return rows

@@ -64,9 +64,9 @@ def test_the_default_rises_again_with_a_larger_dataset(tiny_model, tmp_path):
         (
             7,
             {"steps_per_generation": 8},
-            "7 prompts, and steps_per_generation=8 needs 8 .*Give steps_per_generation=7",
+            "7 prompts, and steps_per_generation=8 .*needs 8 .*Give steps_per_generation=7",
         ),
-        (7, {"generation_batch_size": 64}, "steps_per_generation=16 needs 16"),
+        (7, {"generation_batch_size": 64}, "steps_per_generation=16 .generation_batch_size=64. needs 16"),
         (1, {"per_device_train_batch_size": 8}, "1 prompts, and the smallest generation batch needs 2 .*Lower `per_d"),
         (0, {}, "The training dataset has no rows"),
     ],
@@ -123,4 +123,4 @@ def test_the_command_fails_if_nothing_was_trained(train_argv, tmp_path):
     assert result.returncode not in (0, 2) and "The training made no update" in result.stderr
     assert "exported" not in result.stdout and not (tmp_path / "run" / "w4a16").exists()
     result = run_command(train_argv, tmp_path, [*make_problems(3)], steps_per_generation=4)
-    assert result.returncode == 2 and "steps_per_generation=4 needs 4" in result.stderr
+    assert result.returncode == 2 and "steps_per_generation=4 (generation_batch_size=16) needs 4" in result.stderr

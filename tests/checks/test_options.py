@@ -37,6 +37,8 @@ REFUSED = [
     ({"loss_type": "dapo"}, "loss_type='dapo'"),
     ({"objective": "grpo", "importance_sampling_level": "word"}, "'word'"),
     ({"objective": "grpo", "vllm_importance_sampling_mode": "mask"}, "'mask'"),
+    ({"scale_rewards": "grop"}, "scale_rewards='grop' is unknown. Choose one of .'group'"),
+    ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation='sum'"),
     # Which switches `torch_compile` on.
     ({"torch_compile_backend": "inductor"}, "torch_compile=True"),
     ({"optim": "lion_64bit"}, "lion_64bit"),

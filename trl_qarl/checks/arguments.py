@@ -154,6 +154,13 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
+    rewards = others["reward_funcs"] or []
+    num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
+    if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
+        problems.append(
+            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there are {num_rewards} reward functions. "
+            "Give one for each."
+        )
     datasets = train_dataset, eval_dataset
     if videos := _columns_among({"video", "videos"}, datasets):
         problems.append(

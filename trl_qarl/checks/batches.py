@@ -76,7 +76,11 @@ def _prompts(args: Any, steps: int) -> int | None:
 
 def _explain(args: Any, num_prompts: int) -> str:
     given = args.steps_per_generation
-    name = "the smallest generation batch" if args.chooses_steps else f"steps_per_generation={given}"
+    name = (
+        "the smallest generation batch"
+        if args.chooses_steps
+        else f"steps_per_generation={given} (generation_batch_size={args.generation_batch_size})"
+    )
     steps = [steps for steps in range(1, given + 1) if _prompts(args, steps)]
     needs = _prompts(args, steps[0] if args.chooses_steps else given)
     possible = [steps for steps in steps if (_prompts(args, steps) or 0) <= num_prompts]

@@ -28,6 +28,8 @@ from .refused import (
 _CHOICES = CHOICES | {
     "vllm_mode": ("server", "colocate"),
     "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 

@@ -1,7 +1,7 @@
 """Types and ranges of option values, before any other check reads them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import formatannotation
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -10,27 +10,39 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ..options import own_options
 
 
-AT_LEAST = {
-    "num_generations": (2, "advantages compare the completions of a prompt"),
-    "num_iterations": (1, "batches that are never used train nothing"),
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-        (1, "it counts completions or micro-batches"),
+RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
+    ("num_generations",): ("at least 2", lambda x: x >= 2, "advantages compare the completions of a prompt"),
+    ("num_iterations",): ("at least 1", lambda x: x >= 1, "batches that are never used train nothing"),
+    (
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        *("steps_per_generation", "generation_batch_size", "num_generations_eval", "ref_model_sync_steps"),
+        *("max_completion_length", "vllm_max_model_length", "vllm_tensor_parallel_size", "ddp_timeout"),
+    ): ("at least 1", lambda x: x >= 1, "it counts something that there must be"),
+    (
+        *("learning_rate", "weight_decay", "max_grad_norm", "beta", "adam_epsilon", "warmup_steps", "eval_delay"),
+        *("router_aux_loss_coef", "save_steps", "eval_steps", "logging_steps", "dataloader_num_workers", "seed"),
+    ): ("at least 0", lambda x: x >= 0, "a negative value has no meaning"),
+    ("adam_beta1", "adam_beta2"): ("at least 0 and below 1", lambda x: 0 <= x < 1, "it is the decay of a mean"),
+    ("top_p",): ("above 0 and at most 1", lambda x: 0 < x <= 1, "it is the probability of the tokens that are kept"),
+    ("min_p",): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share of the largest probability"),
+    ("top_k",): ("at least 0, or -1", lambda x: x >= -1, "it counts tokens, and 0 and -1 keep all"),
+    ("repetition_penalty", "num_train_epochs", "vllm_server_timeout"): (
+        "greater than 0",
+        lambda x: x > 0,
+        "0 would leave nothing",
     ),
-    **dict.fromkeys(
-        ("steps_per_generation", "generation_batch_size"),
-        (1, "a generation batch needs completions"),
-    ),
-    "max_completion_length": (1, "a completion needs a token"),
-    "vllm_max_model_length": (1, "a completion needs a token"),
-    "vllm_tensor_parallel_size": (1, "it counts GPUs"),
-    "ref_model_sync_steps": (1, "it counts updates"),
-    **dict.fromkeys(
-        ("learning_rate", "weight_decay", "max_grad_norm", "beta", "adam_epsilon", "warmup_steps"),
-        (0, "a negative value has no meaning"),
+    ("max_steps",): ("at least 1, or -1", lambda x: x >= 1 or x == -1, "-1 trains for `num_train_epochs`"),
+    ("top_entropy_quantile", "ref_model_mixup_alpha"): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share"),
+    ("vllm_server_port", "vllm_group_port"): ("from 1 to 65535", lambda x: 1 <= x <= 65535, "it is a port"),
+    ("vllm_gpu_memory_utilization",): (
+        "above 0 and at most 1",
+        lambda x: 0 < x <= 1,
+        "it is the share of a GPU's memory that vLLM takes",
     ),
 }
-"""Smallest values of options, with reasons."""
+"""Ranges of numbers with reasons: text, test and reason of several options."""
+
+_RANGE_OF = {name: range_ for names, range_ in RANGES.items() for name in names}
 
 _MAY_BE_INFINITE = (
     *("max_grad_norm", "delta", "vllm_importance_sampling_clip_max", "mismatch_cap"),
@@ -69,20 +81,10 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
 def _problem_of_range(name: str, value: Any) -> str | None:
     if name == "output_dir" and value == "":
         return "output_dir='' is empty. Name the folder for checkpoints and the policy, or leave it out."
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if name not in _RANGE_OF or not isinstance(value, Real) or isinstance(value, bool):
         return None
-    if name in AT_LEAST and value < AT_LEAST[name][0]:
-        least, why = AT_LEAST[name]
-        return f"{name}={value!r} must be at least {least}: {why}."
-    if name == "max_steps" and value != -1 and value < 1:
-        return f"max_steps={value!r} must be at least 1, or -1 to train for `num_train_epochs`."
-    if name == "num_train_epochs" and value <= 0:
-        return f"num_train_epochs={value!r} must be greater than 0: no prompt would be used."
-    if name in ("vllm_server_port", "vllm_group_port") and not 1 <= value <= 65535:
-        return f"{name}={value!r} is not a port. Give a number from 1 to 65535; the default is free on most machines."
-    if name == "vllm_gpu_memory_utilization" and not 0 < value <= 1:
-        return f"{name}={value!r} must be above 0 and at most 1: it is the share of a GPU's memory that vLLM takes."
-    return None
+    allowed, holds, why = _RANGE_OF[name]
+    return None if holds(value) else f"{name}={value!r} must be {allowed}: {why}."
 
 
 def _is_float(value: Any) -> bool:

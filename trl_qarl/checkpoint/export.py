@@ -28,7 +28,7 @@ from ..quantization.storage import is_sharded, whole
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
-from .layout import iter_checkpoint_tensors, loads_in_transformers, quantization_config
+from .layout import check_finite, iter_checkpoint_tensors, loads_in_transformers, quantization_config
 from .load import auto_class
 from .serving import ADAPTER_FOLDER
 
@@ -205,8 +205,10 @@ def check_export_dir(folder: str | Path) -> None:
 
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU."""
+    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU. `ValueError` is
+    raised if one is not finite."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    check_finite(tensors.items())
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():
         # Only transformers knows the checkpoint names of other layouts.

@@ -14,7 +14,15 @@ from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
 from .checkpoint.export import export_checkpoint
 from .checkpoint.record import check_record, scheme_record
 from .checks.adapter import problems_of_adapted_model
-from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters, problems_of_pictures
+from .checks.arguments import (
+    check_dropout,
+    check_output_head,
+    check_positions,
+    keep_attention_cap,
+    problems_of_experts,
+    problems_of_masters,
+    problems_of_pictures,
+)
 from .checks.options import raise_problems
 from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
@@ -93,6 +101,8 @@ class Policy:
         if self.has_adapter:
             raise_problems(problems_of_adapted_model(model))
         check_dropout(model, args)
+        keep_attention_cap(model)
+        check_positions(model, args)
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         if self.has_adapter:
             self.swap_report = prepare_base(
@@ -167,6 +177,14 @@ class Policy:
             rank = lora_arguments(model).get("max_lora_rank")
             attach_engine_numerics(model, self.dtype, self.args.temperature, adapter_rank=rank)
 
+    def check_head(self) -> None:
+        """Raise `ValueError` if the loss has other log-probs than the model; TRL must have installed its head."""
+        # Engine numerics have a head of their own, a sharded model a part of each weight, and bitsandbytes repacks its
+        # weights on a CPU at the first forward without gradients.
+        is_in_4bit = getattr(base_model(self.model), "is_loaded_in_4bit", False)
+        if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
+            check_output_head(self.model, self.args.temperature)
+
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""
         if self.exactness.is_required:
@@ -175,6 +193,7 @@ class Policy:
 
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
+        keep_attention_cap(model)
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
             if self._sharded_by == "FSDP2":

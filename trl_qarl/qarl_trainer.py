@@ -126,6 +126,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             GenerationConfig=self._make_generation_config,
         ):
             super().__init__(**given)
+        with all_or_none(self.accelerator):
+            self.policy.check_head()
         if self.is_deepspeed_enabled and args.bf16:
             # TRL has given the models another forward by now.
             for each in filter(None, (self.model, self.ref_model)):

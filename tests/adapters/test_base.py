@@ -123,6 +123,17 @@ def test_a_low_bit_base_of_pictures_and_text_is_taken_by_the_plan_that_made_it(t
     assert len(report.converted) == 14 and any("visual" in name for name in report.skipped)
 
 
+def test_a_base_with_a_quantized_output_head_is_refused(tmp_path):
+    model = layers.tiny("qwen2")
+    prepare_model(model, "w8a8")
+    # As llm-compressor quantizes without `ignore`.
+    model.lm_head = QuantizedLinear.from_linear(model.lm_head, get_scheme("w8a8"), torch.float32)
+    base = load_frozen_model(str(export_checkpoint(model, tmp_path, dtype=torch.float32)))
+    assert isinstance(base.lm_head, QuantizedLinear)
+    with pytest.raises(ValueError, match=r"quantized output head \('lm_head'\).*ignore=\['lm_head'\]"):
+        prepare(base, "w8a8")
+
+
 OTHER = {"base": "f" * 16, "scheme": "w8a16", "group_size": 64, "scale_dtype": "float32"}
 
 

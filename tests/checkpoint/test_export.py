@@ -1,5 +1,6 @@
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,24 @@ def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path
     prepare_model(model, name)
     folder = export_checkpoint(model, tmp_path / "export", tokenizer, dtype=torch.float32)
     assert_close(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model)
+
+
+# Of a quantized layer, whose scale says so, and of one in high precision.
+@pytest.mark.parametrize("layer", ["model.layers.1.mlp.down_proj", "model.norm"])
+@pytest.mark.parametrize(
+    # Of NVFP4 an infinite weight is refused as one that has outgrown its global scale.
+    ("name", "value"),
+    [*itertools.product(["w4a16", "w8a8", "fp8", "mxfp4a16"], [math.nan, math.inf]), ("nvfp4a16", math.nan)],
+)
+def test_a_master_that_is_not_finite_is_named_and_not_exported(tmp_path, name, layer, value):
+    model, _ = load(tmp_path)
+    prepare_model(model, name, scale_dtype=torch.bfloat16)
+    weight = model.get_submodule(layer).weight
+    with torch.no_grad():
+        weight.view(len(weight), -1)[5, -1] = value
+    with pytest.raises(ValueError, match=rf"^{layer}\.weight(_scale)?: row 5 is not finite"):
+        export_checkpoint(model, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
 
 
 def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):

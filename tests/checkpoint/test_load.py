@@ -58,6 +58,35 @@ def test_a_loaded_model_computes_what_the_exported_one_does(tmp_path, scheme):
     assert_equal(*(load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again")))
 
 
+@pytest.mark.parametrize("size", ["5GB", "200KB"])
+def test_files_that_no_index_names_are_not_read(tmp_path, size):
+    model = tiny("qwen2", tie_word_embeddings=True)
+    prepare_model(model, "w4a16")
+    export_checkpoint(model, tmp_path, max_shard_size=size)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (size == "200KB")
+    # Of an earlier export, and of another tool; read in any order.
+    for name in ("model-00009-of-00009.safetensors", "consolidated.safetensors", "a.safetensors"):
+        for path in files:
+            zeros = {key: torch.zeros_like(tensor) for key, tensor in load_file(path).items()}
+            save_file(zeros, tmp_path / f"{path.stem}-{name}")
+    assert torch.equal(logits(load_frozen_model(str(tmp_path))), logits(model))
+    files[-1].unlink()
+    with pytest.raises(ValueError, match="lacks 'model-0000" if len(files) > 1 else "neither model.safetensors nor"):
+        load_frozen_model(str(tmp_path))
+
+
+def test_masters_of_a_folder_are_those_that_transformers_loads(tmp_path):
+    saved, model = make_mixture("qwen3_moe"), make_mixture("qwen3_moe", seed=1)
+    saved.save_pretrained(tmp_path)
+    other = {name: torch.zeros_like(t) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    for name in ("a.safetensors", "z.safetensors"):
+        save_file(other, tmp_path / name)
+    load_renamed(model, tmp_path)
+    experts = (m.model.layers[1].mlp.experts.down_proj for m in (model, saved))
+    assert torch.equal(*experts)
+
+
 ORDER = "model.layers.0.mlp.up_proj.weight_g_idx"
 
 

@@ -14,6 +14,7 @@ from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, mak
 from testing_utils.trainings import EXPERTS, arguments, make
 from trl_qarl.checks.arguments import problems_of_pictures
 from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.quantization.swap import restore_model
 
 
 @pytest.fixture
@@ -205,3 +206,63 @@ def test_dropout_is_refused_by_tbpo_and_switched_off_by_its_option(tmp_path, arc
     tokens = torch.randint(4, 200, (2, 12))
     with torch.no_grad():
         assert torch.equal(trainer.model.train()(tokens).logits, trainer.model.eval()(tokens).logits)
+
+
+def test_gemma_2_computes_with_the_cap_of_its_attention(tmp_path):
+    """PyTorch's fused attention, transformers' default, drops it."""
+    options = {"attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 1, "final_logit_softcapping": 30.0}
+    path = make_tiny_model(tmp_path, "gemma2", **options)
+    capped = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    trainer = make(path, tmp_path / "run", scheme="bf16", bf16=False, beta=0.1)
+    ids = torch.arange(4, 44).view(2, 20)
+    fused = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    expected = capped(ids).logits
+    assert (fused(ids).logits - expected).abs().max() > 1e-3
+    for model in (trainer.model, trainer.ref_model):
+        torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def long_rope(tmp_path):
+    factors = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    return make_tiny_model(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("length", [None, 128])
+def test_long_rope_is_refused_in_an_engine_with_a_longer_context(long_rope, tmp_path, no_engine, length):
+    message = rf"vllm_max_model_length={length} with LongRoPE: .* Set vllm_max_model_length=64"
+    with pytest.raises(ValueError, match=message):
+        make(long_rope, tmp_path / "run", use_vllm=True, vllm_max_model_length=length)
+
+
+def test_long_rope_refuses_sequences_that_change_others(long_rope, tmp_path):
+    trainer = make(long_rope, tmp_path / "run", max_completion_length=8)
+    ids = torch.arange(64)[None] + 4
+    with torch.no_grad():
+        short = trainer.model(ids).logits
+        with pytest.raises(ValueError, match="has 65 tokens, more than original_max_position_embeddings=64"):
+            trainer.model(torch.cat([ids, ids[:, :1]], dim=1))
+        assert torch.equal(trainer.model(ids).logits, short)
+
+
+def scaling_logits(forward):
+    """A forward that scales the logits, as of a model with its own code."""
+
+    def scaled(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 1.1
+        return output
+
+    return scaled
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+def test_a_forward_that_scales_logits_is_refused(tmp_path, scheme):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2", initializer_range=0.5))
+    make(model, tmp_path / "plain", scheme=scheme)
+    restore_model(model)
+    del model.forward
+    model.forward = scaling_logits(model.forward)
+    with pytest.raises(ValueError, match="TRL's loss differ from those of Qwen2ForCausalLM's logits by"):
+        make(model, tmp_path / "scaled", scheme=scheme)

@@ -52,7 +52,7 @@ def test_a_vllm_that_is_missing_untested_or_doubled_is_named(changes, expected, 
         ((8, 9), "w4a8", ["error"], "needs compute capability 9.0 -> choose 'w4a16'"),
         ((10, 0), "w8a8", ["error"], "w8a8 must not run in vLLM on this GPU: vLLM's kernel"),
         ((10, 0), None, ["warning"] * 2, "w4a8 must not run in vLLM"),
-        ((7, 5), None, ["warning"] * 2, "this GPU has no bf16 arithmetic"),
+        ((7, 5), None, ["warning"] * 3, "this GPU has no bf16 arithmetic"),
     ],
 )
 def test_gpus_that_lack_what_the_scheme_needs(capability, scheme, expected, text):

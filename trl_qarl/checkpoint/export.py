@@ -27,7 +27,7 @@ from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded, whole
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
-from .layout import iter_checkpoint_tensors, loads_in_transformers, quantization_config
+from .layout import check_finite, iter_checkpoint_tensors, loads_in_transformers, quantization_config
 from .load import auto_class
 
 
@@ -184,8 +184,10 @@ def check_export_dir(folder: str | Path) -> None:
 
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU."""
+    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU. `ValueError` is
+    raised if one is not finite."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    check_finite(tensors.items())
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():
         # Only transformers knows the checkpoint names of other layouts.

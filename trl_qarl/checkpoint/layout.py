@@ -89,6 +89,26 @@ def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterat
         yield stem + key.removeprefix("weight"), value.detach()
 
 
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `ValueError` if a tensor of the low-bit policy is not finite, with its name and row. A master that is not
+    finite makes the scale of its group so."""
+    for name, tensor in tensors:
+        if tensor.dtype is torch.uint8 and name.endswith("_scale"):
+            # Powers of two, of which 255 is NaN.
+            is_finite = tensor != 255
+        elif tensor.is_floating_point() and (tensor.itemsize > 1 or name.endswith("_scale")):
+            is_finite = tensor.float().isfinite() if tensor.itemsize == 1 else tensor.isfinite()
+        else:
+            continue
+        if not is_finite.all():
+            place = (~is_finite).nonzero()[0].tolist()
+            rows = place[:-1] or place
+            raise ValueError(
+                f"{name}: row {', '.join(map(str, rows))} is not finite ({tensor[tuple(place)].item()}), so a master of this layer is NaN or "
+                "infinite. Start again from an earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+            )
+
+
 def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of [`iter_checkpoint_layers`] one by one."""
     return chain.from_iterable(iter_checkpoint_layers(model, dtype))

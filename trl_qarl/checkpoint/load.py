@@ -70,6 +70,21 @@ def skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTr
         return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the files with a folder's weights, those that transformers would load: `model.safetensors`, else the
+    shards that its index names; none without either. `ValueError` names a missing shard."""
+    folder = Path(folder)
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {missing[0]!r}, which its {index.name} names. Copy or export it again.")
+    return files
+
+
 def load_frozen_model(
     name_or_path: str,
     dtype: torch.dtype | str | None = "float32",
@@ -195,7 +210,7 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
-        if any(map(_has_unread_experts, folder.glob("*.safetensors"))):
+        if any(map(_has_unread_experts, weight_files(folder))):
             return load_frozen_model(str(folder), dtype)
     return auto_class(AutoConfig.from_pretrained(name_or_path)).from_pretrained(name_or_path, dtype=dtype).eval()
 
@@ -214,7 +229,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     transformers' Trainer only looks for the model's names, and skips other tensors with a warning (5.17). `ValueError`
     is raised if experts are stored under unknown names.
     """
-    files = {name: path for path in Path(folder).glob("*.safetensors") for name in _names_in(path)}
+    files = {name: path for path in weight_files(folder) for name in _names_in(path)}
     if is_adapted(model) or not files:
         return
     inventory = Inventory.of(model)
@@ -260,8 +275,10 @@ def _fill(
     model: PreTrainedModel, folder: Path, schemes: list[tuple[list[str], QuantScheme]], dtype: torch.dtype
 ) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         tensors |= load_file(path)
+    if not tensors:
+        raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
     if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
         raise ValueError(
             f"{folder} was quantized with reordered columns (actorder: group), given by {reordered[0]!r}. No kernel here supports "

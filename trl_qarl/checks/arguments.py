@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from datasets import IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -12,7 +14,7 @@ from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
-from ..quantization.names import is_adapted, is_peft_model
+from ..quantization.names import base_model, is_adapted, is_peft_model
 from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
@@ -64,6 +66,82 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         raise ValueError(
             f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={active[name, key]}), so rollout, "
             f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
+        )
+
+
+def keep_attention_cap(model: nn.Module) -> None:
+    """Have a model that caps its attention's logits (Gemma 2) compute them in PyTorch operations: transformers'
+    default, PyTorch's fused attention, drops the cap, which engines apply, without a word (5.17)."""
+    model = base_model(model)
+    config = getattr(model, "config", None)
+    cap = config and getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap and config._attn_implementation == "sdpa":
+        logger.info("attn_implementation='eager': 'sdpa' would drop attn_logit_softcapping=%g of this model.", cap)
+        model.set_attn_implementation("eager")
+
+
+def check_positions(model: nn.Module, args: Any) -> None:
+    """Raise `ValueError` for an engine that computes positions unlike the learner: with LongRoPE (such as Phi-3) an
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence. From
+    now on the learner refuses sequences that would change the factors of others."""
+    inner = base_model(model)
+    layers = [
+        m for n, m in inner.named_modules() if n.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"
+    ]
+    if not layers:
+        return
+    limit = layers[0].config.rope_parameters["original_max_position_embeddings"]
+    for layer in layers:
+        layer.register_forward_pre_hook(partial(_check_longest, limit), with_kwargs=True)
+    if args.use_vllm and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
+        raise ValueError(
+            f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
+            "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
+            f"short ones with those of short ones. Set vllm_max_model_length={limit}, and start a server with --max-model-len {limit}."
+        )
+
+
+def _check_longest(limit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    if (longest := int(positions.max()) + 1) > limit:
+        raise ValueError(
+            f"A sequence has {longest} tokens, more than original_max_position_embeddings={limit}: with LongRoPE it would give shorter "
+            "sequences of its batch other positions than in their rollout. Shorten prompts or `max_completion_length`."
+        )
+
+
+@torch.no_grad()
+def check_output_head(model: nn.Module, temperature: float) -> None:
+    """Compare the log-probs of TRL's loss, which multiplies by the output head itself, with those of the model's
+    logits, once, on a few tokens in high precision. `ValueError` is raised if they differ, as for a model whose own
+    code changes its logits."""
+    layers = [layer for layer in Inventory.of(model).layers.values() if not layer.is_frozen]
+    used = {layer: layer.use_quantized_forward for layer in layers}
+    was_training = model.training
+    ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    is_rounded = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
+    try:
+        model.eval()
+        # Nothing is quantized before the first update.
+        for layer in layers:
+            layer.use_quantized_forward = False
+        # A base in 16 bits below an adapter in float32 needs it.
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_rounded):
+            fused = model(**inputs, labels=ids, fused_lm_head=True).log_probs.float()
+            logits = model(**inputs, use_cache=False).logits[:, :-1]
+    finally:
+        model.train(was_training)
+        for layer, was_used in used.items():
+            layer.use_quantized_forward = was_used
+    log_probs = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    # Logits are rounded, and their sum in tiles.
+    allowed = 4 * torch.finfo(logits.dtype).eps * logits.abs().max().item() / temperature + 1e-3
+    if (difference := (fused - log_probs).abs().max().item()) > allowed:
+        raise ValueError(
+            f"The log-probs of TRL's loss differ from those of {type(base_model(model)).__name__}'s logits by {difference:.3g} nats: its "
+            "forward changes the output head's logits, and TRL applies only `final_logit_softcapping`, `logit_scale` and their kin of "
+            "the configuration, so the loss would be that of another policy than the rollout's. Fold the change into the head's weight."
         )
 
 

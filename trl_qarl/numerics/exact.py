@@ -63,8 +63,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
         lines = [f"  {name}: learner {ours[name]}, engine {theirs.get(name)}\n" for name in differing]
         raise ValueError(
             f"numerics='exact': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
-            "`trl-qarl vllm-serve`, with the same releases of vLLM and trl_qarl on the same kind of processor, or use "
-            "numerics='engine' or 'fast'."
+            "`trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same kind of "
+            "processor, or use numerics='engine' or 'fast'."
         )
 
 

@@ -29,7 +29,7 @@ from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness, check_arithmetic
 from .quantization.inventory import Inventory
-from .quantization.names import is_peft_model
+from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
 from .quantization.storage import is_sharded, refresh
 from .quantization.swap import disable_quantized_forward, prepare_model

@@ -67,7 +67,7 @@ def test_the_default_rises_again_with_a_larger_dataset(tiny_model, tmp_path):
             "7 prompts, and steps_per_generation=8 .*needs 8 .*Give steps_per_generation=7",
         ),
         (7, {"generation_batch_size": 64}, "steps_per_generation=16 .generation_batch_size=64. needs 16"),
-        (1, {"per_device_train_batch_size": 8}, "1 prompts, and the smallest generation batch needs 2 .*Lower `per_d"),
+        (1, {"per_device_train_batch_size": 8}, "1 prompt, and the smallest generation batch needs 2 .*Lower `per_d"),
         (0, {}, "The training dataset has no rows"),
     ],
 )

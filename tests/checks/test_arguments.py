@@ -60,7 +60,7 @@ def test_experts_in_high_precision_are_refused(tmp_path, no_engine, use_vllm, is
 def test_a_weight_for_each_reward_is_required_before_loading(tmp_path, monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: pytest.fail("loaded"))
     args = arguments(tmp_path, reward_weights=[1.0, 2.0])
-    with pytest.raises(ValueError, match="reward_weights=.1.0, 2.0. has 2 numbers, and there are 1 reward functions"):
+    with pytest.raises(ValueError, match="reward_weights=.1.0, 2.0. has 2 numbers, and there is 1 reward function"):
         QaRLTrainer("anything", spread, args, make_problems())
 
 
@@ -149,9 +149,11 @@ def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
     with pytest.raises(ValueError) as error:
         QaRLTrainer(model, spread, arguments(tmp_path, use_vllm=True), questions, quantization_config=object())
     lines = str(error.value).splitlines()
-    assert lines[0] == "4 problems:"
+    assert lines[0] == "5 problems:"
     for line, text in zip(
-        lines[1:], ["quantization_config=object", "`prompt`", "column 'video'", "bfloat16"], strict=True
+        lines[1:],
+        ["quantization_config=object", "`prompt`", "column 'video'", "bfloat16", "has 1 prompt, "],
+        strict=True,
     ):
         assert text in line
 

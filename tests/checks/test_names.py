@@ -6,7 +6,7 @@ import pytest
 
 from testing_utils.trainings import config
 from trl_qarl import QaRLConfig
-from trl_qarl.checks.names import OF_THE_TRAINER, REMOVED, RENAMED, problem_of_spelling
+from trl_qarl.checks.names import OF_THE_TRAINER, REMOVED, RENAMED, misspelled
 from trl_qarl.checks.problems import Problems
 from trl_qarl.scripts.train import known_options
 
@@ -67,4 +67,4 @@ def test_the_value_of_a_renamed_option_is_checked_too(tmp_path):
     ],
 )
 def test_a_distant_name_is_not_suggested(name, known):
-    assert problem_of_spelling(name, 1, [known]) == f"{name}=1: unknown option. Remove it."
+    assert misspelled(name, [known]) is None and misspelled(f"{known}s", [known]) == known

@@ -197,6 +197,10 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         )
 
 
+def _count(number: int) -> str:
+    return "is 1 reward function" if number == 1 else f"are {number} reward functions"
+
+
 def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
     """Raise one `ValueError` with all problems of the trainer's arguments, before anything is loaded."""
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
@@ -236,8 +240,8 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         problems.append(
-            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there are {num_rewards} reward functions. "
-            "Give one for each."
+            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
+            "one for each."
         )
     datasets = train_dataset, eval_dataset
     if videos := _columns_among({"video", "videos"}, datasets):

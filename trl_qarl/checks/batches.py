@@ -86,7 +86,7 @@ def _explain(args: Any, num_prompts: int) -> str:
     possible = [steps for steps in steps if (_prompts(args, steps) or 0) <= num_prompts]
     fix = f"Give steps_per_generation={possible[-1]} at most" if possible else "Lower `per_device_train_batch_size`"
     return (
-        f"The training dataset has {num_prompts} prompts, and {name} needs {needs} (per_device_train_batch_size="
+        f"The training dataset has {num_prompts} prompt{'s' if num_prompts > 1 else ''}, and {name} needs {needs} (per_device_train_batch_size="
         f"{args.per_device_train_batch_size}, {args.world_size} processes, num_generations={args.num_generations}): an incomplete batch is "
         f"dropped, so nothing would be trained. {fix}, or add prompts."
     )

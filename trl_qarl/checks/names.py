@@ -119,14 +119,14 @@ def problems_of_names(
         elif name in OF_THE_TRAINER:
             yield f"{name}={value!r} is no option of QaRLConfig: {OF_THE_TRAINER[name]}."
         else:
-            yield problem_of_spelling(name, value, [option for option in known if accepts(option, value)])
+            best = misspelled(name, [option for option in known if accepts(option, value)])
+            yield f"{name}={value!r}: unknown option. {'Remove it.' if best is None else f'Did you mean `{best}`?'}"
 
 
-def problem_of_spelling(name: str, value: Any, known: Iterable[str]) -> str:
-    """Return the problem of an unknown option, with the name of the `known` one that it misspells."""
+def misspelled(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of the `known` options that `name` misspells, `None` if none is close enough."""
     near = [option for option in known if _is_misspelled(name, option)]
-    best = max(near, key=lambda option: SequenceMatcher(None, name, option).ratio(), default=None)
-    return f"{name}={value!r}: unknown option. {'Remove it.' if best is None else f'Did you mean `{best}`?'}"
+    return max(near, key=lambda option: SequenceMatcher(None, name, option).ratio(), default=None)
 
 
 def _is_misspelled(name: str, option: str) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checks.names import problem_of_spelling
+from ..checks.names import misspelled
 from ..checks.problems import raise_problems
 from ..packages import installed
 from ..quantization.plan import get_plan, parse_scheme
@@ -72,23 +72,27 @@ def spell(argv: list[str], known: Iterable[str]) -> list[str]:
 
 
 def unknown_options(argv: list[str], known: Iterable[str]) -> dict[str, str | bool]:
-    """Return the options in `argv` that are neither one of `known` nor an abbreviation, by their names with
-    underscores, each with its first value, or `True`."""
+    """Return the options in `argv` that are neither one of `known` nor an abbreviation, by their names without dashes
+    in front, each with its first value, or `True`."""
     found: dict[str, str | bool] = {}
     for place, word in enumerate(argv):
         name, is_joined, value = word.partition("=")
         if name.startswith("--") and len(name) > 2 and not any(option.startswith(name) for option in known):
             following = argv[place + 1 : place + 2]
             has_value = following and not following[0].startswith("--")
-            found[name[2:].replace("-", "_")] = value if is_joined else following[0] if has_value else True
+            found[name[2:]] = value if is_joined else following[0] if has_value else True
     return found
 
 
 def check_names(argv: list[str], known: Iterable[str]) -> None:
     """Raise `ValueError`, with the likely intended names, for the options in `argv` that are unknown. argparse would
     first report missing options, and makes no suggestions."""
-    names = [option[2:].replace("-", "_") for option in known]
-    raise_problems(problem_of_spelling(*option, names) for option in unknown_options(argv, known).items())
+    names = {option[2:].replace("-", "_") for option in known}
+    problems = []
+    for name in unknown_options(argv, known):
+        best = misspelled(name.replace("-", "_"), names)
+        problems.append(f"Unknown option `--{name}`." + (f" Did you mean `--{best}`?" if best else ""))
+    raise_problems(problems)
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:

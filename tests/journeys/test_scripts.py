@@ -103,7 +103,7 @@ def write_script(user, options) -> None:
 def test_a_copied_script_is_mended_once_and_deploys(user, options, unknown, renamed):
     write_script(user, options)
     output = user.run(sys.executable, "train.py", code=1)
-    message = output[output.index("ValueError") :]
+    message = output[output.rindex(" problems:") :]
     for name in (*unknown, *renamed):
         assert message.count(f"{name}=") == 1, (name, message)
     assert message.count("\n- ") == len(unknown) + len(renamed), message

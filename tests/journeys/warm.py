@@ -190,6 +190,9 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
 def main(place: str, kind: str) -> None:
     if kind == "plain":
         os.environ["VLLM_PLUGINS"] = ""
+        # This file has imported one function of it.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trl_qarl"]:
+            del sys.modules[name]
         sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
     for name in IMPORTED[kind]:
         with suppress(ModuleNotFoundError):

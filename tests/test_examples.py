@@ -129,3 +129,4 @@ def test_settings_of_the_paper_are_what_the_command_line_reads():
     bands = args.positive_epsilon_high, args.negative_epsilon_low, args.negative_epsilon_high
     assert bands == (4e-4, 3e-4, 7e-4)
     assert model_args.model_name_or_path == "Qwen/Qwen3-8B-Base"
+    assert args.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}

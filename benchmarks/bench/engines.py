@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 START_SECONDS = 300
-"""Time for a server to start; a piece of `benchmarks/gpu.sh` that starts one has to end within ten minutes."""
+"""Time for a server to start."""
 
 TOPICS = [
     "the water cycle",

@@ -102,6 +102,10 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             max_completion_length=8,
             # Some codes change in a step, not all.
             learning_rate=1e-4,
+            # Wide: weights depend on all that is drawn, ahead too.
+            positive_epsilon_high=0.5,
+            negative_epsilon_low=0.5,
+            negative_epsilon_high=0.5,
             # The Newton-Schulz iteration of Muon would be a third of all time on processors without bfloat16.
             optim="adamw_torch",
             disable_tqdm=True,
@@ -381,6 +385,7 @@ class Supervisor:
         report["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 2)
         if not self.undisturbed and not self.problems:
             report["calls"] = (self.folder / "calls").read_text().split()
+            report["dropped"] = max(row.get("tbpo/dropped/total", 0.0) for row in self.logged())
         if self.problems:
             report["log"] = (self.folder / "log").read_text(errors="replace")[-5000:]
         else:

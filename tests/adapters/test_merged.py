@@ -72,6 +72,13 @@ def test_base_and_adapter_are_added_in_float32_and_quantized_together(dtype, use
     assert not is_same(layer.low_bit_weight(), base)
 
 
+def test_a_layer_may_have_its_own_rank_and_scaling():
+    model = make_model(rank_pattern={"adapted": 2}, alpha_pattern={"adapted": 5})
+    layer, _, a, _, scaling = parts(model)
+    assert len(a) == 2 and scaling == 2.5
+    assert is_same(layer.low_bit_weight(), expected_low_bit(model))
+
+
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
 def test_values_and_gradients_are_those_of_the_chain_rule_in_float64(scheme):
     model = make_model(scheme)

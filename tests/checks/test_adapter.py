@@ -68,6 +68,8 @@ def test_what_it_cannot_is_refused_by_name(name):
     (problem,) = problems_of_adapter(peft.LoraConfig(**{name: REFUSED[name]}))
     assert problem.startswith(f"peft_config: {name}={REFUSED[name]!r} is not supported: ")
     assert problem.endswith(f"{REFUSED_BY_LORA[name]}.")
+    is_merged = [*problems_of_adapter(peft.LoraConfig(**{name: REFUSED[name]}), is_merged=True)]
+    assert (is_merged == []) == name.endswith("_pattern")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ def find(names) -> list[dict]:
 
 @needs_vllm
 @pytest.mark.slow
+def test_what_is_drawn_ahead_is_trained_on(campaign):
+    """A run whose trust bands drop every sequence reaches the same weights, whatever a fault does to its batches."""
+    reports = campaign.run(find(["ahead, undisturbed", "three epochs, ahead, undisturbed"]))
+    assert [report["problems"] for report in reports] == [[], []]
+    assert max(report["dropped"] for report in reports) < 0.1
+
+
+@needs_vllm
+@pytest.mark.slow
 # Dozens of trainings, three at a time: on a machine that others use, too, that takes a while.
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(

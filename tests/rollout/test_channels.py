@@ -116,14 +116,11 @@ def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
         transport.begin()
 
 
-def test_only_completions_of_this_trainer_go_on_with_what_is_published(tmp_path):
+def test_a_weight_sync_aborts_the_requests_of_others(tmp_path):
     client, asked = Client(tmp_path), []
     client.control = lambda path, body=None: asked.append(path)
-    transport = ServerEngine(client, FileChannel(client))
-    transport.begin()
-    transport.is_drawing = lambda: True
-    transport.begin()
-    assert [path for path in asked if "pause" in path] == ["/pause?mode=abort", "/pause?mode=keep"]
+    ServerEngine(client, FileChannel(client)).begin()
+    assert asked[0] == "/pause?mode=abort"
 
 
 class Described:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from testing_utils import failing_server
+from testing_utils.children import start
 from trl_qarl.rollout import channels, http_session
 from trl_qarl.rollout.background import BackgroundCall
 from trl_qarl.rollout.channels import NCCLChannel
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.vllm
 def address():
     # In a process of its own, which may end.
     command = [sys.executable, failing_server.__file__]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = start(command, stdout=subprocess.PIPE, text=True)
     yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     process.kill()
     process.wait()

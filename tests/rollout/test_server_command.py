@@ -123,7 +123,6 @@ def test_options_that_break_nothing_are_passed_on(arguments):
         ("w4a8", "bfloat16", True, False, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"),
         ("w4a8", "float16", False, False, "not in float16"),
         ("w4a8-int8", "bfloat16", False, True, "scheme 'w4a8-int8' does not run on.*Choose 'w4a8'"),
-        ("w2a8-int8", "bfloat16", False, True, "scheme 'w2a8-int8' does not run on.*Choose 'w4a8'"),
     ],
 )
 def test_a_scheme_is_refused_where_vllm_computes_something_else(scheme, dtype, on_cpu, other_place, message):

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import requests
 
-from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
+from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils.children import start
 from testing_utils.web_servers import complete, wait_until
-from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.server import ServerEngine
@@ -40,7 +40,7 @@ class Server:
         command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
         command += ["--transfer_dir", str(self.transfer_dir)]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self.process = start(command, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self.answers, 900, self.log.read_text)
         self.first_answer, self.first_state = self.complete(), self.state()
 
@@ -160,9 +160,8 @@ def files_of(server):
 
 def train_and_check(server, make_trainer, **arguments):
     """A training after which the server has its weights, on which both agree."""
-    trainer = make_trainer(mismatch_probe_steps=1, **arguments)
+    trainer = make_trainer(**arguments)
     trainer.train()
-    assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     assert logged(trainer, "rollout/weight_version") == [0, 2]
     assert server.complete().status_code == 200
@@ -171,11 +170,8 @@ def train_and_check(server, make_trainer, **arguments):
     return trainer
 
 
-def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
-    trainer = train_and_check(server, make_trainer)
-    audit_in_this_process(monkeypatch)
-    # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
-    assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
+def test_training_publishes_and_agrees(server, make_trainer):
+    train_and_check(server, make_trainer)
 
 
 def test_a_second_trainer_is_refused_and_named_the_first(server, client):
@@ -195,7 +191,7 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
     (tmp_path / "killed").mkdir()
     server.wait_until_free()
     before = server.state()["num_publications"]
-    victim = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
+    victim = start([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while server.state()["num_publications"] < before + 3:
         assert victim.poll() is None and time.monotonic() < deadline

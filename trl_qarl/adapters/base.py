@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import create_model_from_path
 
-from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
+from ..checkpoint.load import holds_shards, is_low_bit_checkpoint, load_frozen_model, load_shards
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
 from ..quantization.linear import QuantizedLinear
@@ -36,12 +36,22 @@ logger = logging.getLogger(__name__)
 
 def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any]) -> nn.Module:
     """Load the policy for `model="..."`: a folder with an adapter, on the base that it names, to continue training; a
-    low-bit checkpoint that gets an adapter, without a high-precision copy; other models like TRL."""
+    low-bit checkpoint that gets an adapter, without a high-precision copy; a checkpoint of FSDP2; other models like
+    TRL. `ValueError` is raised for a low-bit checkpoint without an adapter."""
     if is_adapter_folder(name_or_path):
         return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
-    if peft_config is not None and is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
+    if is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
+        if peft_config is None:
+            raise ValueError(
+                f"{name_or_path} is a low-bit checkpoint, without masters to train. Pass the masters that `save_model` wrote, or train an "
+                "adapter on it (`peft_config`). `trl_qarl.checkpoint.load.load_masters` makes masters from its codes."
+            )
         _as_linear(peft_config)
         return load_base(name_or_path, model_init_kwargs)
+    if holds_shards(name_or_path):
+        names = {"trust_remote_code", "attn_implementation"}
+        given = {name: value for name, value in model_init_kwargs.items() if name in names and value is not None}
+        return load_shards(name_or_path, **given)
     return create_model_from_path(name_or_path, **model_init_kwargs)
 
 
@@ -139,6 +149,13 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
         )
     inventory = Inventory.of(model)
     layers = inventory.layers
+    head = inventory.model.get_output_embeddings()
+    if head is not None and head in layers.values():
+        name = next(name for name, layer in layers.items() if layer is head)
+        raise ValueError(
+            f"The base is a low-bit checkpoint with a quantized output head ({name!r}), but the loss multiplies by the head's weight "
+            f"itself. Quantize the base again with ignore=[{name!r}], or start from the high-precision checkpoint."
+        )
     # With one scheme, the checkpoint determines which layers have it.
     if plan.is_uniform and plan.schemes:
         ours = dict.fromkeys(layers, plan.schemes[0])
@@ -206,8 +223,8 @@ def merge_adapter(model: nn.Module) -> tuple[nn.Module, float, float]:
 
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str:
-    """Return 16 hexadecimal digits that differ for another base or scheme: over names, shapes, and scales and zero
-    points of quantized layers, or, if nothing is quantized, the first row of each layer."""
+    """Return 16 hexadecimal digits that differ for another base or scheme: over names, shapes, and scales of
+    quantized layers, or, if nothing is quantized, the first row of each layer."""
     digest = hashlib.sha256()
     inventory = Inventory.of(model)
     for layer in inventory.walk():
@@ -231,12 +248,8 @@ def base_fingerprint(model: nn.Module) -> str:
 def _add_grid(digest, weight: LowBitTensor) -> None:
     _add(digest, weight.scale)
     for operand in weight.format.operands:
-        tensor = getattr(weight, operand.name)
-        if operand.per_group:
-            _add(digest, tensor)
-        else:
-            # A base and its double may have the same codes and scales, and differ only in this number.
-            digest.update(str(tensor[0].item()).encode())
+        # A base and its double may have the same codes and scales, and differ only in this number.
+        digest.update(str(getattr(weight, operand.name)[0].item()).encode())
 
 
 def _add(digest, tensor: torch.Tensor) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from ..adapters.tensors import ADAPTER_NAME
-from ..checkpoint.serving import ENGINE_RANKS
+from ..hub import ENGINE_RANKS
 from ..quantization.inventory import Inventory, layers_around
 from ..quantization.names import base_model, base_modules
-from .refused import REFUSED_BY_LORA
+from .refused import PATTERNS_OF_LORA, REFUSED_BY_LORA
 
 
 _HONOURED = (
@@ -92,15 +92,17 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
         )
 
 
-def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
-    """Yield problems of a `PeftConfig` for a base that stays frozen and low-bit, and with `is_served` for vLLM."""
+def problems_of_adapter(config: Any, is_served: bool = False, is_merged: bool = False) -> Iterator[str]:
+    """Yield problems of a `PeftConfig` for a base that stays frozen and low-bit, with `is_served` for vLLM, and with
+    `is_merged` for an adapter inside the low-bit weights."""
     peft_type = getattr(config, "peft_type", None)
     if getattr(peft_type, "value", peft_type) != "LORA":
         yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."
         return
     usual = type(config)()
     for name, value in vars(config).items():
-        if name.startswith("_") or name in _HONOURED or value in (getattr(usual, name, None), None, [], {}):
+        is_honoured = name in _HONOURED or (is_merged and name in PATTERNS_OF_LORA)
+        if name.startswith("_") or is_honoured or value in (getattr(usual, name, None), None, [], {}):
             continue
         reason = REFUSED_BY_LORA.get(name, "its effect on a low-bit base is untested; leave it out")
         yield f"peft_config: {name}={value!r} is not supported: {reason}."

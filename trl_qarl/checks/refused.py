@@ -66,7 +66,10 @@ REFUSED_BY_LORA = {
     "`target_modules`",
     "trainable_token_indices": "the embedding belongs to the frozen base; leave it out",
     "layer_replication": "the base would differ from the checkpoint that is served; leave it out",
-    "rank_pattern": "vLLM has one rank for all layers of an adapter; use `r`",
-    "alpha_pattern": "vLLM has one scaling for all layers of an adapter; use `lora_alpha`",
+    "rank_pattern": "vLLM, which serves the adapter, scales all layers by one rank; use `r`, or lora_mode='merged'",
+    "alpha_pattern": "vLLM, which serves the adapter, has one scaling for all layers; use `lora_alpha`, or lora_mode='merged'",
 }
 """Options of PEFT's `LoraConfig`."""
+
+PATTERNS_OF_LORA = ("rank_pattern", "alpha_pattern")
+"""Those that an adapter inside the low-bit weights may have, because vLLM never gets it."""

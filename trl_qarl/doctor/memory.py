@@ -6,6 +6,7 @@ allocator of a GPU need additional memory.
 
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Run:
     `num_tokens` is the number of tokens of a micro-batch, prompts and completions; `engine_bytes` is the memory of a
     colocated engine on each GPU; `lora_rank` is the rank of adapters on all linear layers over a frozen base, 0
     without adapters; `accumulates` means that gradients of several micro-batches are added up without
-    `sync_each_batch`; `rollout_ahead` is the number of batches drawn ahead, whose weights are kept.
+    `sync_each_batch`; `rollout_ahead` is 1 if batches are drawn ahead, whose weights are kept.
     """
 
     num_gpus: int
@@ -53,7 +54,9 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
     """Return a model without its weights, from its configuration. If there is no such model, `ValueError` names
     `argument`."""
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        # A folder may name code on the Hub, for which transformers would ask even if no one answers.
+        is_local = Path(model).is_dir()
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local)
         return skeleton(config, trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error
@@ -62,11 +65,23 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
     """Return the bytes of each part on each GPU, by launch, for the training of a language model on the meta device,
     which is quantized in place. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
-    if run.optim not in OPTIMIZERS:
-        raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
+    return parts_of_runs(model, plan, [run], exclude_modules)[0]
+
+
+def parts_of_runs(model: nn.Module, plan: QuantPlan, runs: list[Run], exclude_modules=None) -> list[dict[str, Any]]:
+    """Return [`parts_of_memory`] for each of several runs."""
+    for run in runs:
+        if run.optim not in OPTIMIZERS:
+            raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
     chunk = largest_chunk(model, torch.bfloat16)
     report = prepare_model(model, plan, exclude_modules=exclude_modules, scale_dtype=torch.bfloat16)
-    return {launch: _parts(model, report.low_bit_bytes, chunk, run, launch) for launch in LAUNCHES}
+    return [{launch: _parts(model, report.low_bit_bytes, chunk, run, launch) for launch in LAUNCHES} for run in runs]
+
+
+def served_bytes(model: nn.Module, low_bit_bytes: int) -> int:
+    """Return the bytes of the weights of a quantized `model` in an engine, without keys and values."""
+    quantized = sum(weight.numel() for weight in _quantized(model))
+    return low_bit_bytes + 2 * (sum(parameter.numel() for parameter in model.parameters()) - quantized)
 
 
 def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: str) -> dict[str, int]:

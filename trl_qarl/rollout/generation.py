@@ -64,9 +64,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: Any = None
         self.description: dict[str, Any] = {}
-        self._published_parameters: list[tuple[int, ...]] | None = None
+        self._published: tuple[str, list[tuple[int, ...]]] | None = None
         self._in_flight: BackgroundCall | None = None
-        self._launched: list[BackgroundCall] = []
+        self._launched: BackgroundCall | None = None
         # False while a `rollout_func` asks, possibly for text or other log-probs; its result is checked later.
         self._is_generating = False
         super().__init__(*args, **kwargs)
@@ -88,7 +88,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         if options.vllm_server_autostart:
             if self.accelerator.device.type != "cpu":
                 check_ranks(self.model, spec.quantization_config, options.vllm_tensor_parallel_size)
-            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
+            self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = client = QaRLClient(
@@ -106,9 +106,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             if not is_local(urlsplit(base_url).hostname):
                 logger.warning("Nothing between this host and %s is encrypted. %s", base_url, _IN_CLEAR)
             channel.connect()
-            engine = ServerEngine(client, channel)
-            engine.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
-            self._use(engine)
+            self._use(ServerEngine(client, channel))
         except BaseException:
             # A trainer that does not fit must not keep the server until it is garbage-collected.
             client.close_session()
@@ -160,22 +158,26 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors. Without `in_flight_updates` no request may be in flight: vLLM would
-        cut it short and report success. A failure raises [`EngineLost`], with a server on every process.
+        Publishes the learner's low-bit tensors, when no request is in flight: vLLM would cut it short and report
+        success. A failure raises [`EngineLost`], with a server on every process.
         """
         if self.mode == "colocate":
             self._publish_directly()
         else:
             persistently(_PUBLISHING, self._publish_to_server)
-        self._published_parameters = self._parameter_versions()
+        self._published = self._learner_state()
 
     def is_published(self) -> bool:
-        """Return whether no parameter of any process was written to since the last publication, except through
-        `.data`, which is not seen."""
-        return all(gather_object([self._parameter_versions() == self._published_parameters]))
+        """Return whether the last publication was of this update, and no parameter of any process was written to
+        since, except through `.data`, which is not seen."""
+        return all(gather_object([self._learner_state() == self._published]))
 
-    def _parameter_versions(self) -> list[tuple[int, ...]]:
-        return [writes_to(parameter) for parameter in self.model.parameters()]
+    def forget_published(self) -> None:
+        """Have [`~QaRLVLLMGeneration.is_published`] return `False` until the next publication."""
+        self._published = None
+
+    def _learner_state(self) -> tuple[str, list[tuple[int, ...]]]:
+        return self.weight_version(), [writes_to(parameter) for parameter in self.model.parameters()]
 
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
@@ -281,8 +283,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _publish_to_server(self, failed: int) -> None:
         """Publish from the main process, after getting the server back if attempts have failed. All processes gather
         sharded masters together, and raise the main process' error."""
-        while self._launched and not self.options.in_flight_updates:
-            self._launched.pop().wait()
+        if self._launched is not None:
+            self._launched.wait()
         outcome: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
@@ -306,21 +308,16 @@ class QaRLVLLMGeneration(VLLMGeneration):
         """Return completions, or an error in their place so that every process raises it. A launched request has no
         completions yet."""
         is_own, in_flight = self._is_generating, self._in_flight
-        # A thread does not know which versions are published meanwhile.
-        checks_version = in_flight is None or not self.options.in_flight_updates
-        request = partial(self._ask, is_own, checks_version, *args, **kwargs)
+        request = partial(self._ask, is_own, *args, **kwargs)
         try:
             if not is_own:
                 return persistently(_GENERATING, partial(self._ask_alone, request))
             if in_flight is None:
                 return request()
             if in_flight.is_started:
-                completions = in_flight.answer()
-                if self.options.in_flight_updates:
-                    self._check_weight_version()
-                return completions
+                return in_flight.answer()
             in_flight.start(request)
-            self._launched = [*(other for other in self._launched if other.is_running), in_flight]
+            self._launched = in_flight
             return dict.fromkeys(_ANSWER, ())
         except Exception as error:
             return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
@@ -336,7 +333,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self._publish()
         return request()
 
-    def _ask(self, is_own: bool, checks_version: bool, prompts, features=None, *args, **sampling) -> dict[str, Any]:
+    def _ask(self, is_own: bool, prompts, features=None, *args, **sampling) -> dict[str, Any]:
         try:
             completions = self.engine.generate(prompts, features, *args, **sampling)
             if is_own:
@@ -347,8 +344,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             # TRL's client does not check the answer before it takes it apart.
             raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
         # Check now: nothing else is asked of the server before the completions have been rewarded.
-        if checks_version:
-            self._check_weight_version()
+        self._check_weight_version()
         return completions
 
     def _recover(self, failed: int) -> None:

@@ -101,31 +101,19 @@ class InProcessEngine:
         }
 
     def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
+        from vllm import SamplingParams
+
         if self.llm.llm_engine.is_sleeping():
             # The weights are awake; the rollout that follows a publication needs the cache too.
             self.llm.wake_up(tags=["kv_cache"])
         # Greedy: sampling would advance the random state of the rollout.
-        (output,) = self._read([_prompt(token_ids, pictures)], temperature=0.0)
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+        (output,) = self.llm.generate([_prompt(token_ids, pictures)], parameters, use_tqdm=False)
         check_prompt(output.prompt_token_ids, token_ids)
         return [
             entry[token].logprob if entry else math.nan
             for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         ]
-
-    def log_probs(
-        self, sequences: list[list[int]], num_top: int = 0, lora_request: Any = None
-    ) -> list[list[dict[int, float]]]:
-        prompts = [_prompt(ids) for ids in sequences]
-        return [
-            [{token: value.logprob for token, value in entry.items()} for entry in output.prompt_logprobs[1:]]
-            for output in self._read(prompts, num_top, lora_request=lora_request)
-        ]
-
-    def _read(self, prompts: list[dict[str, Any]], num_top: int = 0, lora_request: Any = None, **sampling: Any):
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(max_tokens=1, prompt_logprobs=num_top, **sampling)
-        return self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora_request)
 
     def clear_cache(self) -> None:
         # Sleep mode has discarded the cache and freed its memory.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..adapters.tensors import adapter_problems, iter_adapter_tensors
-from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quantization_config
+from ..checkpoint.layout import check_finite, iter_checkpoint_layers, problem_of_mixture, quantization_config
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
@@ -198,6 +198,7 @@ class Publisher:
         for layer in layers:
             layer.sort(key=lambda item: load_order(item[0]))
             start = time.perf_counter()
+            check_finite(layer)
             current = fingerprints_of(layer)
             self._audit_seconds += time.perf_counter() - start
             yield layer, current

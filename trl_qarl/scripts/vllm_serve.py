@@ -9,7 +9,7 @@ from typing import Any
 from ..quantization.plan import plan_of
 from ..rollout.server_command import LOCAL_HOSTS, build_server_command, tensor_parallel_size
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
+from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
 from .command_line import add_plan_options, configuration_errors
 
@@ -48,12 +48,6 @@ def make_parser(prog: str) -> ArgumentParser:
         help="the learner's; `engine` makes an engine on a GPU slower and repeatable, and has no effect on a CPU, where every "
         "engine is repeatable (default: %(default)s)",
     )
-    add(
-        "--cpu_weights",
-        default="expanded",
-        choices=["expanded", "packed"],
-        help="the learner's: on a CPU, weights as bf16 numbers or, slower and with less memory, as codes (default: %(default)s)",
-    )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     add(
@@ -83,6 +77,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..doctor.memory import shapes_of
         from ..rollout.pictures import engine_arguments
         from ..rollout.publisher import check_ranks, largest_chunk
+        from ..rollout.server import cpu_weights_variable
         from ..rollout.spec import EngineSpec
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
@@ -112,7 +107,8 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, chunk),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
-    environment[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
+        if not torch.cuda.is_available():
+            environment |= cpu_weights_variable(model)
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
     token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))
     environment[TOKEN_FILE_VARIABLE] = token_file

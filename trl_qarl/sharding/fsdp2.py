@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -278,6 +278,22 @@ def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], No
 
     # Patched on the instance: accelerate has no hook after a model is sharded.
     accelerator.prepare = prepare  # pyrefly: ignore[bad-assignment]
+
+
+@contextmanager
+def whole_state(accelerator: Accelerator) -> Iterator[None]:
+    """While open, has transformers gather the weights that it saves, whatever `fsdp_state_dict_type` is; with
+    `SHARDED_STATE_DICT` it would save none outside a checkpoint (5.17)."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        yield
+        return
+    kind = plugin.state_dict_type
+    plugin.state_dict_type = StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = kind
 
 
 def _gather_head(model: nn.Module) -> None:

@@ -110,6 +110,18 @@ def test_connecting_to_a_server_that_never_answers_ends(server, monkeypatch):
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("failure", ["drip", "drip later"])
+def test_a_handshake_that_arrives_byte_by_byte_ends(server, monkeypatch, failure):
+    """Whoever has taken the server's port has proved nothing yet."""
+    monkeypatch.setattr(client_module, "_HANDSHAKE_SECONDS", 0.5)
+    server.failure, start = failure, time.monotonic()
+    with pytest.raises(ConnectionError, match="did not end its answer within 0.5 s.*ss -ltnp"):
+        QaRLClient(server.url, connection_timeout=0.5, token="7" * 64)
+    assert time.monotonic() - start < 10
+
+
 def test_a_session_that_breaks_off_at_once_is_a_lost_server(server):
     client, server.failure = make_client(server.url), "break off"
     client._held, client._token = None, "7" * 64

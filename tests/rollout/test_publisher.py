@@ -103,8 +103,7 @@ def config_of(scheme):
         ("w4a16", {"kv_cache_dtype": "fp8"}, "'bfloat16'"),
         ("w4a16", {"is_speculative": True}, "no weights are published to a draft model"),
         ("w4a16", {"use_w4a8": True}, "VLLM_CPU_INT4_W4A8=0"),
-        # vLLM takes the scales of a shard apart by the largest of the shard, the learner by that of the row.
-        ("w4a8", {"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+        ("w8a8", {"tensor_parallel_size": 2}, "tensor_parallel_size=2 with 8-bit activations.*--data-parallel-size"),
     ],
 )
 def test_an_engine_made_for_another_learner_or_with_settings_that_change_numbers_is_refused(scheme, setting, message):

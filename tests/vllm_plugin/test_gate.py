@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,8 @@ class Server:
         self.status = 200
         self.gate = PublicationGate(self.application, SECRET)
         self.reached = []
+        # vLLM's client of the engine.
+        self.engine = SimpleNamespace(errored=False)
 
     async def application(self, scope, receive, send):
         self.reached.append((scope["method"], scope["path"], (await receive())["body"]))
@@ -56,7 +59,8 @@ class Server:
 
         headers = [(b"content-type", b"application/json"), *headers]
         headers += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
-        scope = {"type": "http", "path": path, "method": method, "headers": headers}
+        app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine))
+        scope = {"type": "http", "path": path, "method": method, "headers": headers, "app": app}
         task = asyncio.ensure_future(self.gate(scope, receive, send))
         answered = asyncio.ensure_future(first_body.wait())
         await asyncio.wait([task, answered], return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +186,46 @@ async def test_only_the_session_changes_weights(server, path, wrong):
 )
 async def test_everybody_may_read(server, path):
     assert (await server.request(path, method="GET"))[0] == 200
-    assert (await server.request(path, method="GET", headers=[(b"origin", b"http://chat.example")]))[0] == 200
+    assert (await server.request(f"{path}/", method="HEAD"))[0] == 200
+
+
+@pytest.mark.parametrize("header", [(b"origin", b"http://evil.example"), (b"sec-fetch-site", b"same-site")])
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        (STATE_PATH, "GET"),
+        ("/server_info", "GET"),
+        ("/v1/models", "HEAD"),
+        ("/tokenize", "OPTIONS"),
+        ("/tokenize", "POST"),
+        ("/v1/completions", "POST"),
+        ("/a_route_of_the_next_version", "PUT"),
+    ],
+)
+async def test_a_page_gets_no_answer_from_any_path(server, token, path, method, header):
+    await server.publish(token)
+    server.reached.clear()
+    status, body, _ = await server.request(path, method=method, token=token, headers=[header])
+    assert status == 403 and "browser" in body["error"] and server.reached == []
+
+
+async def test_a_page_opens_no_websocket(server, token):
+    await server.publish(token)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [(b"origin", b"http://evil.example")]}
+    await server.gate(scope, None, send)
+    assert sent == [{"type": "websocket.close", "code": 1013}] and server.reached[3:] == []
+
+
+async def test_routes_that_render_prompts_need_the_session(server, token):
+    """They fetch what a prompt with pictures names."""
+    for path in ("/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render"):
+        assert (await server.request(path))[0] == 409
+        assert (await server.request(path, token=token))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -259,7 +302,8 @@ async def test_a_page_in_a_browser_changes_nothing(server, path, header):
         request = {"body": {"method": "qarl_describe"}, "token": token}
     server.reached.clear()
     status, body, _ = await server.request(path, headers=[header], **request)
-    assert status == 403 and "browser" in body["error"] and server.reached == []
+    reason = "JSON" if header[0] == b"content-type" else "browser"
+    assert status == 403 and reason in body["error"] and server.reached == []
     assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
 
 
@@ -343,3 +387,32 @@ async def test_a_session_makes_a_removed_transfer_directory_again(server, direct
     directory.chmod(0o777)
     status, answer, _ = await server.request(SESSION_PATH, body=await server.prove())
     assert status == 500 and "others may write to it" in answer["error"] and server.gate.session is None
+
+
+async def test_session_and_requests_end_with_the_engine(server, monkeypatch):
+    """vLLM's server waits for both before it ends, and a call of workers that are gone has no answer."""
+    monkeypatch.setattr("trl_qarl.vllm_plugin.gate._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("trl_qarl.vllm_plugin.gate._LAST_SECONDS", 0.01)
+    _, token, hang_up, held = await server.open_session()
+    await server.publish(token)
+    application, arrived = server.gate.app, asyncio.Event()
+
+    async def never(scope, receive, send):
+        arrived.set()
+        await asyncio.Event().wait()
+
+    server.gate.app = never
+    waiting = [
+        asyncio.ensure_future(server.request(path, method=method, token=token, body={"method": "qarl_describe"}))
+        for path, method in (("/collective_rpc", "POST"), ("/weight_info", "GET"), ("/v1/completions", "POST"))
+    ]
+    await arrived.wait()
+    server.engine.errored = True
+    for request in waiting:
+        status, body, _ = await asyncio.wait_for(request, 10)
+        assert status == 500 and "engine has died" in body["error"]
+    await asyncio.wait_for(held, 10)
+    assert not hang_up.is_set() and server.gate.session is None
+    # Requests that vLLM answers itself have its answer.
+    server.gate.app = application
+    assert (await server.request("/v1/models", method="GET"))[0] == 200

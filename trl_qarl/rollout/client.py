@@ -5,7 +5,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ from typing_extensions import override
 
 from ..wire.handshake import is_proof, json_object, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, values_of
-from .background import BackgroundCall
+from .background import BackgroundCall, within
 from .http_session import CheckedSession, ServerLost, check_finished, error_text, json_of, refusals
 from .pictures import PICTURE_PATH, complete_prompts
 
 
 _HEALTH_SECONDS = 10
+# Time for all requests of a handshake. Those of `requests` begin anew with each byte that arrives, so whoever has
+# taken the port could hold the trainer for ever.
+_HANDSHAKE_SECONDS = 60.0
 # A server detects a closed session within milliseconds.
 _REFUSAL_SECONDS = 10.0
 
@@ -93,16 +96,35 @@ class QaRLClient(VLLMClient):
         deadline = time.monotonic() + total_timeout
         while True:
             try:
-                self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+                self._ask_for_health()
                 return self.open_session()
             except ServerLost:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(retry_interval)
 
+    def _in_time(self, function: Callable[[], Any]) -> Any:
+        try:
+            return within(_HANDSHAKE_SECONDS, function)
+        except TimeoutError as error:
+            raise ServerLost(
+                f"The process at {self.base_url} did not end its answer within {_HANDSHAKE_SECONDS:g} s. It may not be a server: "
+                "identify it with `ss -ltnp`."
+            ) from error
+
+    def _ask_for_health(self) -> None:
+        self._in_time(partial(self.session.get, f"{self.base_url}/health", timeout=_HEALTH_SECONDS))
+
     def open_session(self) -> None:
         """Become the trainer of this server. An earlier session of this client is closed."""
         self.close_session()
+        self._held, self._lines, state = self._in_time(self._shake_hands)
+        self.session.headers[SESSION_HEADER] = state["session"]
+        self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
+        self.transfer_mark = state.get("transfer_mark")
+
+    def _shake_hands(self) -> tuple[requests.Response, Iterator[bytes], dict[str, Any]]:
+        """Return the open response of a session, its lines, and what the server says of itself."""
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
         # Redirections would lead to another server.
         opening = {"expected": range(200, 500), "allow_redirects": False}
@@ -140,10 +162,7 @@ class QaRLClient(VLLMClient):
                 f"the trainer has from {source}. It may have taken the port while the server was down, so it gets no weights. "
                 "Identify it (`ss -ltnp`), end it and start the server again."
             )
-        self._held, self._lines = held, lines
-        self.session.headers[SESSION_HEADER] = state["session"]
-        self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
-        self.transfer_mark = state.get("transfer_mark")
+        return held, lines, state
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
         """Return the secret and its source in words. A file is read each time: a restarted server may have another."""
@@ -217,7 +236,7 @@ class QaRLClient(VLLMClient):
     def is_healthy(self) -> bool:
         """Return whether the server answers and its engine lives."""
         try:
-            self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+            self._ask_for_health()
             return True
         except ServerLost:
             return False

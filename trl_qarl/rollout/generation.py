@@ -23,7 +23,7 @@ from .failures import EngineLost, all_or_none, as_lost, persistently
 from .http_session import ServerLost, is_local
 from .in_process import make_engine, share_engine
 from .pictures import placeholders_of, takes_pictures, with_pictures
-from .publisher import Publisher, largest_chunk
+from .publisher import Publisher, check_ranks, largest_chunk
 from .server import ServerEngine, server_process, start_command
 from .server_process import ServerProcess
 from .spec import EngineSpec
@@ -86,6 +86,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         options, spec = self.options, EngineSpec.of(self.model, self.dtype)
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
+            if self.accelerator.device.type != "cpu":
+                check_ranks(self.model, spec.quantization_config, options.vllm_tensor_parallel_size)
             self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
@@ -113,11 +115,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
         client.generate = self._completions
 
     def _build_engine(self) -> None:
+        spec = EngineSpec.of(self.model, self.dtype)
+        check_ranks(self.model, spec.quantization_config, self.tensor_parallel_size)
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
         if group is not None:
             self.tp_group = group
         engine = make_engine(
-            EngineSpec.of(self.model, self.dtype),
+            spec,
             **shared,
             on_cpu=self.accelerator.device.type == "cpu",
             gpu_memory_utilization=self.gpu_memory_utilization,

@@ -44,6 +44,9 @@ CHUNK_BYTES = 128 * 2**20
 """Size at which a chunk is sent; larger only if a single decoder layer is. Two chunks can exist at once, one being
 sent and the next one."""
 
+# Layers whose inputs vLLM divides among ranks, by their last names.
+_SPLIT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj")
+
 logger = logging.getLogger(__name__)
 
 
@@ -95,12 +98,7 @@ class Publisher:
             *adapter_problems(self.model, theirs),
             *_kernel_problems(inventory, theirs),
         ]
-        has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in inventory.layers.values())
-        if has_fp8_scales and theirs["tensor_parallel_size"] != 1:
-            problems.append(
-                f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {theirs['tensor_parallel_size']}: vLLM would round the "
-                "scales of each shard separately"
-            )
+        problems += problems_of_ranks(inventory, quantization_config(inventory), theirs["tensor_parallel_size"])
         if problems:
             listed = "\n  ".join(problems)
             raise ValueError(
@@ -232,6 +230,41 @@ def _take_while_running(
         taken.append(layer)
         num_bytes += num_bytes_of(layer[0])
     return taken
+
+
+def check_ranks(model: nn.Module, config: Mapping[str, Any] | None, size: int) -> None:
+    """Raise `ValueError` for [`problems_of_ranks`] of a model, before its engine is started."""
+    if problems := [*problems_of_ranks(Inventory.of(model), config or {}, size)]:
+        raise ValueError("\n".join(f"{problem}." for problem in problems))
+
+
+def problems_of_ranks(inventory: Inventory, config: Mapping[str, Any], size: int) -> Iterator[str]:
+    """Yield reasons why an engine of `size` tensor-parallel ranks, with the `quantization_config` of an inventory,
+    cannot compute what the learner does."""
+    if size == 1:
+        return
+    if any(group.get("input_activations") for group in config.get("config_groups", {}).values()):
+        yield (
+            f"tensor_parallel_size={size} with 8-bit activations: each rank would round its part of the inputs of `o_proj` and `down_proj` "
+            "with a scale of its own, and the learner rounds whole rows. Use replicas (`--data-parallel-size`), or a scheme with "
+            "16-bit activations such as 'w4a16' or 'w8a16'"
+        )
+    seen = set()
+    for name, layer in inventory.layers.items():
+        for leaf, weight in layer.quantized_weights.items():
+            last = leaf if isinstance(layer, QuantizedExperts) else name.rpartition(".")[2]
+            inputs, group_size = weight.shape[-1], weight.group_size
+            is_split = last in _SPLIT_BY_INPUTS and group_size and inputs % (size * group_size)
+            if not is_split or (inputs, group_size) in seen:
+                continue
+            seen.add((inputs, group_size))
+            sizes = [ranks for ranks in range(1, inputs // group_size + 1) if inputs % (ranks * group_size) == 0]
+            groups = [smaller for smaller in weight.scheme.group_sizes if inputs % (size * smaller) == 0]
+            yield (
+                f"tensor_parallel_size={size} splits groups of {group_size}: {name} has {inputs} inputs. Use tensor_parallel_size "
+                f"{' or '.join(map(str, sizes))}"
+                + (f", or group_size {' or '.join(map(str, groups))}" if groups else "")
+            )
 
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:

@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ..processes import as_child, exit_on_signals
 from ..wire.handshake import TOKEN_VARIABLE
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
+from .background import within
 from .http_session import CheckedSession, ServerLost
 
 
@@ -90,10 +92,10 @@ class ServerProcess:
         while True:
             waited = time.monotonic() - start
             try:
-                session.get(f"{url}/health", timeout=5.0)
+                within(10.0, partial(session.get, f"{url}/health", timeout=5.0))
                 print(f"\rvLLM server ready after {waited:.0f} s          ", flush=True)
                 return
-            except ServerLost:
+            except (ServerLost, TimeoutError):
                 pass
             if not self.is_running or waited > timeout:
                 state = f"ended with code {self._process.returncode}" if not self.is_running else "did not answer"

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
 from ..quantization.plan import plan_of
-from ..rollout.server_command import LOCAL_HOSTS, build_server_command
+from ..rollout.server_command import LOCAL_HOSTS, build_server_command, tensor_parallel_size
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
@@ -76,7 +76,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..adapters.tensors import arguments_for
         from ..doctor.memory import shapes_of
         from ..rollout.pictures import engine_arguments
-        from ..rollout.publisher import largest_chunk
+        from ..rollout.publisher import check_ranks, largest_chunk
         from ..rollout.server import cpu_weights_variable
         from ..rollout.spec import EngineSpec
 
@@ -97,6 +97,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         spec = EngineSpec(
             args.model, _quantization_config(args, model), args.dtype, lora, pictures, numerics=args.numerics
         )
+        check_ranks(model, spec.quantization_config, tensor_parallel_size(vllm_args))
         argv, environment = build_server_command(
             spec,
             host=args.host,

@@ -9,9 +9,12 @@ standard library. docs/reliability.md says what it guarantees.
   after a successful `/finish_weight_update`.
 - `POST /qarl/session` opens a session ([`trl_qarl.wire.handshake`]) and keeps its response open: the session *is* the
   connection, so it ends with the trainer in any case. While it is open, a second session is refused with 409.
+- Requests from a web page are refused with 403, on every path.
 - Requests that generate or only compute are open to everybody. All others that may change something, on known and
-  unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Requests from a
-  browser, and methods of workers other than [`WORKER_METHODS`], are refused with 403.
+  unknown paths, need the session's token in the `X-QaRL-Session` header, or are refused with 409. Methods of workers
+  other than [`WORKER_METHODS`] are refused with 403.
+- Session and requests end when the engine dies: vLLM's server waits for them before it ends, and calls of workers
+  would never be answered.
 """
 
 import asyncio
@@ -19,6 +22,7 @@ import json
 import math
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +45,13 @@ _GENERATING = """
 _GENERATING_PATHS = frozenset(_GENERATING.split())
 # POST requests that neither need weights nor have lasting effects.
 _HARMLESS = """
-/cohere/v2/chat/render /detokenize /is_scaling_elastic_ep /ping /tokenize /v1/chat/completions/derender
-/v1/chat/completions/render /v1/completions/derender /v1/completions/render /v1/messages/count_tokens
-/v1/messages/render /v1/responses/render
+/detokenize /is_scaling_elastic_ep /ping /tokenize /v1/messages/count_tokens
 """
 _HARMLESS_PATHS = frozenset(_HARMLESS.split())
 
 _HEARTBEAT_SECONDS = 30.0
+# Seconds between looks at the engine, and time for vLLM to answer for one that has died.
+_LOOK_SECONDS, _LAST_SECONDS = 1.0, 5.0
 # Limit of a body that is read before its sender is authenticated.
 _SESSION_BYTES = 2**16
 
@@ -74,28 +78,52 @@ class PublicationGate:
         self.holder: str | None = None
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "websocket" and not self.is_open:
+        headers = dict(scope.get("headers", ()))
+        if scope["type"] == "websocket" and (not self.is_open or _is_from_a_page(headers)):
             return await send({"type": "websocket.close", "code": 1013})
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        if _is_from_a_page(headers):
+            return await _respond(
+                send, 403, {"error": "A browser sent this for a page, which may not use this server."}
+            )
         # A prefix that the router strips later must not hide a path from the gate.
         path, method = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/"), scope["method"]
         if path == STATE_PATH:
             return await _respond(send, 200, self._state())
         if method in _READING_METHODS or (method == "POST" and path in _HARMLESS_PATHS):
-            return await self.app(scope, receive, send)
+            return await self._serve(scope, receive, send)
         if method != "POST" or path not in _GENERATING_PATHS:
-            headers = dict(scope["headers"])
-            if _is_from_a_page(headers):
-                error = "A browser sent this for a page. Only a trainer may change this server."
-                return await _respond(send, 403, {"error": error})
+            if not _is_json(headers):
+                return await _respond(send, 403, {"error": "A request that changes this server has to be JSON."})
             if path == SESSION_PATH:
-                return await self._hold_session(receive, send)
+                return await self._hold_session(scope, receive, send)
             return await self._change(path, headers, scope, receive, send)
         if not self.is_open:
             error = "No complete set of weights has been published yet, so the server does not generate."
             return await _respond(send, 503, {"error": error})
-        return await self.app(scope, receive, send)
+        return await self._serve(scope, receive, send)
+
+    async def _serve(self, scope, receive, send) -> None:
+        """Pass a request on, and end it if the engine dies."""
+        is_started = False
+
+        async def note(message):
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        call = asyncio.ensure_future(self.app(scope, receive, note))
+        try:
+            while not call.done() and not _is_engine_dead(scope):
+                await asyncio.wait([call], timeout=_LOOK_SECONDS)
+            await asyncio.wait([call], timeout=_LAST_SECONDS)
+            if call.done():
+                return call.result()
+            if not is_started:
+                await _respond(send, 500, {"error": "The engine has died."})
+        finally:
+            call.cancel()
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -109,7 +137,7 @@ class PublicationGate:
             "nonce": self._nonce,
         }
 
-    async def _hold_session(self, receive, send) -> None:
+    async def _hold_session(self, scope, receive, send) -> None:
         request = json_object(await _read_body(receive, _SESSION_BYTES))
         trainer, nonces = str(request.get("trainer", "an unnamed trainer"))[:200], [request.get("nonce"), self._nonce]
         is_known = is_proof(request.get("proof"), self._token, "trainer", nonces, trainer)
@@ -128,10 +156,16 @@ class PublicationGate:
         answer["proof"] = proof(self._token, "server", nonces, answer)
         try:
             await _respond(send, 200, answer, end="\n", more_body=True)
-            # Writing detects a vanished host, reading does not.
-            gone = asyncio.ensure_future(_disconnected(receive))
-            while not (await asyncio.wait([gone], timeout=_HEARTBEAT_SECONDS))[0]:
-                await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+            gone, last = asyncio.ensure_future(_disconnected(receive)), time.monotonic()
+            while not _is_engine_dead(scope):
+                if (await asyncio.wait([gone], timeout=min(_LOOK_SECONDS, _HEARTBEAT_SECONDS)))[0]:
+                    return
+                # Writing detects a vanished host, reading does not.
+                if time.monotonic() - last >= _HEARTBEAT_SECONDS:
+                    await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+                    last = time.monotonic()
+            # The web server closes the connection of a response without an end.
+            gone.cancel()
         finally:
             self.session = self.holder = None
 
@@ -173,14 +207,24 @@ class PublicationGate:
                     self.is_open = self.is_complete
             await send(message)
 
-        await self.app(scope, receive, watch)
+        await self._serve(scope, receive, watch)
 
 
 def _is_from_a_page(headers: dict[bytes, bytes]) -> bool:
-    """Return whether a browser sent the request: it adds its own headers, and a page cannot send JSON without a
-    preflight."""
+    """Return whether a browser sent the request, by the headers that it adds."""
+    return b"origin" in headers or b"sec-fetch-site" in headers
+
+
+def _is_json(headers: dict[bytes, bytes]) -> bool:
+    """Return whether a request has JSON, which a page cannot send without a preflight, or names no media type."""
     media_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-    return b"origin" in headers or b"sec-fetch-site" in headers or media_type != b"application/json"
+    return media_type == b"application/json"
+
+
+def _is_engine_dead(scope) -> bool:
+    """Return whether vLLM's client has lost its engine or one of its replicas."""
+    engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    return engine is not None and engine.errored
 
 
 def _receive_again(body: bytes, receive):

@@ -128,8 +128,10 @@ def test_code_of_a_card_loads_the_policy(read, name):
     assert (ours - logits[name]).abs().max() < 0.05 * logits[name].abs().max()
 
 
-def test_hidden_means_that_it_cannot_be_imported(hidden):
-    done = subprocess.run([sys.executable, "-c", "import trl_qarl"], env=hidden, capture_output=True, text=True)
+def test_hidden_means_that_it_cannot_be_imported(hidden, tmp_path):
+    # `-c` finds the package in the current folder first.
+    code = [sys.executable, "-c", "import trl_qarl"]
+    done = subprocess.run(code, cwd=tmp_path, env=hidden, capture_output=True, text=True)
     assert done.returncode == 1 and "ImportError: hidden" in done.stderr
 
 

@@ -131,7 +131,8 @@ def check_trl_qarl(arguments):
 def parse_train(argv):
     """The training script takes the arguments, and `accelerate launch` what it leaves over."""
     *_, rest = train.make_parser().parse_args_and_config(argv, return_remaining_strings=True)
-    check_names(rest, option_names(launch_command_parser()))
+    # The command finds the launch file by its name.
+    check_names(rest, option_names(launch_command_parser()) | {"--accelerate_config"})
 
 
 def check_install(arguments):

@@ -224,7 +224,7 @@ def test_a_push_that_cannot_work_is_refused_first(tmp_path, hub, monkeypatch):
 
 def test_a_push_of_experts_without_an_export_is_refused(tmp_path, hub):
     model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
-    options = {"allow_high_precision_experts": True, "exclude_modules": ["experts"]}
+    options = {"exclude_modules": ["experts"]}
     with pytest.raises(ValueError, match="there is no low-bit export. Remove `push_to_hub`"):
         make_trainer(model, tmp_path / "run", push_to_hub=True, **options)
 

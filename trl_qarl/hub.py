@@ -19,15 +19,13 @@ from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
 from .packages import installed
+from .wire.protocol import ENGINE_RANKS, engine_rank
 
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 """Name of the subfolder with the adapter in an export, and of the adapter in vLLM."""
-
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`."""
 
 # An earlier model in the repository may have more shards, or an adapter, which `from_pretrained` would load.
 _STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*", "model.gguf")
@@ -54,6 +52,11 @@ def write_card(folder: Path, name: str, source: str, **about: Any) -> None:
         path = Path(source, "README.md") if is_local else try_to_load_from_cache(source, "README.md")
         known = ModelCard.load(path).data
     base = known.base_model if is_local else source
+    dataset = about.pop("dataset", None)
+    if dataset is not None and _is_repository(dataset):
+        about["dataset"] = dataset
+    elif dataset is not None:
+        about["local_dataset"] = Path(dataset).name
     is_export, settings = "scheme" in about, about.get("settings", {})
     data = ModelCardData(
         base_model=base if isinstance(base, str) and base else None,
@@ -76,6 +79,14 @@ def write_card(folder: Path, name: str, source: str, **about: Any) -> None:
     card.save(folder / "README.md")
 
 
+def _is_repository(name: str) -> bool:
+    """Return whether a dataset has the name of a repository and is not a file or folder of this machine."""
+    with suppress(HFValidationError):
+        validate_repo_id(name)
+        return not Path(name).exists()
+    return False
+
+
 def summarize(history: list[dict[str, Any]]) -> dict[str, str]:
     """Return rewards and mismatch of a training as `{label: value}`: means over the last ten rows that logged them."""
     found = {}
@@ -83,16 +94,6 @@ def summarize(history: list[dict[str, Any]]) -> dict[str, str]:
         if values := [row[name] for row in history if row.get(name) is not None][-10:]:
             found[f"`{name}`, mean of the last {len(values)} logged"] = f"{fmean(values):.4g}"
     return found
-
-
-def engine_rank(rank: int) -> int:
-    """Return the smallest `max_lora_rank` with which vLLM serves an adapter of this rank; a smaller adapter is padded
-    with 0. `ValueError` is raised if there is none."""
-    if rank > ENGINE_RANKS[-1]:
-        raise ValueError(
-            f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
-        )
-    return min(largest for largest in ENGINE_RANKS if rank <= largest)
 
 
 def adapter_rank(folder: str | Path) -> int | None:

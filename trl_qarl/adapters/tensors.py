@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from ..hub import engine_rank
 from ..quantization.names import is_peft_model
 from ..quantization.storage import whole
+from ..wire.protocol import engine_rank
 
 
 if TYPE_CHECKING:

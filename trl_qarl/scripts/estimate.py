@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..hub import engine_rank
 from ..quantization.plan import plan_of
+from ..wire.protocol import engine_rank
 from .command_line import add_plan_options, check_folder, configuration_errors
 
 

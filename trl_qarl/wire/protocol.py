@@ -51,3 +51,17 @@ def load_order(name: str) -> int:
     return 2 * name.endswith(("gate_up_proj_shape", "w13_shape")) or int(
         name.endswith(("down_proj_shape", "w2_shape"))
     )
+
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+
+
+def engine_rank(rank: int) -> int:
+    """Return the smallest `max_lora_rank` with which vLLM serves an adapter of this rank; a smaller adapter is padded
+    with 0. `ValueError` is raised if there is none."""
+    if rank > ENGINE_RANKS[-1]:
+        raise ValueError(
+            f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
+        )
+    return min(largest for largest in ENGINE_RANKS if rank <= largest)

@@ -61,6 +61,7 @@ save_strategy: "epoch"
 save_total_limit: 1
 seed: 42
 warmup_ratio: 0.1
+beta: none of it
 # One of our own, too.
 torch_compile: true
 """
@@ -82,6 +83,7 @@ WRONG = {
     "--dataset_name='./problems.jsonl': there is no such file",
     "learning_rates='3': unknown option. Did you mean `learning_rate`?",
     "--num_generations: invalid int value: 'four'",
+    "--beta: invalid float value: 'none of it'",
 }
 
 
@@ -107,7 +109,7 @@ def test_the_mended_recipe_trains(tiny_model, tmp_path):
     recipe = yaml.safe_load(RECIPE)
     for name in (
         *("torch_dtype", "dataset_prompt_column", "system_prompt", "vllm_device", "max_prompt_length"),
-        *("overwrite_output_dir", "torch_compile", "push_to_hub", "attn_implementation"),
+        *("overwrite_output_dir", "torch_compile", "beta", "push_to_hub", "attn_implementation"),
     ):
         del recipe[name]
     recipe |= {"warmup_steps": recipe.pop("warmup_ratio"), "report_to": "none", "model_name_or_path": tiny_model}

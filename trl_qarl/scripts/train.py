@@ -123,7 +123,7 @@ def read_options(
         of_file.setdefault(RENAMED[name], unknown[name])
     usual = {action.dest: action.default for action in parser._actions}
     config_remaining = parser.set_defaults_with_config(**of_file)
-    namespace, cli_remaining = _parse(parser, words, usual, problems)
+    namespace, cli_remaining = _parse(parser, words, usual, of_file, problems)
     parsed = []
     for cls in parser.dataclass_types:
         made = cls.__new__(cls)
@@ -184,29 +184,35 @@ def _accepts(action: Action | None, value: Any) -> bool:
 
 
 def _parse(
-    parser: ArgumentParser, words: list[str], usual: Mapping[str, Any], problems: list[str]
+    parser: ArgumentParser, words: list[str], usual: Mapping[str, Any], of_file: Mapping[str, Any], problems: list[str]
 ) -> tuple[Namespace, list[str]]:
-    """Parse `words`, and add a problem for each option with a value that argparse refuses, which then gets its
-    `usual` value."""
+    """Parse `words`, and add a problem for each option, there or `of_file`, whose value argparse refuses. It then gets
+    its `usual` value."""
 
     def refuse(message: str) -> NoReturn:
         raise _Refused(message)
 
     parser.error = refuse
-    while True:
-        try:
-            return parser.parse_known_args(words)
-        except _Refused as error:
-            match = re.match(r"argument (--\w+)\S*: (.*)", str(error), re.DOTALL)
-            if match is None:
-                raise_problems([*problems, f"{error}."])
-            name, text = match.groups()
-            problems.append(f"{name}: {text}.")
-            kept = _without(words, name)
-            if kept == words:
-                # The value is the YAML file's.
-                parser.set_defaults(**{name[2:]: usual[name[2:]]})
-            words = kept
+    try:
+        while True:
+            try:
+                return parser.parse_known_args(words)
+            except _Refused as error:
+                match = re.match(r"argument (--\w+)\S*: (.*)", str(error), re.DOTALL)
+                if match is None:
+                    raise_problems([*problems, f"{error}."])
+                name, text = match.groups()
+                problems.append(f"{name}: {text}.")
+                kept = _without(words, name)
+                if kept == words:
+                    # The value is the YAML file's.
+                    if name[2:] not in of_file:
+                        raise_problems(problems)
+                    parser.set_defaults(**{name[2:]: usual[name[2:]]})
+                    of_file = {other: value for other, value in of_file.items() if other != name[2:]}
+                words = kept
+    finally:
+        del parser.error
 
 
 class _Refused(Exception):

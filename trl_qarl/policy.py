@@ -12,7 +12,7 @@ from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
-from .checkpoint.export import checkpoint_state_dict, export_checkpoint
+from .checkpoint.export import checkpoint_state_dict, export_checkpoint, keep_generation_config
 from .checkpoint.layout import problem_of_zero_points
 from .checkpoint.record import check_record, scheme_record
 from .checkpoint.relay import Relay
@@ -106,6 +106,7 @@ class Policy:
             )
             raise ValueError(f"publish_dir={args.publish_dir!r} is not supported here: {reason}. Remove it.")
         check_dropout(model, args)
+        keep_generation_config(base_model(model))
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         if self.has_adapter:
             self.swap_report = prepare_base(

@@ -1,0 +1,27 @@
+"""Files that a training leaves: valid, without secrets, and an error that names a full disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GenerationConfig
+
+from testing_utils import make_tiny_model, make_trainer, run_export
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.6, "top_p": 0.9}, {"length_penalty": 2.0}])
+def test_an_invalid_generation_config_is_saved_unchanged(tmp_path, options):
+    """transformers loads such files and refuses to save them."""
+    folder = Path(make_tiny_model(tmp_path, "qwen2"))
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    with pytest.raises(ValueError, match="Fix these issues"):
+        GenerationConfig.from_pretrained(folder).save_pretrained(tmp_path / "other")
+    trainer = make_trainer(str(folder), tmp_path / "run", save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    trainer.export_model()
+    for saved in (tmp_path / "run", tmp_path / "run" / "checkpoint-1", tmp_path / "run" / "w4a16"):
+        written = json.loads((saved / "generation_config.json").read_text())
+        assert {name: written.get(name) for name in options} == options and not written.get("do_sample")
+    assert run_export(tmp_path / "run", tmp_path / "again") == 0

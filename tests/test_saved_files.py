@@ -25,3 +25,15 @@ def test_an_invalid_generation_config_is_saved_unchanged(tmp_path, options):
         written = json.loads((saved / "generation_config.json").read_text())
         assert {name: written.get(name) for name in options} == options and not written.get("do_sample")
     assert run_export(tmp_path / "run", tmp_path / "again") == 0
+
+
+def test_no_file_of_a_training_has_the_token(tiny_model, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer = make_trainer(tiny_model, tmp_path, hub_token="hf_secret_of_the_user", **options)
+    trainer.train()
+    trainer.save_model()
+    trainer.export_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"checkpoint-1/training_args.bin", "training_args.bin"} <= {str(p.relative_to(tmp_path)) for p in files}
+    assert [path for path in files if b"hf_secret_of_the_user" in path.read_bytes()] == []
+    assert trainer.args.hub_token == "hf_secret_of_the_user"

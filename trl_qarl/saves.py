@@ -138,8 +138,14 @@ class SavesRuns(PushesPolicy):
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the masters, or the adapter, as TRL does, and next to them their scheme and a card."""
-        super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        token = self.args.hub_token
+        # transformers would write it into training_args.bin, which others may read.
+        self.args.hub_token = None
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.hub_token = token
         allow_as_umask(folder.glob("*.safetensors"))
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)

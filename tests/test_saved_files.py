@@ -1,10 +1,13 @@
 """Files that a training leaves: valid, without secrets, and an error that names a full disk."""
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from testing_utils import make_tiny_model, make_trainer, run_export
 
@@ -37,3 +40,22 @@ def test_no_file_of_a_training_has_the_token(tiny_model, tmp_path):
     assert {"checkpoint-1/training_args.bin", "training_args.bin"} <= {str(p.relative_to(tmp_path)) for p in files}
     assert [path for path in files if b"hf_secret_of_the_user" in path.read_bytes()] == []
     assert trainer.args.hub_token == "hf_secret_of_the_user"
+
+
+def test_a_full_disk_is_named(tiny_model, tmp_path):
+    """A file system of its own, in memory, on which the masters fit and not the optimizer."""
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if subprocess.run(probe, capture_output=True).returncode != 0:
+        pytest.skip("this user may not mount")
+    size = sum(p.stat().st_size for p in Path(tiny_model).iterdir()) + 400_000
+    assert size < 2 * sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
+    script = f"""
+    from testing_utils import make_trainer
+    options = {{"save_strategy": "steps", "save_steps": 1, "max_steps": 1}}
+    make_trainer({tiny_model!r}, {str(tmp_path)!r}, **options).train()
+    """
+    mount = f"mount -t tmpfs -o size={size} none {tmp_path} && exec {sys.executable} -c '{textwrap.dedent(script)}'"
+    tests = Path(__file__).parent
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=tests, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "No space left" in last and "checkpoint-1" in last, done.stderr[-3000:]

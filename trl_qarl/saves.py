@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import override
 
 from .checkpoint import marker, record
-from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
+from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold, name_disk_errors
 from .checkpoint.load import load_renamed
 from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
@@ -143,7 +143,8 @@ class SavesRuns(PushesPolicy):
         # transformers would write it into training_args.bin, which others may read.
         self.args.hub_token = None
         try:
-            super()._save(output_dir, state_dict)
+            with name_disk_errors(folder):
+                super()._save(output_dir, state_dict)
         finally:
             self.args.hub_token = token
         allow_as_umask(folder.glob("*.safetensors"))
@@ -164,7 +165,7 @@ class SavesRuns(PushesPolicy):
                 marker.begin(folder)
         self._is_saving = True
         try:
-            with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
+            with all_or_none(self.accelerator), name_disk_errors(folder), _hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
                     # FSDP2's sharded checkpoints contain the weights only, and nothing else that `save_model` writes.

@@ -2,9 +2,12 @@
 
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +15,15 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
+from ..checkpoint.export import save_configuration
+from ..quantization.names import base_model
 from ..quantization.storage import is_sharded, writes_to
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .background import BackgroundCall
 from .channels import choose_channel, sends_changes
 from .client import QaRLClient
 from .engine import Engine
-from .failures import EngineLost, all_or_none, as_lost, persistently
+from .failures import EngineLost, PromptTooLong, all_or_none, as_lost, persistently
 from .http_session import ServerLost
 from .in_process import make_engine, share_engine
 from .pictures import placeholders_of, takes_pictures, with_pictures
@@ -58,6 +63,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: Any = None
         self.description: dict[str, Any] = {}
+        self.context_length: int | None = None
         self._published_parameters: list[tuple[int, ...]] | None = None
         self._in_flight: BackgroundCall | None = None
         self._launched: list[BackgroundCall] = []
@@ -75,12 +81,16 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self._connect()
             else:
                 self.publisher = Publisher(self.model, self.dtype, None, self.processing_class)
+        # Only the main process knows a server.
+        context = [self.description.get("max_model_len")]
+        broadcast_object_list(context, from_process=0)
+        self.context_length = context[0]
 
     def _connect(self) -> None:
-        options, spec = self.options, EngineSpec.of(self.model, self.dtype)
+        options = self.options
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
-            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
+            self.server = server_process(options, self._own_spec(), largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = client = QaRLClient(
@@ -92,7 +102,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             token=None if self.server is None else self.server.token,
             token_file=options.vllm_token_file,
             ca_certs=options.vllm_ssl_ca_certs,
-            start_command=start_command(options, spec),
+            start_command=start_command(options, EngineSpec.of(self.model, self.dtype)),
         )
         try:
             client.placeholders = placeholders_of(self.processing_class)
@@ -111,12 +121,22 @@ class QaRLVLLMGeneration(VLLMGeneration):
         # TRL calls the client, and so may a `rollout_func`.
         client.generate = self._completions
 
+    def _own_spec(self) -> EngineSpec:
+        """Return the specification of an engine that is started here. It reads configuration and tokenizer from a
+        folder: the learner's may differ from those of its name, by new tokens, settings or a revision."""
+        # A path that stays the same, because vLLM's cache of compiled graphs depends on it.
+        folder = Path(self.options.output_dir, f".engine-{self.accelerator.process_index}").absolute()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_configuration(base_model(self.model), folder, self.dtype, self.processing_class)
+        return replace(EngineSpec.of(self.model, self.dtype), model=str(folder))
+
     def _build_engine(self) -> None:
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
         if group is not None:
             self.tp_group = group
         engine = make_engine(
-            EngineSpec.of(self.model, self.dtype),
+            self._own_spec(),
             **shared,
             on_cpu=self.accelerator.device.type == "cpu",
             gpu_memory_utilization=self.gpu_memory_utilization,
@@ -200,7 +220,18 @@ class QaRLVLLMGeneration(VLLMGeneration):
         finally:
             self._in_flight = None
 
+    def _check_lengths(self, prompts: list[list[int]]) -> None:
+        longest = max(map(len, prompts), default=0)
+        if self.context_length is not None and longest >= self.context_length:
+            raise PromptTooLong(
+                f"A prompt has {longest} tokens, and the engine's context {self.context_length}, which leaves no room for a completion. "
+                "Raise `vllm_max_model_length`, or `--max-model-len` of a server that you started, or filter the dataset by "
+                "the number of tokens."
+            )
+
     def _generate_once(self, prompts, images, num_generations, profiler=None):
+        with all_or_none(self.accelerator):
+            self._check_lengths(prompts)
         self._is_generating = True
         # TRL takes even an empty list for pictures.
         images = images and [pictures or None for pictures in images]

@@ -32,7 +32,7 @@ from trl_qarl.rollout.server_process import free_port
 TOKENS = torch.arange(10, 34).view(2, 12)
 # Exports by name: the scheme, and what is exported.
 EXPORTS = {scheme: (scheme, "model") for scheme in SCHEMES}
-EXPORTS |= {f"{scheme}-adapter": (scheme, "adapter") for scheme in SCHEMES if scheme != "bf16"}
+EXPORTS |= {f"{scheme}-adapter": (scheme, "adapter") for scheme in SCHEMES}
 EXPORTS |= {kind: ("w4a16", kind) for kind in ("mixture", "pictures", "own code")}
 # Runs the Python code of each card that is named, and saves the logits of its model.
 RUNNER = f"""
@@ -148,11 +148,12 @@ def test_code_of_a_card_loads_the_policy(read, name):
     assert not error.exists(), error.read_text()
     ours = torch.load(folder / f"{name}.logits")
     # Rounding in bfloat16, and activations that transformers does not quantize.
-    assert (ours - logits[name]).abs().max() < 0.05 * logits[name].abs().max()
+    assert (ours - logits[name]).abs().max() < 0.1 * logits[name].abs().max()
 
 
-def test_hidden_means_that_it_cannot_be_imported(hidden):
-    done = subprocess.run([sys.executable, "-c", "import trl_qarl"], env=hidden, capture_output=True, text=True)
+def test_hidden_means_that_it_cannot_be_imported(hidden, tmp_path):
+    command = [sys.executable, "-c", "import trl_qarl"]
+    done = subprocess.run(command, cwd=tmp_path, env=hidden, capture_output=True, text=True)
     assert done.returncode == 1 and "ImportError: hidden" in done.stderr
 
 

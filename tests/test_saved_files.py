@@ -1,6 +1,7 @@
 """Files that a training leaves: valid, without secrets, and an error that names a full disk."""
 
 import json
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -54,7 +55,7 @@ def test_a_full_disk_is_named(tiny_model, tmp_path):
     options = {{"save_strategy": "steps", "save_steps": 1, "max_steps": 1}}
     make_trainer({tiny_model!r}, {str(tmp_path)!r}, **options).train()
     """
-    mount = f"mount -t tmpfs -o size={size} none {tmp_path} && exec {sys.executable} -c '{textwrap.dedent(script)}'"
+    mount = f"mount -t tmpfs -o size={size} none {tmp_path} && exec {sys.executable} -c {shlex.quote(textwrap.dedent(script))}"
     tests = Path(__file__).parent
     done = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=tests, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]

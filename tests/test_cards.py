@@ -3,6 +3,7 @@ The code of every card is run as its reader would run it: in the folder next to 
 plain vLLM, in a process that cannot import trl_qarl.
 """
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import requests
@@ -31,8 +33,8 @@ from trl_qarl.rollout.server_process import free_port
 TOKENS = torch.arange(10, 34).view(2, 12)
 # Exports by name: the scheme, and what is exported.
 EXPORTS = {scheme: (scheme, "model") for scheme in SCHEMES}
-EXPORTS |= {f"{scheme}-adapter": (scheme, "adapter") for scheme in SCHEMES if scheme != "bf16"}
-EXPORTS |= {"mixture": ("w4a16", "mixture"), "pictures": ("w4a16", "pictures")}
+EXPORTS |= {f"{scheme}-adapter": (scheme, "adapter") for scheme in SCHEMES}
+EXPORTS |= {kind: ("w4a16", kind) for kind in ("mixture", "pictures", "own code")}
 # Runs the Python code of each card that is named, and saves the logits of its model.
 RUNNER = f"""
 import pathlib, re, sys, torch, traceback
@@ -62,9 +64,30 @@ def hidden(tmp_path_factory):
     return os.environ | {"PYTHONPATH": path, "VLLM_PLUGINS": ""}
 
 
+def make_own_code(folder, arch):
+    """A tiny model whose class lies next to its weights."""
+    path = Path(make_tiny_model(folder, arch))
+    (path / "configuration_own.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    (path / "modeling_own.py").write_text(
+        "from transformers import Qwen2ForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
 def make_learner(folder, scheme, kind):
     """A policy with trained weights in bfloat16, and its tokenizer."""
-    source = {"mixture": make_tiny_mixture, "pictures": make_tiny_picture_model}.get(kind, make_tiny_model)
+    sources = {"mixture": make_tiny_mixture, "pictures": make_tiny_picture_model, "own code": make_own_code}
+    source = sources.get(kind, make_tiny_model)
     path = source(folder, {"mixture": "qwen3_moe", "pictures": "qwen2_5_vl"}.get(kind, "qwen2"))
     if kind == "pictures":
         from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -72,7 +95,8 @@ def make_learner(folder, scheme, kind):
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
         processing_class = AutoProcessor.from_pretrained(path)
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        options = {"trust_remote_code": True} if kind == "own code" else {}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options)
         processing_class = AutoTokenizer.from_pretrained(path)
     if kind == "adapter":
         from peft import get_peft_model
@@ -125,7 +149,7 @@ def test_code_of_a_card_loads_the_policy(read, name):
     assert not error.exists(), error.read_text()
     ours = torch.load(folder / f"{name}.logits")
     # Rounding in bfloat16, and activations that transformers does not quantize.
-    assert (ours - logits[name]).abs().max() < 0.05 * logits[name].abs().max()
+    assert (ours - logits[name]).abs().max() < 0.1 * logits[name].abs().max()
 
 
 def test_hidden_means_that_it_cannot_be_imported(hidden, tmp_path):

@@ -73,7 +73,8 @@ def write_card(folder: Path, name: str, source: str, **about: Any) -> None:
     about |= {"name": name, "local": local, "source": source, "has_adapter": rank is not None, "settings": settings}
     about["title"], about["results"] = data.model_name, summarize(about.get("history", []))
     about["origin"] = f"[{base}](https://huggingface.co/{base})" if data.base_model else f"`{Path(source).name}`"
-    about["serve"] = serve_command(local, about["dtype"], rank) if is_export else None
+    about["serve"] = serve_command(local, about["dtype"], rank) if is_export else ""
+    about["serve"] += " --trust-remote-code" * bool(about.get("trust_remote_code"))
     about["versions"] = ", ".join(map(" ".join, installed(*_PACKAGES).items()))
     card = ModelCard.from_template(data, str(Path(__file__).with_name("card.md")), **about)
     card.save(folder / "README.md")

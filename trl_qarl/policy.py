@@ -11,7 +11,7 @@ from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
-from .checkpoint.export import export_checkpoint
+from .checkpoint.export import export_checkpoint, keep_generation_config
 from .checkpoint.record import check_record, scheme_record
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import (
@@ -103,6 +103,7 @@ class Policy:
         check_dropout(model, args)
         keep_attention_cap(model)
         check_positions(model, args)
+        keep_generation_config(base_model(model))
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         if self.has_adapter:
             self.swap_report = prepare_base(

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from .adapters.tensors import adapter_config
 from .checkpoint import marker, record
-from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
+from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold, name_disk_errors
 from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
 from .checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
@@ -152,8 +152,15 @@ class SavesRuns(PushesPolicy):
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the masters, or the adapter, as TRL does, and next to them their scheme and a card."""
-        super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        token = self.args.hub_token
+        # transformers would write it into training_args.bin, which others may read.
+        self.args.hub_token = None
+        try:
+            with name_disk_errors(folder):
+                super()._save(output_dir, state_dict)
+        finally:
+            self.args.hub_token = token
         allow_as_umask(folder.glob("*.safetensors"))
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
@@ -174,7 +181,7 @@ class SavesRuns(PushesPolicy):
                 marker.begin(folder)
         self._is_saving = True
         try:
-            with all_or_none(self.accelerator), _hold_back_rotation(folder) as rotate:
+            with all_or_none(self.accelerator), name_disk_errors(folder), _hold_back_rotation(folder) as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
                     self._describe_shards(folder)

@@ -6,6 +6,7 @@ bit; tensors that are not quantized are written in the dtype in which the engine
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,8 +19,17 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
+from typing_extensions import override
 
 from ..hub import ADAPTER_FOLDER, write_card
 from ..quantization.inventory import Inventory
@@ -33,6 +43,8 @@ from .load import auto_class
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
+
+logger = logging.getLogger(__name__)
 
 # Distinguishes exports, which may be overwritten, from masters, for every scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
@@ -103,9 +115,7 @@ def export_checkpoint(
     if is_other and not is_shared:
         return output_dir
     check_export_dir(output_dir)
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [architecture(model)]
-    config.dtype = dtype
+    config = copy_config(model)
     if formats:
         config.quantization_config = quantization_config(inventory)
     metadata = {"format": "pt", **_EXPORT_METADATA}
@@ -120,11 +130,7 @@ def export_checkpoint(
     with written_as_a_whole(output_dir) as folder:
         if gguf is not None:
             export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
-        config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        if processing_class is not None:
-            processing_class.save_pretrained(folder)
+        save_configuration(model, folder, dtype, processing_class, config)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
         # safetensors writes metadata in any order: equal weights become equal bytes.
         for path in folder.glob("*.safetensors"):
@@ -141,12 +147,67 @@ def export_checkpoint(
         about: dict[str, Any] = {"name": output_dir.resolve().name, "source": model.name_or_path}
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         about["loaded_by"] = auto_class(model.config).__name__
+        about["trust_remote_code"] = has_own_code(model)
         about["loads_in_transformers"] = loads_in_transformers(inventory)
         write_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
             # The adapter of the earlier export belongs to another base.
             shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
     return output_dir
+
+
+def copy_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return a copy of a model's configuration that names the model's class."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [architecture(model)]
+    return config
+
+
+def save_configuration(
+    model: PreTrainedModel,
+    folder: Path,
+    dtype: torch.dtype,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    config: PreTrainedConfig | None = None,
+) -> None:
+    """Write what a reader needs next to the weights: `config`, by default that of `model`, with `dtype`, the code of
+    its class if that is not transformers', generation configuration, and tokenizer or processor."""
+    config = config or copy_config(model)
+    config.dtype = dtype
+    if has_own_code(model):
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        # Not by its own method, which refuses invalid ones, although transformers loads them.
+        path = folder / GENERATION_CONFIG_NAME
+        model.generation_config.to_json_file(path, use_diff=True, keys_to_pop=["compile_config"])
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
+def has_own_code(model: PreTrainedModel) -> bool:
+    """Return whether the model's class comes from a file next to its weights (`trust_remote_code`)."""
+    return getattr(model, "_auto_class", None) is not None
+
+
+class _AnyGenerationConfig(GenerationConfig):
+    @override
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+        """Does not refuse to be saved."""
+        super().validate(user_set_attributes=user_set_attributes)
+
+
+def keep_generation_config(model: nn.Module) -> None:
+    """Have checkpoints contain the model's generation configuration even if it is invalid, such as `temperature`
+    without `do_sample`: transformers loads it, and refuses to save a model with it."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        logger.warning("The model's generation_config is invalid, and saved unchanged: %s", error)
+        model.generation_config = _AnyGenerationConfig.from_dict(config.to_dict())
 
 
 def read_header(file: BinaryIO) -> tuple[int, dict[str, Any]]:

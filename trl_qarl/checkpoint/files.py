@@ -8,8 +8,11 @@ import errno
 import fcntl
 import logging
 import os
+import re
+import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 from weakref import WeakSet
@@ -85,3 +88,22 @@ def is_of_the_disk(error: Exception) -> bool:
     """Return whether an error means that a file could not be written."""
     # Libraries in Rust raise a plain `Exception` with the text of an io::Error: "No space left ... (os error 28)".
     return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
+
+
+@contextmanager
+def name_disk_errors(folder: Path) -> Iterator[None]:
+    """Turn the errors of libraries that could not write a file to `folder` into `OSError`, which names the folder and
+    the usual reason. torch says "iostream error" or "unexpected pos" instead."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if not (is_of_the_disk(error) or re.search("iostream error|unexpected pos", str(error))):
+            raise
+        free = shutil.disk_usage(folder).free / 2**20
+        raise OSError(
+            errno.ENOSPC,
+            f"No space left on the device, or over a quota ({free:.0f} MiB are free there now). A file could not be written: {error}",
+            str(folder),
+        ) from error

@@ -5,10 +5,13 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.trainer_utils import HubStrategy
 
 from ..hub import problem_of_push
@@ -16,6 +19,7 @@ from ..numerics.availability import contradicting_options
 from ..options import CHOICES
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
+from ..wire.describe import CANARY_TOKENS
 from .problems import raise_problems as raise_problems
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
@@ -117,6 +121,11 @@ def check_vllm(config) -> Iterator[str]:
     if config.vllm_server_autostart and config.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):
         both = f"{said(config, 'vllm_server_host')} with vllm_server_autostart=True"
         yield f"{both}: the server is started on this machine and listens on 127.0.0.1. Remove it."
+    if config.vllm_max_model_length is not None and config.vllm_max_model_length <= CANARY_TOKENS:
+        yield (
+            f"{said(config, 'vllm_max_model_length')} must be at least {CANARY_TOKENS + 1}: a fixed text of {CANARY_TOKENS} tokens is scored "
+            "after each publication, to compare engine and learner."
+        )
     reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
@@ -197,6 +206,7 @@ def check_inherited(config) -> Iterator[str]:
             f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
             "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
         )
+    yield from _unknown_generation_kwargs(config)
     if not config.temperature > 0:
         yield f"{said(config, 'temperature')} must be greater than 0: the learner divides its logits by it. Use 1.0, or a small number for nearly greedy rollouts."
     if config.optim in ("lomo", "adalomo"):
@@ -209,6 +219,24 @@ def check_inherited(config) -> Iterator[str]:
             f"optim_args={config.optim_args!r} is not honoured by optim='muon', which has the options `learning_rate`, "
             "`weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon`. Remove it or choose another `optim`."
         )
+
+
+def _unknown_generation_kwargs(config) -> Iterator[str]:
+    given = as_dict(config, "generation_kwargs").keys() - GENERATION_KWARGS_THAT_RESHAPE
+    # A server may run on another machine, with another vLLM.
+    if not given or (config.use_vllm and find_spec("vllm") is None):
+        return
+    if config.use_vllm:
+        from vllm import SamplingParams
+
+        owner, known = "vllm.SamplingParams", [*SamplingParams.__struct_fields__]
+    else:
+        owner, known = "transformers.GenerationConfig", [*vars(GenerationConfig())]
+    known = [name for name in known if not name.startswith("_")]
+    if unknown := sorted(given - {*known}):
+        similar = [match for name in unknown for match in get_close_matches(name, known, 1)]
+        hint = f" Did you mean {similar}?" if similar else ""
+        yield f"generation_kwargs contains {unknown}, which {owner} does not have. Remove or correct them.{hint}"
 
 
 def refused_by_all(config) -> Iterator[str]:

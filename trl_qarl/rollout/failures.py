@@ -34,6 +34,10 @@ class EngineLost(RuntimeError):
         raise self
 
 
+class PromptTooLong(EngineLost):
+    """A prompt leaves no room for a completion in the engine's context."""
+
+
 @contextmanager
 def all_or_none(accelerator):
     """While open, an error of one process is raised by all, which would otherwise wait for it at their next
@@ -46,7 +50,7 @@ def all_or_none(accelerator):
         # Not every error can be pickled.
         for_others = RuntimeError(f"Another process failed with {type(error).__name__}: {error}")
         if isinstance(error, EngineLost):
-            for_others = EngineLost(str(error))
+            for_others = type(error)(str(error))
     failures = gather_object([for_others])
     culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
     if culprit is not None:

@@ -2,9 +2,12 @@
 
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,13 +16,15 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
+from ..checkpoint.export import save_configuration
+from ..quantization.names import base_model
 from ..quantization.storage import is_sharded, writes_to
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .background import BackgroundCall
 from .channels import choose_channel
 from .client import QaRLClient
 from .engine import Engine
-from .failures import EngineLost, all_or_none, as_lost, persistently
+from .failures import EngineLost, PromptTooLong, all_or_none, as_lost, persistently
 from .http_session import ServerLost, is_local
 from .in_process import make_engine, share_engine
 from .pictures import placeholders_of, takes_pictures, with_pictures
@@ -64,6 +69,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: Any = None
         self.description: dict[str, Any] = {}
+        self.context_length: int | None = None
         self._published: tuple[str, list[tuple[int, ...]]] | None = None
         self._in_flight: BackgroundCall | None = None
         self._launched: BackgroundCall | None = None
@@ -81,11 +87,16 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self._connect()
             else:
                 self.publisher = Publisher(self.model, self.dtype, None, self.processing_class)
+        # Only the main process knows a server.
+        context = [self.description.get("max_model_len")]
+        broadcast_object_list(context, from_process=0)
+        self.context_length = context[0]
 
     def _connect(self) -> None:
-        options, spec = self.options, EngineSpec.of(self.model, self.dtype)
+        options = self.options
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
+            spec = self._own_spec()
             if self.accelerator.device.type != "cpu":
                 check_ranks(self.model, spec.quantization_config, options.vllm_tensor_parallel_size)
             self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
@@ -97,7 +108,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self.server_timeout,
             token=None if self.server is None else self.server.token,
             token_file=options.vllm_token_file,
-            start_command=start_command(options, spec),
+            start_command=start_command(options, EngineSpec.of(self.model, self.dtype)),
         )
         try:
             client.placeholders = placeholders_of(self.processing_class)
@@ -114,8 +125,18 @@ class QaRLVLLMGeneration(VLLMGeneration):
         # TRL calls the client, and so may a `rollout_func`.
         client.generate = self._completions
 
+    def _own_spec(self) -> EngineSpec:
+        """Return the specification of an engine that is started here. It reads configuration and tokenizer from a
+        folder: the learner's may differ from those of its name, by new tokens, settings or a revision."""
+        # A path that stays the same, because vLLM's cache of compiled graphs depends on it.
+        folder = Path(self.options.output_dir, f".engine-{self.accelerator.process_index}").absolute()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_configuration(base_model(self.model), folder, self.dtype, self.processing_class)
+        return replace(EngineSpec.of(self.model, self.dtype), model=str(folder))
+
     def _build_engine(self) -> None:
-        spec = EngineSpec.of(self.model, self.dtype)
+        spec = self._own_spec()
         check_ranks(self.model, spec.quantization_config, self.tensor_parallel_size)
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
         if group is not None:
@@ -209,7 +230,18 @@ class QaRLVLLMGeneration(VLLMGeneration):
         finally:
             self._in_flight = None
 
+    def _check_lengths(self, prompts: list[list[int]]) -> None:
+        longest = max(map(len, prompts), default=0)
+        if self.context_length is not None and longest >= self.context_length:
+            raise PromptTooLong(
+                f"A prompt has {longest} tokens, and the engine's context {self.context_length}, which leaves no room for a completion. "
+                "Raise `vllm_max_model_length`, or `--max-model-len` of a server that you started, or filter the dataset by "
+                "the number of tokens."
+            )
+
     def _generate_once(self, prompts, images, num_generations, profiler=None):
+        with all_or_none(self.accelerator):
+            self._check_lengths(prompts)
         self._is_generating = True
         # TRL takes even an empty list for pictures.
         images = images and [pictures or None for pictures in images]

@@ -99,11 +99,18 @@ class Publisher:
             *_kernel_problems(inventory, theirs),
         ]
         problems += problems_of_ranks(inventory, quantization_config(inventory), theirs["tensor_parallel_size"])
+        needed = max((len(text.token_ids) + 1 for text in self.canary.texts), default=0)
+        if theirs.get("max_model_len", needed) < needed:
+            problems.append(
+                f"max_model_len: {needed} at least, because fixed texts are scored after each publication, the engine has {theirs['max_model_len']}"
+            )
         if problems:
             listed = "\n  ".join(problems)
             raise ValueError(
-                f"The engine was not started for this learner:\n  {listed}\nStart it with `trl-qarl vllm-serve` and the same "
-                "model, tokenizer, scheme, group_size, exclude_modules and dtype."
+                f"The engine was not started for this learner:\n  {listed}\nStart a server with `trl-qarl vllm-serve` and the same "
+                "model, tokenizer, scheme, group_size, exclude_modules and dtype. If the model or the tokenizer was changed after it was "
+                "loaded, save both to a folder with `save_pretrained` and give it as `--model`, or have the trainer start the "
+                "engine: vllm_mode='colocate' or vllm_server_autostart=True."
             )
         return theirs
 

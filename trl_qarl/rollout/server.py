@@ -107,8 +107,10 @@ class ServerEngine:
 
 def start_command(args, spec: EngineSpec) -> str:
     """Return the command with which a user starts a server for the learner of a [`QaRLConfig`]."""
+    revision = (args.model_init_kwargs or {}).get("revision")
     options = {
         "model": spec.model,
+        "revision": revision if revision != "main" else None,
         "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
         "group_size": args.group_size if isinstance(args.scheme, str) else None,
         "exclude_modules": args.exclude_modules,

@@ -65,6 +65,7 @@ class WorkerExtension:
             "quantization_config": next(filter(None, quantizations), {}),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,
+            "max_model_len": config.model_config.max_model_len,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "device": str(self.device),
             "gpu": self._describe_gpu(),

@@ -1,13 +1,11 @@
 """
-Writes the tables of alignment.md and draws docs/alignment.png from alignment.json: `python benchmarks/alignment.py`
-(needs matplotlib).
+Draws docs/alignment.png from alignment.json: `python benchmarks/alignment.py` (needs matplotlib).
 
-The JSON holds the results of `python -m benchmarks.bench alignment --dtypes bfloat16 --tokens 3000 --json FILE`, of
-the same with `--rollout server`, and of `python benchmarks/grids.py mismatch`, each with its command and machine.
+The JSON holds the results of `python -m benchmarks.bench alignment --dtypes bfloat16 --tokens 3000 --json FILE`, with
+its command and machine.
 """
 
 import json
-import re
 from pathlib import Path
 
 from bench.alignment import summarize_alignment
@@ -15,7 +13,7 @@ from bench.alignment import summarize_alignment
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "alignment.json"
-PAGE, PICTURE = FOLDER / "alignment.md", FOLDER.parent / "docs" / "alignment.png"
+PICTURE = FOLDER.parent / "docs" / "alignment.png"
 NUMERICS = {
     "unaligned": ("learner in high precision", "#e08a3c"),
     "fast": ("learner with the engine's weights", "#9aa5b1"),
@@ -27,44 +25,6 @@ ZERO = 0.01  # position of 0 on the logarithmic axis
 def read_results() -> dict[str, list[dict]]:
     """Return one row per scheme for each kind of rollout."""
     return {name: summarize_alignment(result["rows"]) for name, result in json.loads(RESULTS.read_text()).items()}
-
-
-def fill(page: str, results: dict[str, list[dict]]) -> str:
-    """Return the text of the page with the tables between its markers replaced."""
-    for name, rows in results.items():
-        head, mark, rest = page.partition(f"<!-- {name} -->\n")
-        _, end, tail = rest.partition("<!-- end -->\n")
-        assert mark and end, name
-        page = head + mark + _table(rows) + end + tail
-    return page
-
-
-def _table(rows: list[dict]) -> str:
-    names = [
-        "unaligned: mean",
-        *(f"{name}: {key}" for name in ("fast", "engine") for key in ("equal", "mean", "max", "k3")),
-    ]
-    names = [name for name in names if any(name in row for row in rows)]
-    titles = [re.sub(r"^(?:fast|engine): (?!equal)", "", name) for name in names]
-    lines = [["scheme", "tokens", *titles]]
-    lines += [[_scheme(row), f"{row['tokens']:,}", *(_cell(name, row.get(name)) for name in names)] for row in rows]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
-
-
-def _scheme(row: dict) -> str:
-    size = row.get("group size")
-    return f"`{row['scheme']}`, {size}" if size else f"`{row['scheme']}`"
-
-
-def _cell(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if name.endswith("equal"):
-        # 100 % and 0 % mean exactly all and none.
-        text = f"{value:.0%}" if value in (0, 1) else f"{min(max(value, 0.0001), 0.9999):.2%}"
-        return text.replace("%", " %")
-    return number(value)
 
 
 def number(value: float) -> str:
@@ -123,6 +83,4 @@ def draw(values: dict[str, dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    results = read_results()
-    PAGE.write_text(fill(PAGE.read_text(), results))
-    draw(means(results))
+    draw(means(read_results()))

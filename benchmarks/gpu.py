@@ -104,10 +104,7 @@ def dry_pieces() -> dict[str, list[str]]:
             *("--numerics", "engine"),
         ],
         "rollout-tiny-w4a16": ["bench", "rollout", *tiny, *few, *pair, "--tokens", "1", "4", "--new_tokens", "8"],
-        "publish-tiny-w4a16": [
-            *("bench", "publish", *tiny, *few, "--schemes", "w4a16"),
-            *("--learning_rates", "1e-4", "--updates", "1"),
-        ],
+        "publish-tiny-w4a16": ["bench", "publish", *tiny, *few, "--schemes", "w4a16"],
     }
 
 

@@ -3,8 +3,7 @@ Compares greedy answers of llama.cpp with the learner's: `python benchmarks/llam
 `quickstart`, and `pip install xllamacpp`).
 
 SmolLM2's low-bit policy is exported into the GGUF file that the model comes from, and answers held-out sums of the
-quickstart and the questions of `grids.py` with 32 tokens each. The learner answers them in float32 and under autocast
-to bfloat16.
+quickstart with 32 tokens each. The learner answers them in float32 and under autocast to bfloat16.
 """
 
 import sys
@@ -13,7 +12,6 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from grids import QUESTIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_qarl import prepare_model
@@ -28,13 +26,10 @@ NUM_SUMS, NUM_TOKENS = 40, 32
 
 @torch.no_grad()
 def learner_answers(model, tokenizer, prompts: list[list[int]], autocast: bool) -> list[str]:
-    answers = []
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        for part in (prompts[:NUM_SUMS], prompts[NUM_SUMS:]):
-            batch = tokenizer.pad({"input_ids": part}, return_tensors="pt")
-            found = model.generate(**batch, do_sample=False, max_new_tokens=NUM_TOKENS)
-            answers += tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return answers
+        batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+        found = model.generate(**batch, do_sample=False, max_new_tokens=NUM_TOKENS)
+    return tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def llama_answers(path: Path, prompts: list[list[int]]) -> list[str]:
@@ -54,12 +49,8 @@ def main(scheme: str, group_size: str | None = None) -> None:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(masters), AutoTokenizer.from_pretrained(masters)
         prepare_model(model, get_scheme(scheme, group_size and int(group_size)), scale_dtype=torch.bfloat16)
         path = export_gguf(model, read_base(find_gguf()), Path(folder) / "model.gguf", torch.bfloat16, tokenizer)
-        sums = [problem["prompt"] for problem in make_problems(NUM_SUMS, 0, tokenizer.eos_token)[1]]
-        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        sums = [problem["prompt"] for problem in make_problems(NUM_SUMS, tokenizer.eos_token)[1]]
         prompts = [tokenizer(text)["input_ids"] for text in sums]
-        prompts += [
-            tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats
-        ]
         answers = {"llama.cpp": llama_answers(path, prompts)}
     for name, parameter in model.named_parameters():
         if "proj" not in name:
@@ -70,9 +61,9 @@ def main(scheme: str, group_size: str | None = None) -> None:
     }
     for one, other in combinations(answers, 2):
         pairs = list(zip(answers[one], answers[other], strict=True))
-        lines = [[text.strip().partition("\n")[0] for text in pair] for pair in pairs[:NUM_SUMS]]
+        lines = [[text.strip().partition("\n")[0] for text in pair] for pair in pairs]
         print(
-            f"{one}, {other}: {sum(a == b for a, b in pairs)} of {len(pairs)} answers, {sum(a == b for a, b in lines)} of {len(lines)} first lines of sums"
+            f"{one}, {other}: {sum(a == b for a, b in pairs)} of {len(pairs)} answers, {sum(a == b for a, b in lines)} first lines"
         )
 
 

@@ -104,7 +104,7 @@ def _rules() -> str:
             f"**Aligned**: `mismatch/abs_logp_mean`, 16-bit activations | up to {fine16:g} | up to {bad16:g} | above | "
             "`quantize_learner=True`; [more](#the-mismatch-is-large)",
             f'the same, 8-bit activations | up to {fine8:g} | up to {bad8:g} | above | another scheme, `numerics="engine"`',
-            'the same, `numerics="engine"` | 0 | - | above 0 | `exact="require"` names the place',
+            'the same, `numerics="engine"` | 0 | - | above 0 | the log names the place',
         ],
         "_dropped": [
             f"**Updating**: `tbpo/dropped/total` | {100 * low:g} to {high:.0%} | less, or more | above {most:.0%} | "
@@ -120,11 +120,11 @@ def _rules() -> str:
         ],
         "_entropy": [
             f"**Entropy**: last quarter against first | {advisor.ENTROPY_LEFT:g} to {advisor.ENTROPY_UP:g} times | less, or more | "
-            f"above {advisor.ENTROPY_FAR_UP:g} times | worst completions, `temperature`"
+            f"above {advisor.ENTROPY_FAR_UP:g} times | completions, `temperature`"
         ],
         "_text": [
             f"**Sound text**: `rollout/repetition_share`, `garbled_share` | up to {advisor.UNSOUND_WATCH:.0%} | up to "
-            f"{advisor.UNSOUND_BAD:.0%} | above | worst completions, the reward"
+            f"{advisor.UNSOUND_BAD:.0%} | above | completions, the reward"
         ],
         "_zero_spread": [
             f"**Reward spread**: `frac_reward_zero_std` | up to {advisor.ZERO_SPREAD_WATCH:.0%} | up to "

@@ -1,7 +1,7 @@
 r"""
 Train the low-bit policy of a model towards the model itself, before reinforcement learning: rounding to nearest costs
 a small model, or one in few bits, a good part of what it can do, and a few dozen updates bring most of it back
-(docs/recipes.md).
+(docs/objectives.md).
 
     python examples/warm_start.py --model Qwen/Qwen3-0.6B-Base --dataset trl-lib/DeepMath-103K --scheme w4a16 \
         --output_dir warm

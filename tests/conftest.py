@@ -102,7 +102,7 @@ def hub(tmp_path, monkeypatch):
     """A stand-in for the Hub, which this process takes for the Hub."""
     from testing_utils.hub_stand_in import StandInHub, use
 
-    with StandInHub(tmp_path / "hub-blobs") as server:
+    with StandInHub() as server:
         use(server, monkeypatch, tmp_path / "hub-home")
         yield server
 

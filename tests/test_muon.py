@@ -65,3 +65,17 @@ def test_frozen_parameters_are_left_out():
     optimizer = make(model)
     assert optimizer.parts.keys() == {"muon"} and len(optimizer.param_groups[0]["params"]) == 2
     update(model, optimizer)
+
+
+def test_a_matrix_with_a_zero_gradient_stays_as_it_is():
+    model = tiny("qwen2")
+    optimizer = make(model)
+    for _ in range(2):
+        update(model, optimizer)
+    backward(model)
+    idle, moved = (model.model.layers[0].mlp.__getattr__(name).weight for name in ("up_proj", "down_proj"))
+    idle.grad.zero_()
+    before, state = (idle.clone(), moved.clone()), optimizer.state[idle]["momentum_buffer"].clone()
+    optimizer.step()
+    assert torch.equal(idle, before[0]) and torch.equal(optimizer.state[idle]["momentum_buffer"], state)
+    assert state.any() and not torch.equal(moved, before[1])

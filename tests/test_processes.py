@@ -15,7 +15,7 @@ import pytest
 
 from testing_utils import path_without
 from trl_qarl.checkpoint.marker import is_complete
-from trl_qarl.processes import exit_on_signals
+from trl_qarl.processes import end_with_parent, exit_on_signals
 from trl_qarl.rollout.server_process import free_port
 
 
@@ -39,15 +39,17 @@ def has_pid_namespaces() -> bool:
 
 
 as_process_1 = pytest.param(
-    ["unshare", "--pid", "--fork", "--mount-proc", "--"],
+    ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--"],
     id="as process 1 of a container",
     marks=pytest.mark.skipif(not has_pid_namespaces(), reason="needs `unshare` and the right to make PID namespaces"),
 )
 in_a_shell = pytest.param([], id="in a shell")
 
 
-def heed_signals():
-    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these."""
+def begin_as_child():
+    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these signals. It is killed if
+    the test run is cut off, and so is what `unshare` started."""
+    end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -58,7 +60,9 @@ def running(folder, prefix, arguments, is_up, environment=None):
     log = folder / "log.txt"
     with open(log, "w") as file:
         command = [*prefix, sys.executable, "-m", "trl_qarl.cli", *arguments]
-        process = psutil.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=heed_signals)
+        process = psutil.Popen(
+            command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=begin_as_child
+        )
     try:
         deadline = time.monotonic() + 240
         while not is_up(found := (process.children() or [None])[0] if prefix else process):
@@ -196,6 +200,46 @@ def test_a_child_ends_with_its_parent(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
+        assert ended([child])
+
+
+STARTS_A_CHILD = """
+import sys
+from testing_utils.children import start
+
+code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+start([sys.executable, "-c", code]).wait()
+"""
+# As the tests above start a command.
+STARTS_A_COMMAND = """
+import sys
+from pathlib import Path
+from test_processes import running
+
+with running(Path(sys.argv[1]), sys.argv[2:], ["estimate", "--help"], lambda process: process) as (command, process):
+    command.suspend()
+    print(command.pid, flush=True)
+    process.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone does it")
+@pytest.mark.parametrize(
+    ("code", "prefix"),
+    [
+        pytest.param(STARTS_A_CHILD, [], id="a child"),
+        pytest.param(STARTS_A_COMMAND, [], id="a command"),
+        pytest.param(STARTS_A_COMMAND, *as_process_1.values, id="process 1", marks=as_process_1.marks),
+    ],
+)
+def test_what_a_test_starts_ends_with_a_run_that_is_killed(tmp_path, code, prefix):
+    """A server would go on for good: nothing is torn down in such a run."""
+    path = [str(Path(__file__).parent), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-c", code, str(tmp_path), *prefix]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as run:
+        child = psutil.Process(int(run.stdout.readline()))
+        run.kill()
         assert ended([child])
 
 

@@ -27,13 +27,7 @@ def test_defaults_are_those_of_the_papers_table_2(tmp_path):
 def test_no_other_default_of_trl_changes(tmp_path):
     ours = {f.name: f.default for f in dataclasses.fields(QaRLConfig)}
     changed = {f.name for f in dataclasses.fields(GRPOConfig) if ours[f.name] != f.default}
-    unset = {"epsilon", "importance_sampling_level", "loss_type"}
-    unset |= {"vllm_importance_sampling_correction", "vllm_importance_sampling_mode"}
-    assert changed == {"optim", "weight_decay"} | unset
-    # `unset` is filled with TRL's values for TRL's losses.
-    c, stock = config(tmp_path, objective="dapo"), GRPOConfig(str(tmp_path), use_cpu=True)
-    for name in (*unset, "epsilon_high"):
-        assert getattr(c, name) == getattr(stock, name)
+    assert changed == {"optim", "weight_decay", "loss_type"}
 
 
 def test_help_of_every_own_option_is_its_text_in_the_docstring():
@@ -44,7 +38,7 @@ def test_help_of_every_own_option_is_its_text_in_the_docstring():
     classes = (QuantOptions, ObjectiveOptions, EngineOptions, QaRLConfig)
     entries = [e for cls in classes for e in re.split(r"\n {4}(?=\w)", inspect.cleandoc(cls.__doc__))[1:]]
     documented = {name: entry for entry in entries for name in entry.partition(" (")[0].split(", ")}
-    assert {f.name for f in own} | {"epsilon_high"} == documented.keys()
+    assert {f.name for f in own} == documented.keys()
     for option in own:
         head, text = documented[option.name].split(":\n", 1)
         assert len(option.metadata["help"]) > 20 and plain(option.metadata["help"]) == plain(text), option.name
@@ -55,9 +49,9 @@ def test_help_of_every_own_option_is_its_text_in_the_docstring():
 def test_scheme_may_be_a_mapping_also_as_json(tmp_path):
     mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
     for scheme in (mapping, json.dumps(mapping)):
-        args = config(tmp_path, scheme=scheme, group_size=64, high_precision_last=1)
+        args = config(tmp_path, scheme=scheme, group_size=64)
         assert args.scheme == mapping and args.is_quantized and args.plan.name == "w4a16-w8a8"
-        assert args.plan == get_plan(mapping, 64, high_precision_last=1)
+        assert args.plan == get_plan(mapping, 64)
     assert not config(tmp_path, scheme={"_default": None}).is_quantized
     assert config(tmp_path, numerics="engine", bf16=True, scheme=mapping, group_size=32).numerics == "engine"
 

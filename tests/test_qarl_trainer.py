@@ -6,11 +6,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from testing_utils import CHAT_TEMPLATE, make_problems, make_tiny_model, make_tiny_tokenizer, spread
 from testing_utils.trainings import EXPERTS, arguments, assert_equal, make, parameters, rows
-from trl_qarl.objectives.registry import find_objective
+from trl_qarl.objectives.tbpo import TBPO
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 
@@ -23,28 +24,82 @@ def test_constructor_takes_exactly_the_arguments_of_grpo_trainer():
     assert {name for name, p in ours.items() if p.default is not inspect.Parameter.empty} == optional
 
 
+class Weights(TrainerCallback):
+    """The parameters after each update, and the learning rate that it used."""
+
+    def __init__(self):
+        self.after, self.rates = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.rates += lr_scheduler.get_last_lr()[:1]
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.after.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def spread_at_first(num_batches):
+    """A reward that is the same for all completions after `num_batches` calls, so that no update has a gradient."""
+    calls = []
+
+    def reward(completions, **kwargs):
+        calls.append(None)
+        return spread(completions) if len(calls) <= num_batches else [1.0] * len(completions)
+
+    return reward
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_torch", "adafactor", "sgd"])
+def test_updates_without_a_gradient_move_nothing(tiny_model, tmp_path, optim, caplog):
+    """Neither momentum nor weight decay, whatever the optimizer."""
+    options = {"optim": optim, "weight_decay": 0.1, "max_steps": 6, "lr_scheduler_type": "linear"}
+    if optim == "sgd":
+        options["optim_args"] = "momentum=0.9"
+    seen = Weights()
+    trainer = make(tiny_model, tmp_path, spread_at_first(1), callbacks=[seen], **options)
+    before = parameters(trainer)
+    with caplog.at_level("WARNING", "trl_qarl"):
+        trainer.train()
+    assert [row["step/skipped"] for row in rows(trainer)] == [0, 0, 1, 1, 1, 1]
+    assert [row["grad_norm"] == 0 for row in rows(trainer)] == [False] * 2 + [True] * 4
+    assert any(not torch.equal(p, before[name]) for name, p in seen.after[0].items())
+    assert any(not torch.equal(p, seen.after[0][name]) for name, p in seen.after[1].items())
+    for after in seen.after[2:]:
+        assert_equal(after, seen.after[1])
+    # As for gradients that overflow: updates count, and the schedule waits.
+    assert trainer.state.global_step == 6
+    assert seen.rates[:3] == pytest.approx([1e-3, 1e-3 * 5 / 6, 1e-3 * 4 / 6]) and len(set(seen.rates[2:])) == 1
+    assert caplog.text.count("has no gradient") == 1 and "Update 3 has no gradient" in caplog.text
+
+
 @pytest.mark.parametrize("optim", ["muon", "adamw_torch"])
-@pytest.mark.parametrize("weight_decay", [0.01, 0.0])
-def test_a_batch_without_an_unmasked_completion_moves_weights_by_weight_decay_alone(
-    tiny_model, tmp_path, optim, weight_decay
-):
+def test_truncated_completions_move_nothing_when_masked(tiny_model, tmp_path, optim):
     assert QaRLConfig(str(tmp_path), use_cpu=True).weight_decay == 0.01, "the documented default"
-    options = {"optim": optim, "weight_decay": weight_decay, "mask_truncated_completions": True}
-    trainer = make(tiny_model, tmp_path, max_steps=1, max_completion_length=2, **options)
+    options = {"optim": optim, "weight_decay": 0.1, "mask_truncated_completions": True}
+    trainer = make(tiny_model, tmp_path, max_steps=2, max_completion_length=2, **options)
     before = parameters(trainer)
     trainer.train()
-    (row,) = rows(trainer)
-    assert row["completions/clipped_ratio"] == 1 and row["grad_norm"] == 0
-    shrunk = set()
-    for name, p in trainer.model.named_parameters():
-        if weight_decay and not torch.equal(p, before[name]):
-            torch.testing.assert_close(p, before[name] * (1 - 1e-3 * weight_decay), rtol=2**-22, atol=0)
-            shrunk.add(name)
-        else:
-            assert torch.equal(p, before[name])
-    # As PyTorch's Muon and AdamW do with a gradient of zero: matrices shrink, biases and norms do not.
-    matrices = {name for name, p in trainer.model.named_parameters() if p.ndim == 2}
-    assert shrunk == (matrices if weight_decay else set())
+    assert rows(trainer)[0]["completions/clipped_ratio"] == 1
+    assert [row["step/skipped"] for row in rows(trainer)] == [1, 1]
+    assert_equal(parameters(trainer), before)
+
+
+def test_an_own_optimizer_skips_updates_too(tiny_model, tmp_path):
+    args = arguments(tmp_path, max_steps=4)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    seen = Weights()
+    trainer = QaRLTrainer(
+        model,
+        spread_at_first(1),
+        args,
+        make_problems(),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+        callbacks=[seen],
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    assert [row["step/skipped"] for row in rows(trainer)] == [0, 0, 1, 1]
+    assert_equal(seen.after[3], seen.after[1])
 
 
 def loss_and_gradients(trainer, inputs):
@@ -178,13 +233,13 @@ def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, mo
         is_first.append(False)
         return completion_ids, logps
 
-    tbpo, batches, inputs_of_loss = type(find_objective("tbpo")), [], []
-    own_loss, compute_loss = tbpo.loss, QaRLTrainer._compute_loss
+    batches, inputs_of_loss = [], []
+    own_loss, compute_loss = TBPO.loss, QaRLTrainer._compute_loss
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", call_first)
     monkeypatch.setattr(
         QaRLTrainer, "_compute_loss", lambda self, model, x: inputs_of_loss.append(x) or compute_loss(self, model, x)
     )
-    monkeypatch.setattr(tbpo, "loss", lambda self, args, x: batches.append(x) or own_loss(self, args, x))
+    monkeypatch.setattr(TBPO, "loss", lambda self, args, x: batches.append(x) or own_loss(self, args, x))
     prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
     trainer = QaRLTrainer(
         # Longer than the prompt, or TRL leaves the answer out.
@@ -222,18 +277,14 @@ def test_missing_arguments_get_a_qarl_config_named_after_the_model_that_trains_o
     assert trainer.state.global_step == 1
 
 
-def test_low_precision_masters_train_where_they_are_allowed_and_float32_is_the_default(tmp_path):
+def test_masters_of_a_checkpoint_in_bfloat16_are_float32(tmp_path):
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
     assert make(path, tmp_path / "default").model.dtype is torch.float32
-    options = {"model_init_kwargs": {"dtype": "auto"}, "allow_low_precision_masters": True}
-    trainer = make(path, tmp_path / "allowed", max_steps=1, **options)
-    trainer.train()
-    assert trainer.model.dtype is torch.bfloat16
 
 
-def test_experts_in_high_precision_train_where_they_are_allowed_or_nothing_is_quantized(tmp_path):
+def test_experts_train_in_high_precision_if_they_are_named(tmp_path):
     model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
-    options = {"allow_high_precision_experts": True, "exclude_modules": ["experts"], "max_steps": 1}
+    options = {"exclude_modules": ["experts"], "max_steps": 1}
     trainer = make(model, tmp_path / "allowed", **options)
     trainer.train()
     assert len(trainer.swap_report.converted) == 8
@@ -295,3 +346,17 @@ def test_rewards_that_are_too_large_do_not_reach_the_weights_and_are_said_once_w
         assert len(said) == 1 and f"'overflows' returned {written}: in float32 the advantages" in said[0]
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
+
+
+def test_an_evaluation_leaves_random_numbers_of_training_alone(tiny_model, tmp_path):
+    """Those by which completions are drawn, and by which TRL shuffles a batch."""
+    plain, evaluated = (
+        make(tiny_model, tmp_path / name, eval_dataset=make_problems(4), max_steps=3, **options)
+        for name, options in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1}))
+    )
+    for trainer in (plain, evaluated):
+        torch.manual_seed(3)
+        trainer.train()
+    assert len([row for row in evaluated.state.log_history if "eval_reward" in row]) == 3
+    assert all(map(torch.equal, plain.model.state_dict().values(), evaluated.model.state_dict().values()))
+    assert any(row["grad_norm"] for row in plain.state.log_history if "grad_norm" in row)

@@ -25,11 +25,9 @@ COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
     "vllm-serve": "Start a vLLM server that takes its weights from a trainer",
     "export": "Write the low-bit checkpoint of trained master weights",
-    "eval": "Print how many problems with known answers a policy solves, as it is deployed",
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
-    "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
-    "report": "Write an HTML page that compares training runs",
-    "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before training",
+    "report": "Draw training runs on one HTML page",
+    "doctor": "Check versions, hardware, memory for a model, and with --engine vLLM, before training",
     "estimate": "Estimate the memory of a training on each GPU, and name the launches that fit",
     "env": "Print versions, hardware and the kernel of each scheme",
 }
@@ -105,7 +103,7 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 
 
 def _train(argv: list[str]) -> int:
-    from .scripts.train import USAGE, arrange_help, check_inputs, known_options, make_parser
+    from .scripts.train import USAGE, arrange_help, known_options, make_parser, read_options
 
     if not argv:
         print(f"usage: {USAGE}\nSee `trl-qarl train --help`.", file=sys.stderr)
@@ -125,7 +123,6 @@ def _train(argv: list[str]) -> int:
     import subprocess
 
     import torch
-    import yaml
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -134,19 +131,10 @@ def _train(argv: list[str]) -> int:
     from .checks.launch import launched_with
 
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
-    known = known_options(parser, launch_parser)
-    argv = spell(argv, known)
+    argv = spell(argv, known_options(parser, launch_parser))
     with configuration_errors(), _without_warnings():
-        check_names(argv, known)
-        try:
-            # The unparsed rest of the command line is an ordered subsequence of it; that of the YAML file is not.
-            *parsed, config_remaining, cli_remaining = parser.parse_args_and_config(
-                argv, return_remaining_strings=True, separate_remaining_strings=True
-            )
-        except yaml.YAMLError as error:
-            raise ValueError(error) from error
-        check_names(config_remaining, known)
-        check_inputs({name: value for options in parsed for name, value in vars(options).items()})
+        # The unparsed rest of the command line is an ordered subsequence of it; that of the YAML file is not.
+        _, config_remaining, cli_remaining = read_options(argv, parser, launch_parser)
         on_cpu = not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ
         launch_args = build_launch_args(
             script_args=_subtract_subsequence(argv, cli_remaining),

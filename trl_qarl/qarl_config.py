@@ -1,8 +1,11 @@
 """Configuration of [`QaRLTrainer`]."""
 
+import functools
 import logging
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
 
 import torch
 from transformers.utils import is_torch_xla_available
@@ -10,9 +13,10 @@ from trl import GRPOConfig
 
 from .checks import options as checks
 from .checks.launch import launched_precision, problems_of_precision
-from .objectives.objective import Objective
-from .objectives.options import UNSET, trl_default
-from .objectives.registry import get_objective, options_of_others
+from .checks.names import RENAMED, problems_of_names
+from .checks.refused import REFUSED
+from .checks.values import fits, problems_of_values
+from .objectives.registry import get_objective, problems_of_objective
 from .options import EngineOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import parse_scheme
@@ -22,6 +26,20 @@ from .sharding.zero3 import keep_float32_masters
 logger = logging.getLogger(__name__)
 
 
+def _collect_unknown_names(cls: type) -> type:
+    """Let the constructor of a dataclass keep options that it does not have in `_unknown`, for its `__post_init__`."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def collect(self, *args, **kwargs):
+        self._unknown = {name: kwargs.pop(name) for name in [*kwargs] if name not in cls.__dataclass_fields__}
+        init(self, *args, **kwargs)
+
+    cls.__init__ = collect
+    return cls
+
+
+@_collect_unknown_names
 @describe_options
 @dataclass
 class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
@@ -42,23 +60,10 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
     `trl-qarl train --help` shows the texts of the parameters.
 
-    Inherited options that are not honoured raise one `ValueError` that lists all of them with their fixes.
+    One `ValueError` lists all problems with their fixes: unknown names, values that cannot be, and inherited options
+    that are not honoured.
 
     Parameters:
-        epsilon (`float`, *optional*):
-            Lower clip offset of TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO
-            does not use it.
-        epsilon_high (`float`, *optional*):
-            Upper clip offset of TRL's losses, as in TRL; the GSPO objectives default to `4e-4`. TBPO does not use it.
-        importance_sampling_level (`str`, *optional*):
-            For TRL's losses, defaults to TRL's `"token"`. The GSPO objectives set it to `"sequence"`; TBPO is always
-            sequence-level.
-        vllm_importance_sampling_correction (`bool`, *optional*):
-            For TRL's losses, whether the loss of vLLM rollouts is corrected for their mismatch; defaults to TRL's
-            `True`. The objectives of the paper's comparison set it.
-        vllm_importance_sampling_mode (`str`, *optional*):
-            For TRL's losses, kind of that correction; defaults to TRL's `"sequence_mask"`. The objectives of the
-            paper's comparison set it.
         loss_type (`str`, *optional*):
             Set by `objective`; give `objective` instead.
         optim (`str`, *optional*, defaults to `"muon"`):
@@ -70,36 +75,81 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "objective_kwargs"]
 
-    epsilon: float | None = None
-    importance_sampling_level: str | None = None
-    vllm_importance_sampling_correction: bool | None = None
-    vllm_importance_sampling_mode: str | None = None
     loss_type: str | None = None
     optim: str = "muon"
     weight_decay: float = 0.01
 
+    # True if `steps_per_generation` has our default, which the trainer lowers to what the dataset fills.
+    chooses_steps = False
+
     def __post_init__(self):
-        self.scheme = parse_scheme(self.scheme)
-        checks.raise_problems(checks.check_types(self, GRPOConfig))
-        self.objective_kwargs = checks.as_dict(self, "objective_kwargs") or None
+        hints, defaults = get_type_hints(type(self)), {field.name: field.default for field in fields(self)}
+        unknown = vars(self).pop("_unknown", {})
+        problems = [*problems_of_names(unknown, defaults, lambda name, value: fits(value, hints[name]))]
+        for name in RENAMED.keys() & unknown.keys():
+            if getattr(self, RENAMED[name], None) == defaults.get(RENAMED[name]) and RENAMED[name] in defaults:
+                # The value is checked like one under the new name.
+                setattr(self, RENAMED[name], unknown[name])
+        problems += self._parse()
+        for name, problem in [*problems_of_values(self, GRPOConfig)]:
+            problems.append(problem)
+            # So that the checks below can go on.
+            setattr(self, name, defaults[name])
         self._choose_device()
-        generation_kwargs = checks.as_dict(self, "generation_kwargs")
-        if generation_kwargs.get("do_sample") is True:
-            # TRL sets it itself, and vLLM has no such option.
-            self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
-        problems = [*checks.check_scheme(self), *checks.check_numerics(self)]
-        try:
-            objective = get_objective(self)
-        except ValueError as error:
-            problems += [str(error), *checks.check_choices(self)]
-        else:
-            problems += [*objective.contradictions(self), *checks.check_choices(self)]
-            self._apply(objective)
-            problems += [*options_of_others(self, objective), *objective.problems(self)]
+        problems += [*checks.check_scheme(self), *checks.check_numerics(self)]
+        problems += [*problems_of_objective(self), *checks.check_choices(self)]
         problems += [*checks.check_inherited(self), *checks.check_vllm(self), *checks.check_ahead(self)]
-        checks.raise_problems([*problems, *problems_of_precision(self), *checks.check_hub(self)])
-        if self.steps_per_generation is None and self.generation_batch_size is None:
-            self.steps_per_generation = (1 if objective.is_on_policy else 8) * self.gradient_accumulation_steps
+        problems += [*problems_of_precision(self), *checks.check_hub(self)]
+        if problems:
+            for name in REFUSED.keys() & defaults.keys():
+                setattr(self, name, defaults[name])
+            # The configuration is not used: these are the problems that TRL and transformers find in it.
+            with suppress(Exception):
+                problems += self._problems_of_trl()
+            checks.raise_problems(problems)
+        self.loss_type = self.objective
+        if get_objective(self) is not None:
+            # TRL would compute and log a weight that the loss does not use.
+            self.vllm_importance_sampling_correction = False
+        self._finish()
+        if self.deepspeed_plugin is not None:
+            # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
+            keep_float32_masters(self.deepspeed_plugin.dschf.config)
+        checks.raise_problems(checks.check_turns(self))
+        # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
+        checks.raise_problems(checks.refused_by_all(self))
+
+    def _parse(self) -> Iterator[str]:
+        """Parse options that may be text of a command line; yield a problem for text that is none."""
+        try:
+            self.scheme = parse_scheme(self.scheme)
+        except ValueError as error:
+            yield str(error)
+            self.scheme = type(self).scheme
+        for name in ("objective_kwargs", "generation_kwargs", "model_init_kwargs"):
+            try:
+                value = checks.as_dict(self, name)
+            except ValueError as error:
+                yield str(error)
+                setattr(self, name, None)
+                continue
+            if name == "objective_kwargs":
+                self.objective_kwargs = value or None
+            elif name == "generation_kwargs" and isinstance(value, dict) and value.get("do_sample") is True:
+                # TRL sets it itself, and vLLM has no such option.
+                self.generation_kwargs = {k: v for k, v in value.items() if k != "do_sample"}
+
+    def _problems_of_trl(self) -> Iterator[str]:
+        try:
+            self._finish()
+        except ValueError as error:
+            yield str(error)
+
+    def _finish(self) -> None:
+        """Set the number of updates per generation batch, and run TRL's own initialization."""
+        self.chooses_steps = self.steps_per_generation is None and self.generation_batch_size is None
+        if self.chooses_steps:
+            self.steps_per_generation = 8 * self.gradient_accumulation_steps
         # transformers does not know this optimizer name; the trainer builds the optimizer.
         is_muon = self.optim == "muon"
         if is_muon:
@@ -107,12 +157,6 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         super().__post_init__()
         if is_muon:
             self.optim = "muon"
-        if self.deepspeed_plugin is not None:
-            # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
-            keep_float32_masters(self.deepspeed_plugin.dschf.config)
-        checks.raise_problems([*objective.problems_of_batch(self), *checks.check_turns(self)])
-        # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
-        checks.raise_problems(checks.refused_by_all(self))
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()
@@ -124,19 +168,6 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if is_chosen:
             text = "No accelerator was found: training on the CPU (use_cpu=True) with bf16=%s, fp16=%s."
             logger.warning(text, self.bf16, self.fp16)
-
-    def _apply(self, objective: Objective) -> None:
-        """Set the options that `objective` decides, and TRL's defaults for options of its loss that were not given."""
-        self.loss_type = objective.loss_type
-        for name, value in objective.options.items():
-            setattr(self, name, value)
-        for name, value in objective.defaults.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        for name in UNSET if objective.takes_options_of_trl else ():
-            is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
-            if getattr(self, name) is None and not is_unused:
-                setattr(self, name, trl_default(name))
 
 
 def config_for(model: Any, args: Any) -> QaRLConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
 from .checks.options import raise_problems
+from .checks.resume import check_before_loading
 from .forward import Batch
 from .muon import MuonAdamW
+from .numerics.low_bit import use_cpu_weights
 from .objectives.registry import get_objective
 from .policy import Policy
 from .processes import exit_on_signals
@@ -32,6 +34,7 @@ from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_l
 from .saves import SavesRuns
 from .sharding import sharded_by
 from .sharding.zero3 import compute_in_bfloat16, forget_order
+from .skipped_updates import SkipsUpdates
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
@@ -111,9 +114,11 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "environment_factory": environment_factory,
         }
         check_arguments(**given)
+        check_before_loading(args, model, peft_config, optimizers[0])
+        self._own_optimizer = optimizers[0]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
-        self._objective = get_objective(args).for_run(args)
+        self._objective = get_objective(args)
         self._calls_tools = False
         with replaced_in_trl(
             create_model_from_path=self.policy.load,
@@ -121,6 +126,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             GenerationConfig=self._make_generation_config,
         ):
             super().__init__(**given)
+        with all_or_none(self.accelerator):
+            self.policy.check_head()
         if self.is_deepspeed_enabled and args.bf16:
             # TRL has given the models another forward by now.
             for each in filter(None, (self.model, self.ref_model)):
@@ -138,23 +145,28 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
-        measured = self.accelerator, self.model, self._metrics, self._tokenizer.decode, self._objective
-        self.recorder = Recorder(args, *measured)
-        if self.numerics == "engine" and not self._are_compared:
+        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics)
+        self._skips_updates = SkipsUpdates(self.accelerator, self.recorder.log)
+        if self.numerics == "engine" and rollout_func is not None:
             logger.info("Rollouts are scored by a forward: log-probs of a `rollout_func` are not the engine's.")
         self._add_callbacks()
 
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
         """Build the engine of the rollouts, in the middle of TRL's constructor, when the policy is prepared."""
         policy = self.policy
-        self._check_folders_are_free()
+        self._check_folder_is_free()
         # On a GPU the engine follows the learner's numerics.
         policy.attach_numerics(self.model)
         generation = QaRLVLLMGeneration(
             **kwargs, options=self.args, dtype=policy.dtype, weight_version=lambda: str(self.state.global_step)
         )
-        if self.numerics == "engine" and self.accelerator.is_main_process:
-            policy.check_engine(generation.description)
+        if self.numerics == "engine":
+            [form] = broadcast_object_list([(generation.description.get("arithmetic") or {}).get("cpu_weights")])
+            if self.args.vllm_mode == "server" and form is not None:
+                # The bits depend on it, and the server has chosen.
+                use_cpu_weights(form)
+            if self.accelerator.is_main_process:
+                policy.check_engine(generation.description)
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
@@ -173,6 +185,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
         }
         self.add_callback(self.recorder)
+        self.add_callback(self._skips_updates)
         self.add_callback(RunLog(self.args, self.recorder, described))
         self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self.callback_handler)
@@ -182,7 +195,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def create_optimizer(self, model=None):
-        """Builds Muon with AdamW for `optim="muon"`; every other name is TRL's."""
+        """Builds Muon with AdamW for `optim="muon"`; other names are TRL's. Skips updates without a gradient."""
         if self.optimizer is None and self.args.optim == "muon":
             model = self.model if model is None else model
             self.optimizer = MuonAdamW(
@@ -193,7 +206,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
             )
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        self._skips_updates.watch(optimizer)
+        return optimizer
 
     @override
     def _tokenize_prompts(self, prompts):
@@ -227,6 +242,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         drawn = self._ahead.take(prompt_ids) if draws_ahead else None
         with shared, self.recorder.time("rollout"):
             if drawn is not None:
+                self._plan = self._plan_scoring(drawn)
                 completion_ids, logps = drawn.completion_ids, drawn.logps
             elif self.use_vllm:
                 completion_ids, logps = super()._generate_single_turn(*args)
@@ -242,7 +258,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if draws_ahead:
             epoch, num_skipped, num_before = self._epoch_begun
             place = epoch, num_skipped + self._step - num_before
-            self.recorder.log(self._ahead.measure(self.state.global_step, seconds))
+            self.recorder.log(self._ahead.measure(drawn, self.state.global_step, seconds))
             self._ahead.draw(place, self.state, self._tokenize_prompts)
         return completion_ids, logps
 
@@ -258,16 +274,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def _generate(self, prompts):
-        """First waits for batches drawn ahead and publishes changed weights; then counts loops and garbled text."""
+        """First waits for the batch drawn ahead and publishes changed weights; then counts loops and garbled text."""
         if self._ahead is not None:
             # Timed separately from the other work on a generation batch.
             with self.recorder.time("wait"):
-                has_other_weights = self._ahead.collect(self.model.training)
-            if has_other_weights:
-                self._last_loaded_step = -1
+                self._ahead.collect()
         if self.use_vllm:
             self._publish_what_changed()
-        self._relay_policy()
+        self._plan = self._plan_scoring()
         output = super()._generate(prompts)
         _, completion_ids, _, completions, logps, *_ = output
         self.recorder.observe_completions(completion_ids, completions)
@@ -284,41 +298,39 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 self._save_before_leaving()
                 raise
             self.recorder.observe_rewards(self._logs["rewards"])
-            self._complete(output)
+            plan = self._plan
+            self._complete(output, plan)
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
-                version = self._ahead.drawn.version if self._is_stale else self._last_loaded_step
-                publication["rollout/weight_version"] = float(version)
+                publication["rollout/weight_version"] = float(plan.version)
             bits, is_mixed = self.policy.bits
             if bits is not None:
                 publication["quant/bits"] = bits
             self.recorder.observe_rollout(publication, is_mixed)
-            self._num_compared = 0 if self._are_compared else None
-            if self._num_compared is None:
-                self._observe(output)
-            self.recorder.probe(output, self.state.global_step, self.vllm_generation.engine if self.use_vllm else None)
-        if self._num_compared is None:
+            if plan.compared != "first update":
+                self._observe(output, plan)
+        if plan.compared != "first update":
             self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
 
     def _publish_what_changed(self) -> None:
         """Publish the weights unless the engine has them. TRL looks only at the step, and would miss weights that a
         callback changes within a step."""
-        if self._last_loaded_step == self.state.global_step and self.vllm_generation.is_published():
-            return
-        with (
-            self.recorder.time("publication"),
-            all_or_none(self.accelerator),
-            profiling_context(self, "sync_weights"),
-        ):
-            self.vllm_generation.sync_weights()
+        if not self.vllm_generation.is_published():
+            with (
+                self.recorder.time("publication"),
+                all_or_none(self.accelerator),
+                profiling_context(self, "sync_weights"),
+            ):
+                self.vllm_generation.sync_weights()
+        # TRL would publish them again.
         self._last_loaded_step = self.state.global_step
 
     def set_precision(self, precision: int | dict[str, int] | None) -> None:
         """Set the precision of the policy with [`Policy.set_precision`]; the engine follows at its next rollout."""
         if self.policy.set_precision(precision) and self.use_vllm:
-            self._last_loaded_step = -1
+            self.vllm_generation.forget_published()
 
     @override
     def training_step(self, model, *args, **kwargs):
@@ -339,7 +351,6 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         # TRL has closed the step.
         if self._current_train_step_time == 0.0:
             self.recorder.log({"step/forward_backward_seconds": self.recorder.pop_seconds("forward_backward")})
-            self.recorder.log(self._objective.end_update(self.accelerator.gather, self._was_on_policy))
         return loss
 
     @override
@@ -347,22 +358,24 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         """Computes TRL's loss, or the objective's own, to which KL and MoE auxiliary loss are added as in TRL."""
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
-        if not self._objective.has_own_loss:
-            loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
-            self._compare(inputs, self._forward_logps)
-            self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
+        if self._objective is None:
+            loss = super()._compute_loss(model, inputs)
+            self._measure(inputs, self._forward_logps)
             return loss
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        self._compare(inputs, per_token_logps)
+        self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
-        self.recorder.observe_update(batch)
-        loss, kl_ratio, per_sequence = self._objective.loss(self.args, batch)
+        loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)
         mask = batch.mask
         metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}
         if self.beta != 0.0:
-            correction = kl_ratio if self.args.use_bias_correction_kl else 1.0
+            correction = 1.0
+            if self.args.use_bias_correction_kl:
+                if kl_ratio is None:
+                    kl_ratio = torch.exp((per_token_logps - batch.old_per_token_logps).masked_fill(mask == 0, 0.0))
+                correction = kl_ratio
             # TRL's estimate, averaged over the tokens of each completion and then over completions.
             log_ratio = inputs["ref_per_token_logps"] - per_token_logps
             per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
@@ -377,9 +390,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def evaluate(self, *args, **kwargs):
-        """Evaluates the policy as it is deployed: at the bits of the scheme."""
+        """Evaluates the policy as it is deployed: at the bits of the scheme. Within a training, random numbers that
+        draw completions and shuffle batches continue afterwards as if there had been no evaluation."""
         self.set_precision(None)
-        return super().evaluate(*args, **kwargs)
+        device = self.accelerator.device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, enabled=self.is_in_train, device_type=device.type):
+            return super().evaluate(*args, **kwargs)
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
@@ -390,16 +407,23 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         """
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
-            with self._hold_folders(resume_from_checkpoint) as checkpoint:
-                self._num_compared = None
+            with self._hold_folder(resume_from_checkpoint) as checkpoint:
+                self._plan = None
                 output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
-                self._relay_policy()
+                if self.state.global_step == 0:
+                    args = self.args
+                    raise RuntimeError(
+                        f"The training made no update: no generation batch of {args.generation_batch_size // args.num_generations} prompts was "
+                        f"complete (steps_per_generation={args.steps_per_generation}), or a callback ended it. Give the dataset that many rows, "
+                        "or lower `steps_per_generation`."
+                    )
             return output
         finally:
             if self.use_vllm:
-                self._last_loaded_step = -1
+                self.vllm_generation.forget_published()
                 if self._ahead is not None:
-                    self._ahead.forget()
+                    # Its turn will not come.
+                    self._ahead.pending = None
                 self.vllm_generation.stop_server()
             if restore_signals is not None:
                 restore_signals()

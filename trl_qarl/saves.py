@@ -1,6 +1,8 @@
 """Additions to transformers' checkpoints: the generation batch in progress, a mark of completeness, and a record."""
 
+import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
 from transformers import TrainerState, trainer
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from typing_extensions import override
 
+from .adapters.tensors import adapter_config
 from .checkpoint import marker, record
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
-from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
-from .objectives.objective import Objective
-from .pushes import PushesPolicy
-from .quantization.names import architecture, is_peft_model
+from .checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
+from .hub import PushesPolicy
+from .quantization.names import architecture, base_model, is_peft_model
+from .quantization.storage import is_sharded, storage_of
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 from .sharding.fsdp2 import whole_state
@@ -32,8 +35,6 @@ from .sharding.fsdp2 import whole_state
 logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
-# State of the objective, such as estimated trust bands.
-_OBJECTIVE_FILE = "objective_state.pt"
 
 # With several processes on a CPU, accelerate names their devices "cpu:0", which `torch.load` does not know, so such a
 # run could not be resumed. Priority 100 comes after torch's own functions.
@@ -51,9 +52,10 @@ class SavesRuns(PushesPolicy):
     _step: int
     _buffered_inputs: Any
     _last_checkpoint: Path | None = None
-    _relay: Relay | None = None
     _ahead: Ahead | None = None
-    _objective: Objective
+    _own_optimizer: Any
+    # While a checkpoint is being saved.
+    _is_saving = False
     # The epoch in progress, its first micro-batch that is trained, and the number of micro-batches trained before it.
     _epoch_begun: tuple[int, int, int] = (0, 0, 0)
     # The update before which the epoch began, and torch's random state at that time.
@@ -127,12 +129,24 @@ class SavesRuns(PushesPolicy):
         )
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if the checkpoint
-        is missing or incomplete, or was trained with another scheme, learner, trust band or launch."""
-        found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+        """Return the checkpoint folder to resume from, `None` for a new run; every process has to call. `ValueError`
+        is raised if the checkpoint is missing, incomplete or damaged, or was trained with another scheme, learner or
+        launch."""
+        # The main process reads the files once for all, and may go back to an earlier checkpoint.
+        answer: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                answer[0] = record.folder_to_resume(resume_from_checkpoint, self.args.output_dir, reads_content=True)
+            except (ValueError, OSError) as error:
+                answer[1] = str(error)
+        broadcast_object_list(answer, from_process=0)
+        folder, problem = answer
+        if problem is not None:
+            raise ValueError(problem)
+        found = record.find_checkpoint(folder, self.args.output_dir, self.policy.record())
         if found is not None:
             check_resumed_launch(self.accelerator, found)
-            self._objective.load(_load(found, _OBJECTIVE_FILE, "cpu"))
+            check_states(found, self._state_settings())
         return found
 
     @override
@@ -144,33 +158,31 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        self._weights_card().save(folder / "README.md")
+        self._write_card(folder)
 
     @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress. Once the files of all processes are on disk, the folder is
-        marked as complete and uploaded, and older checkpoints are deleted."""
-        if self.args.push_to_hub and self.args.save_total_limit:
-            # The push may be reading the checkpoint that is deleted next.
-            self._finish_current_push()
+        marked as complete and uploaded, and older checkpoints are deleted. `NotFinite` is raised instead if a trained
+        tensor has a value that is not finite: nothing is written, and older checkpoints stay."""
+        self._check_finite(f"{self._checkpoint_folder(trial)} is not written", is_for_all=True)
         folder = self._checkpoint_folder(trial)
-        # This waits for the batches that the engine is drawing.
-        ahead, versions = ([], []) if self._ahead is None else self._ahead.state()
+        # This waits for the batch that the engine is drawing.
+        ahead, weights = (None, None) if self._ahead is None else self._ahead.state()
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
         self._is_saving = True
         try:
-            with all_or_none(self.accelerator), _hold_back_rotation() as rotate:
+            with all_or_none(self.accelerator), _hold_back_rotation(folder) as rotate:
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
                     self._describe_shards(folder)
+                if self.args.should_save:
+                    self._write_state_settings(folder)
                 self._save_batch(folder, ahead)
-                if versions and (self.args.should_save or self.policy.takes_all_processes):
-                    torch.save(versions, folder / self._versions_file())
-                learned = self._objective.state()
-                if learned and self.args.should_save:
-                    torch.save(learned, folder / _OBJECTIVE_FILE)
+                if weights is not None and (self.args.should_save or self.policy.takes_all_processes):
+                    torch.save(weights, folder / self._version_file())
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -178,9 +190,8 @@ class SavesRuns(PushesPolicy):
             if self.args.should_save:
                 marker.complete(folder)
         self._last_checkpoint = folder.resolve()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(os.fspath(folder))
         rotate()
+        self._push_saved()
 
     def _describe_shards(self, folder: Path) -> None:
         """Writes what `save_model` writes next to weights, without which `trl-qarl export` cannot read the parts that
@@ -194,26 +205,85 @@ class SavesRuns(PushesPolicy):
         self.processing_class.save_pretrained(folder)
         record.write_scheme(folder, self.policy.record())
 
-    def _save_batch(self, folder: Path, ahead: list) -> None:
+    def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
-        batch in progress; this batch; whether learner and sampler have differed; and those of `Ahead.state`."""
+        batch in progress; this batch; whether learner and sampler have differed; and that of `Ahead.state`."""
         batch = {
-            "shape": self._batch_shape(),
+            "settings": self._batch_settings(),
             "step": self._step,
             "buffered_inputs": self._buffered_inputs,
             "has_differed": self.policy.exactness.has_differed,
             "ahead": ahead,
+            "rollout_ahead": self.args.rollout_ahead,
         }
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(batch, folder / _BATCH_FILE.format(rank=self.accelerator.process_index))
 
     @override
     def save_model(self, *args, **kwargs) -> None:
-        """Gathers sharded masters, except in a checkpoint that FSDP2 writes in parts: `export` reads those. Within a
-        checkpoint, raises a failure of one process in all."""
+        """Gathers sharded masters, except in a checkpoint that FSDP2 writes in parts: `export` reads those. Raises
+        `NotFinite` if a trained tensor has a value that is not finite; within a checkpoint, a failure of one process
+        in all."""
+        if not self._is_saving:
+            self._check_finite("the model is not saved")
         is_gathered = not self._is_saving or is_peft_model(self.model)
         with self._shared_while_saving(), whole_state(self.accelerator) if is_gathered else nullcontext():
             super().save_model(*args, **kwargs)
+
+    @override
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Within a checkpoint, raises a failure of one process in all."""
+        with self._shared_while_saving():
+            super().create_model_card(*args, **kwargs)
+
+    def _shared_while_saving(self):
+        """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
+        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
+
+    def export_model(
+        self,
+        output_dir: str | Path | None = None,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> Path:
+        """Write the low-bit policy to `output_dir`, by default `export_dir`, with [`export_checkpoint`], and a card
+        with the results of the training, this title, training set and tags. Over a 4-bit base of bitsandbytes, write
+        the adapter. Return the folder. `NotFinite` is raised if a trained tensor has a value that is not finite."""
+        self._check_finite("the policy is not exported")
+        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        folder = Path(output_dir or self.export_dir)
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            if self.args.should_save:
+                self._save(os.fspath(folder))
+                (folder / TRAINING_ARGS_NAME).unlink()
+            return folder
+        card = {**self._card_facts(), "name": self.hub_model_id}
+        # While sharded masters are gathered, an error of one process must reach the others.
+        with all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext():
+            return self.policy.export(folder, self.processing_class, card)
+
+    def _check_finite(self, consequence: str, is_for_all: bool = False) -> None:
+        """Raises `NotFinite` if a trained tensor has a NaN or an infinity: in all processes if `is_for_all`, or if the
+        tensors are sharded."""
+        bad = []
+        for name, tensor in self.accelerator.unwrap_model(self.model).named_parameters():
+            if tensor.requires_grad and not storage_of(tensor).local(tensor).isfinite().all():
+                bad.append(name)
+        if is_for_all or is_sharded(self.model):
+            bad = sorted(set(gather_object(bad)))
+        if not bad:
+            return
+        update = self.state.global_step
+        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        norms = ((row["step"], row["grad_norm"]) for row in self.state.log_history if "grad_norm" in row)
+        first = next((step for step, norm in norms if not math.isfinite(norm)), None)
+        since = "" if first is None else f", and the first logged gradient that is not finite is of update {first}"
+        raise NotFinite(
+            f"After update {update} a trained tensor has a NaN or an infinity ({named}){since}: {consequence}. Earlier "
+            "checkpoints stay. Resume from the last one with a lower `learning_rate` or `max_grad_norm`, or look "
+            "for a reward or a loss that is not finite."
+        )
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
@@ -229,17 +299,14 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Also restores the generation batch in progress, or drops it if this run's batches have another shape."""
+        """Also restores the generation batch in progress, or drops it if this run would have drawn another one."""
         super()._load_optimizer_and_scheduler(checkpoint)
         name, device = _BATCH_FILE.format(rank=self.accelerator.process_index), self.accelerator.device
         # A process that was added finds no file. The others find another `num_processes` and start a new batch too.
         if checkpoint is None or (batch := _load(checkpoint, name, device)) is None:
             return
-        theirs, ours, ahead = batch["shape"], self._batch_shape(), batch.get("ahead", ())
-        if theirs != ours:
-            changed = [
-                f"{name}={theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]
-            ]
+        theirs, ours, ahead = batch["settings"], self._batch_settings(), batch["ahead"]
+        if changed := record.differing(ours, theirs, ours):
             message = (
                 "The generation batch in progress of %s does not fit this run (%s). It is dropped, and training continues "
                 "with a new one. Resume with the same values to use it."
@@ -249,77 +316,102 @@ class SavesRuns(PushesPolicy):
         self._step, self._buffered_inputs = batch["step"], batch["buffered_inputs"]
         self.policy.exactness.has_differed = batch.get("has_differed", False)
         if self._ahead is not None:
-            self._ahead.load(ahead, _load(checkpoint, self._versions_file(), device) or [])
-        elif ahead:
-            message = "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped and drawn again."
-            logger.warning(message, checkpoint, len(ahead))
+            self._ahead.load(ahead, _load(checkpoint, self._version_file(), device))
+        if reason := self._reason_for_another_run(batch, _saved_state(checkpoint).max_steps):
+            message = "%s %s. The next batch is drawn by the weights of this update: it is another run than one from the start."
+            logger.warning(message, checkpoint, reason)
 
-    def _check_folders_are_free(self) -> None:
-        """Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`, before a server starts."""
-        args = self.args
+    def _reason_for_another_run(self, batch: dict[str, Any], max_steps: int) -> str | None:
+        """Return why this run has batches of another age than one with its options from the start, or `None`. `batch`
+        is of [`~SavesRuns._save_batch`], in a run of `max_steps`."""
+        theirs, ours = batch["rollout_ahead"], self.args.rollout_ahead
+        if theirs != ours:
+            return f"was saved with rollout_ahead={theirs}, and this run has rollout_ahead={ours}"
+        if ours and batch["ahead"] is None and max_steps < self.state.max_steps:
+            return f"was saved by a run that ended at update {max_steps}, and has no batch that was drawn ahead"
+        return None
+
+    def _check_folder_is_free(self) -> None:
+        """Raises `ValueError` if another trainer writes to `output_dir`, before a server starts."""
         with all_or_none(self.accelerator):
             if self.accelerator.is_main_process:
-                check_free(Path(args.output_dir, OUTPUT_LOCK), "output_dir")
-                if args.publish_dir is not None:
-                    check_free(Path(args.publish_dir, LOCK_FILE), "publish_dir")
+                check_free(Path(self.args.output_dir, OUTPUT_LOCK))
 
     @contextmanager
-    def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Hold `output_dir` and `publish_dir` during a training; the main process does so for all. Yields the
-        checkpoint from which the training continues, `None` for a new run."""
-        args, is_main = self.args, self.is_world_process_zero()
+    def _hold_folder(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Hold `output_dir` during a training; the main process does so for all. Yields the checkpoint from which the
+        training continues, `None` for a new run."""
         with ExitStack() as held:
             with all_or_none(self.accelerator):
-                if is_main:
-                    held.enter_context(hold(Path(args.output_dir, OUTPUT_LOCK), "output_dir"))
+                if self.is_world_process_zero():
+                    held.enter_context(hold(Path(self.args.output_dir, OUTPUT_LOCK)))
             checkpoint = self.find_checkpoint(resume_from_checkpoint)
             self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
-            with all_or_none(self.accelerator):
-                if args.publish_dir is not None and is_main:
-                    resumed_at = None if checkpoint is None else _saved_state(checkpoint).global_step
-                    self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
-                    held.callback(self._relay.close)
-            try:
-                yield checkpoint
-            finally:
-                self._relay = None
+            yield checkpoint
 
-    def _relay_policy(self) -> None:
-        """Adds the policy to `publish_dir` if the policy has changed; the other processes wait for the main one."""
-        if self.args.publish_dir is None:
-            return
-        with all_or_none(self.accelerator):
-            if self._relay is not None:
-                self.policy.relay(self._relay, self.state.global_step, self.export_model)
-
-    def _versions_file(self) -> str:
-        """Return the name of the file with the weights that draw pending batches."""
+    def _version_file(self) -> str:
+        """Return the name of the file with the weights that draw the pending batch."""
         part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
-        return f"rollout_versions{part}.pt"
+        return f"rollout_version{part}.pt"
 
-    def _batch_shape(self) -> dict[str, int]:
-        """Return the settings that divide a generation batch, and how often it is used."""
-        names = ("steps_per_generation", "num_generations", "num_iterations")
-        of_args = {name: getattr(self.args, name) for name in names}
-        num_processes, size = self.accelerator.num_processes, self._train_batch_size
-        return {"num_processes": num_processes, "per_device_train_batch_size": size, **of_args}
+    def _batch_settings(self) -> dict[str, Any]:
+        """Return the settings that decide what a generation batch contains and means, and how it is divided."""
+        functions = [*(self.tools or ()), *filter(None, [self.rollout_func])]
+        return {
+            "num_processes": self.accelerator.num_processes,
+            "per_device_train_batch_size": self._train_batch_size,
+            **batch_settings(self.args),
+            "reward_funcs": [*self.reward_func_names],
+            "tools and rollout_func": [getattr(each, "__name__", type(each).__name__) for each in functions],
+            # As chosen by this run, on this machine.
+            "numerics": self.policy.numerics,
+        }
+
+    def _write_state_settings(self, folder: Path) -> None:
+        settings = self._state_settings()
+        if self.args.save_only_model:
+            settings = {name: value for name, value in settings.items() if name not in ("optim", "lr_scheduler_type")}
+        (folder / RESUME_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _state_settings(self) -> dict[str, Any]:
+        adapter = adapter_config(self.model) if self.policy.has_adapter else None
+        return state_settings(self.args, base_model(self.model).config, adapter, self._own_optimizer)
+
+
+class NotFinite(ValueError):
+    """A trained tensor has a NaN or an infinity."""
 
 
 @contextmanager
-def _hold_back_rotation() -> Iterator[Callable[[], None]]:
-    """While open, keeps transformers from deleting older checkpoints: it would do so before ours is complete, and a
-    crash in between would leave none. Yields a function that deletes them afterwards."""
+def _hold_back_rotation(folder: Path) -> Iterator[Callable[[], None]]:
+    """
+    While open, keeps transformers from deleting older checkpoints: it would do so before the one in `folder` is
+    complete, and a crash in between would leave none. Yields a function that deletes them afterwards, by step:
+    transformers goes by the times of the files, which other hosts or a clock that was set back give.
+    """
     original, held_back = trainer.rotate_checkpoints, []
 
     def rotate() -> None:
         for kwargs in held_back:
-            original(**kwargs)
+            _rotate(folder, kwargs["save_total_limit"], kwargs["best_model_checkpoint"])
 
     trainer.rotate_checkpoints = lambda **kwargs: held_back.append(kwargs)
     try:
         yield rotate
     finally:
         trainer.rotate_checkpoints = original
+
+
+def _rotate(last: Path, limit: int | None, best: str | None) -> None:
+    """Delete checkpoints next to the one in `last`, which was saved just now, until `limit` are left: incomplete ones
+    first, then those of earlier steps. The best one stays too."""
+    if not limit or limit < 0:
+        return
+    kept = {last.resolve()} | ({Path(best).resolve()} if best else set())
+    others = [Path(path) for path in sort_checkpoints(os.fspath(last.parent)) if Path(path).resolve() not in kept]
+    others.sort(key=marker.is_complete)
+    for path in others[: max(len(others) - max(limit - len(kept), 0), 0)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _load(checkpoint: str, name: str, device: torch.device | str) -> Any:

@@ -9,7 +9,7 @@ the model to its device, and prepares the policy. TRL then builds a reference mo
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,13 +21,11 @@ from typing_extensions import override
 from .checks.launch import check_agreement, check_launch
 from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward
 from .numerics.attach import keep_no_products
-from .numerics.exact import choose_versions
-from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
-from .quantization.versions import at_version
-from .rollout.ahead import Ahead
+from .rollout.ahead import Ahead, Pending
 from .rollout.failures import all_or_none
+from .scoring import ScoringPlan
 from .sharding import sharded_by
 from .sharding.fsdp2 import shard_when_prepared
 from .telemetry.recorder import Recorder
@@ -72,150 +70,100 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
     rest of the batch only for the comparison.
 
     A batch that was drawn ahead was sampled with earlier weights. These weights are kept and used for scoring. No
-    update runs with them, so each process scores one micro-batch only for the comparison. If weights were published
-    while the batch was drawn, all versions score this micro-batch, and each token belongs to the version that gives
-    it the sampler's log-prob.
+    update runs with them, so each process scores one micro-batch only for the comparison.
     """
 
     policy: Policy
     recorder: Recorder
-    _objective: Objective
-    # Number of micro-batches of the generation batch in progress that were compared; `None` if none will be.
-    _num_compared: int | None = None
-    # The sampler's log-probs of a rollout that TRL is about to score.
-    _sampled: list[list[float | None]] | None = None
     _ahead: Ahead | None = None
-    # True if the next forward of the loss measures how stale a batch is.
-    _measures_staleness = False
+    # Plan of the generation batch in progress, until its last measurement.
+    _plan: ScoringPlan | None = None
+    # The sampler's log-probs of a rollout that TRL is about to score.
+    _unscored: list[list[float | None]] | None = None
 
-    @property
-    def _is_stale(self) -> bool:
-        """True if the batch in progress was drawn with the learner's weights of an earlier update."""
-        return self._ahead is not None and self.model.training and self._ahead.drawn is not None
-
-    @property
-    def _was_on_policy(self) -> bool:
-        """True if the learner computed the last micro-batch with the weights of its old log-probs."""
-        args = self.args
-        place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
-        has_older = args.rollout_ahead and args.old_logps != "learner"
-        return place < args.gradient_accumulation_steps and not has_older
-
-    @property
-    def _are_compared(self) -> bool:
-        """True if the sampler's log-probs of a rollout are used and compared in the first update."""
+    def _plan_scoring(self, drawn: Pending | None = None) -> ScoringPlan:
+        """Decide about a batch that is drawn now, or was `drawn` before its turn."""
         is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
-        is_of_learner = self._is_stale and self.args.old_logps == "learner"
-        return is_exact and self.rollout_func is None and not is_of_learner
-
-    @property
-    def _are_sampled(self) -> bool:
-        """True if the sampler's log-probs of a rollout are used, compared or not."""
-        return self._are_compared or (self.args.old_logps == "sampler" and self.model.training)
-
-    @property
-    def _are_unused(self) -> bool:
-        """True if nothing needs the learner's log-probs of a rollout, which saves their forward."""
-        return not self._objective.needs_scores and self.beta == 0.0 and self.policy.numerics == "fast"
+        version, weights = (self.state.global_step, None) if drawn is None else (drawn.version, drawn.weights)
+        return ScoringPlan("sampler" if is_exact and self.rollout_func is None else "learner", version, weights)
 
     def _keep_sampled(self, logps: list[list[float | None]] | None) -> None:
         """Keep the sampler's log-probs of a rollout, if TRL is about to score it."""
         args = self.args
         is_misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
         is_scored_by_trl = is_misaligned or (self.use_vllm and args.vllm_importance_sampling_correction)
-        self._sampled = logps if is_scored_by_trl else None
+        self._unscored = logps if is_scored_by_trl else None
 
-    def _complete(self, output: dict[str, Any]) -> None:
-        """Adds the learner's log-probs and the mismatch weight to a generation batch if TRL has not."""
+    def _complete(self, output: dict[str, Any], plan: ScoringPlan) -> None:
+        """Adds the learner's log-probs to a generation batch if TRL has not."""
         if "sampling_per_token_logps" not in output:
             raise ValueError(
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. "
                 "Return the log-prob of every sampled token."
             )
-        if self._are_unused or self._are_sampled:
+        if plan.source == "sampler":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         elif "old_per_token_logps" not in output:
-            with self._at_old_version():
-                output["old_per_token_logps"] = self._score_rollout(output)
-        weight = self._objective.weight(self.args, Batch.of(output))
-        if weight is not None:
-            output["importance_sampling_ratio"] = weight
+            output["old_per_token_logps"] = self._score_drawn(output, plan)
 
-    def _observe(self, output: dict[str, Any]) -> None:
+    def _observe(self, output: dict[str, Any], plan: ScoringPlan) -> None:
         """Measures the mismatch of a generation batch with the weights that drew it, and checks that it is exact."""
-        if self._is_stale and self.args.old_logps == "learner":
-            now = output["old_per_token_logps"]
-            with self._ahead.at_drawn():
-                output = output | {"old_per_token_logps": self._score_rollout(output)}
-            self.recorder.observe_staleness(now, Batch.of(output))
         batch = Batch.of(output)
-        if self._are_sampled and not self._are_compared:
-            # The sampler's log-probs would be compared with themselves.
-            return
-        if not self._are_unused:
-            self.recorder.observe_mismatch(output, batch)
+        self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
         # Only the main process can ask a server; tokens of other processes are reported without the engine's answer.
-        asks = self.use_vllm and self.accelerator.is_main_process and not self._is_stale
-        score = self.vllm_generation.engine.log_probs if asks else None
+        asks = self.use_vllm and self.accelerator.is_main_process and not plan.is_stale
+        score = self.vllm_generation.engine.score if asks else None
         self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
 
     @override
     def _prepare_inputs(self, generation_batch):
         """Scores the parts of a new generation batch that are compared and not used by the first update."""
+        earlier = self._plan
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.model.training:
-            return inputs
-        if self._num_compared == 0:
-            self._score_compared()
-        if self._is_stale:
-            self._measures_staleness = self.args.old_logps != "learner"
-            self._ahead.drawn = None
+        plan = self._plan
+        if self.model.training and plan is not None and plan is not earlier and plan.compared == "first update":
+            self._score_compared(plan)
         return inputs
 
-    def _score_compared(self) -> None:
+    def _score_compared(self, plan: ScoringPlan) -> None:
         """Scores one sequence that the first update does not use, and one micro-batch of a batch drawn ahead."""
         parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
         with self.recorder.time("scoring"):
-            if self._is_stale:
-                parts[0]["old_per_token_logps"] = self._score_drawn(parts[0])
-            num_in_first = 1 if self._is_stale else accumulation - self._step % accumulation
+            if plan.is_stale:
+                parts[0]["old_per_token_logps"] = self._score_drawn(parts[0], plan)
+            num_in_first = 1 if plan.is_stale else accumulation - self._step % accumulation
             if num_in_first < len(parts):
                 # TRL has shuffled the batch with torch's generator: the choice is random, and the same when resumed.
                 first = {name: value[:1] for name, value in parts[-1].items() if value is not None and value.ndim}
                 rest = parts[-1]["old_per_token_logps"][1:]
-                parts[-1]["old_per_token_logps"] = torch.cat([self._score_drawn(first), rest])
-        if self._is_stale:
-            self._num_compared = None
-            self._observe_parts(parts)
+                parts[-1]["old_per_token_logps"] = torch.cat([self._score_drawn(first, plan), rest])
+        if plan.is_stale:
+            self._observe_parts(parts, plan)
 
-    def _compare(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
-        """Replaces the sampler's log-probs by a forward's, and observes the batch before the weights change."""
-        if self._measures_staleness and self.model.training:
-            self._measures_staleness = False
+    def _measure(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
+        """Makes the measurements that are left when the loss has computed `per_token_logps`: the age of a batch drawn
+        ahead in the first forward, or the comparison in those of the first update, before the weights change."""
+        plan, is_training = self._plan, self.model.training
+        if plan is None:
+            return
+        if plan.is_stale:
             self.recorder.observe_staleness(per_token_logps.detach(), Batch.of(inputs))
-        if self._num_compared is None:
-            return
-        inputs["old_per_token_logps"] = per_token_logps.detach()
-        self._num_compared += 1
-        is_training = self.model.training
-        if is_training and not self.accelerator.sync_gradients and self._num_compared < len(self._buffered_inputs):
-            return
-        self._num_compared = None
-        self._observe_parts(self._buffered_inputs if is_training else [inputs])
+        elif plan.compared == "first update":
+            inputs["old_per_token_logps"] = per_token_logps.detach()
+            parts = self._buffered_inputs if is_training else [inputs]
+            if not self.accelerator.sync_gradients and is_training and inputs is not parts[-1]:
+                return
+            self._observe_parts(parts, plan)
+        self._plan = None
 
-    def _observe_parts(self, parts: list[dict[str, Any]]) -> None:
+    def _observe_parts(self, parts: list[dict[str, Any]], plan: ScoringPlan) -> None:
         with self.recorder.time("scoring"):
             names = [name for name, value in parts[0].items() if value is not None and value.ndim]
-            self._observe({name: torch.cat([part[name] for part in parts]) for name in names})
+            self._observe({name: torch.cat([part[name] for part in parts]) for name in names}, plan)
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
-
-    def _at_old_version(self) -> AbstractContextManager:
-        """Return a context in which the learner has the weights of the old log-probs, chosen by `old_logps`."""
-        has_earlier = self._is_stale and self.args.old_logps != "learner"
-        return self._ahead.at_drawn() if has_earlier else nullcontext()
 
     @torch.no_grad()
     def _score_rollout(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -223,20 +171,10 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         return self._score(self.model, inputs, batch_size=batch_size)[0]
 
-    def _score_drawn(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the log-probs of a rollout under the weights that drew it, for each token those of its version."""
-        drawn = self._ahead.drawn if self._is_stale else None
-        if drawn is None:
+    def _score_drawn(self, inputs: dict[str, Any], plan: ScoringPlan) -> torch.Tensor:
+        """Return the log-probs of a rollout under the weights that drew it."""
+        with plan.at_drawn(self.model):
             return self._score_rollout(inputs)
-        by_version = []
-        for _, kept in drawn.versions:
-            with at_version(self.model, kept):
-                by_version.append(self._score_rollout(inputs))
-        mask = inputs["completion_mask"].bool()
-        logps, places = choose_versions(torch.stack(by_version), inputs["sampling_per_token_logps"], mask)
-        if self.args.in_flight_updates:
-            self.recorder.log({"rollout/later_weights_share": (places[mask] > 0).float().mean().item()})
-        return logps
 
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
@@ -253,16 +191,15 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
     @override
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Uses [`~trl_qarl.forward.scoring_forward`], or the sampler's log-probs, and keeps them for measurements."""
-        sampled = None
+        weights = nullcontext()
         # TRL scores a rollout without entropies, the policy before its reference; every loss asks for entropies.
-        if not kwargs.get("compute_entropy"):
-            sampled, self._sampled = self._sampled, None
-            if self._are_unused:
-                return None, None, None
-            if sampled is not None and self._are_sampled:
+        if self._unscored is not None and not kwargs.get("compute_entropy"):
+            sampled, self._unscored = self._unscored, None
+            if self._plan.source == "sampler":
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
+            weights = self._plan.at_drawn(self.model)
         forward = scoring_forward(model, self.accelerator.unwrap_model(model))
-        with nullcontext() if sampled is None else self._at_old_version():
+        with weights:
             output = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )

@@ -189,22 +189,6 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             action="store_true",
             help="with the engine in this process, whose parts are timed too; nothing travels",
         )
-        parser.add_argument(
-            "--learning_rates",
-            nargs="+",
-            type=float,
-            metavar="LR",
-            default=[],
-            help="also send what changed after training steps at these rates, such as 1e-6 1e-5 1e-4",
-        )
-        parser.add_argument("--updates", type=int, metavar="N", default=8, help="of each; default: %(default)s")
-        parser.add_argument("--http", action="store_true", help="over HTTP; default: through shared memory")
-        parser.add_argument(
-            "--megabits",
-            type=float,
-            metavar="N",
-            help="over HTTP at so many megabits per second, as the client sees it",
-        )
     if mode == "numerics":
         parser.add_argument(
             "--sequence_length",
@@ -216,7 +200,7 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
 
 def run(args: Namespace) -> None:
     with configuration_errors():
-        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r", "num_layers", "updates"):
+        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r", "num_layers"):
             value = getattr(args, name, 1)
             if value is not None and min(value if isinstance(value, list) else [value]) < 1:
                 raise ValueError(f"`--{name}` must be at least 1.")
@@ -225,8 +209,6 @@ def run(args: Namespace) -> None:
             raise ValueError(f"`--shapes {shapes}` and `--model_name_or_path` are two models. Remove one of them.")
         if getattr(args, "sizes", None) and (shapes or args.model_name_or_path):
             raise ValueError("`--sizes` are models of their own. Remove it, or `--shapes` and `--model_name_or_path`.")
-        if getattr(args, "in_process", False) and (args.http or args.megabits is not None):
-            raise ValueError("`--in_process` sends nothing. Remove it, or `--http` and `--megabits`.")
         if args.mode in VLLM_MODES and getattr(args, "num_layers", None) and not shapes:
             raise ValueError(f"`--num_layers` of `bench {args.mode}` is for a random model. Give `--shapes` too.")
         if args.mode in VLLM_MODES:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 START_SECONDS = 300
-"""Time for a server to start; a piece of `benchmarks/gpu.sh` that starts one has to end within ten minutes."""
+"""Time for a server to start."""
 
 TOPICS = [
     "the water cycle",
@@ -127,7 +127,7 @@ def open_engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def open_server(model, dtype, make_channel=None) -> Iterator[tuple[Any, Any, int]]:
+def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
     """A server in another process: its client, the publisher to it, and the number of its process."""
     import torch
 
@@ -155,7 +155,7 @@ def open_server(model, dtype, make_channel=None) -> Iterator[tuple[Any, Any, int
         try:
             server.wait(f"http://127.0.0.1:{port}", START_SECONDS)
             client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
-            publisher = Publisher(model, dtype, ServerEngine(client, (make_channel or FileChannel)(client)))
+            publisher = Publisher(model, dtype, ServerEngine(client, FileChannel(client)))
             publisher.check_engine()
             yield client, publisher, server._process.pid
             client.close_session()

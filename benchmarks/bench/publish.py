@@ -1,9 +1,6 @@
 """
 `python -m benchmarks.bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or
-an engine in this one.
-
-First everything is sent, as after a step that changed every matrix. With learning rates, what changed is sent after
-real training steps too: policy gradients on random answers, half of which were good.
+an engine in this one. Everything is sent, as after a step that changed every matrix.
 
 Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called,
 and what is left is the engine's. Through shared memory the engine works while the trainer quantizes, and what is left
@@ -20,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from .engines import load_learner, make_prompts, open_engine, open_server
+from .engines import load_learner, open_engine, open_server
 
 
 def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    """One row per scheme for a weight sync of everything, and one per learning rate for one of what changed."""
+    """One row per scheme."""
     import torch
 
     dtype, rows = getattr(torch, args.dtype), []
@@ -32,77 +29,50 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
         model = load_learner(path, scheme, dtype)
         if args.in_process:
             with open_engine(model, dtype, max_num_seqs=1) as (_, publisher):
-                rows += _measure_scheme(path, scheme, model, publisher, None, args)
+                rows.append(_measure_scheme(scheme, model, publisher, None, args.repeats))
         else:
-            with open_server(model, dtype, make_channel=_channel_of(args)) as (_, publisher, pid):
-                rows += _measure_scheme(path, scheme, model, publisher, pid, args)
-    full = [row for row in rows if row["sent"] == "everything"]
-    for row in full:
-        if full[0]["scheme"] == "bf16":
-            row["bytes / bf16"] = row["matrices MiB"] / full[0]["matrices MiB"]
-            row["seconds / bf16"] = row["seconds"] / full[0]["seconds"]
+            with open_server(model, dtype) as (_, publisher, pid):
+                rows.append(_measure_scheme(scheme, model, publisher, pid, args.repeats))
+    for row in rows:
+        if rows[0]["scheme"] == "bf16":
+            row["bytes / bf16"] = row["matrices MiB"] / rows[0]["matrices MiB"]
+            row["seconds / bf16"] = row["seconds"] / rows[0]["seconds"]
     return rows
 
 
-def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, args) -> list[dict[str, Any]]:
+def _measure_scheme(scheme: str, model, publisher, pid: int | None, repeats: int) -> dict[str, Any]:
     import psutil
-    import torch
 
     from trl_qarl.quantization.swap import quantized_layers
-    from trl_qarl.rollout.publisher import Publisher
 
     processes = [psutil.Process(), *(psutil.Process(pid).children(recursive=True) if pid else ())]
 
-    def measure(publisher, prepare, repeats: int) -> dict[str, Any]:
-        results, before = [], [_reset_peak(process.pid) for process in processes]
-        rest = "waiting" if publisher.engine.works_meanwhile else "engine" if pid else "reload"
-        for repeat in range(repeats):
-            prepare()
-            with _parts_timed(publisher.engine, pid is None) as seconds:
-                result = publisher.publish(f"{time.monotonic_ns()}-{repeat}")
-            results.append(result | _parts(result, seconds, rest))
-        growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
-        return _publish_row(model, publisher.dtype, results, growth)
-
-    def everything():
+    publisher.publish("warm-up")
+    results, before = [], [_reset_peak(process.pid) for process in processes]
+    rest = "waiting" if publisher.engine.works_meanwhile else "engine" if pid else "reload"
+    for repeat in range(repeats):
         for layer in quantized_layers(model).values():
             layer.invalidate()
         publisher.forget()
-
-    publisher.publish("warm-up")
-    rows = [{"scheme": scheme, "sent": "everything"} | measure(publisher, everything, args.repeats)]
-    print(rows[-1], flush=True)
-    if args.learning_rates:
-        changes = Publisher(model, publisher.dtype, publisher.engine, delta=True)
-        rows_of_copies = measure(changes, lambda: None, 1)
-        rows[0]["copy, trainer MiB"] = rows_of_copies["peak memory, trainer MiB"]
-        rows[0]["copy, engine MiB"] = rows_of_copies["peak memory, engine MiB"]
-    for rate in args.learning_rates:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-        # The first steps of AdamW are larger than those of a training.
-        train(path, model, optimizer, publisher.dtype, args.updates, seed=args.updates)
-        changes.publish(f"settled {rate}")
-        train(path, model, optimizer, publisher.dtype, args.updates, seed=args.updates)
-        row = measure(changes, lambda: None, 1)
-        rows.append({"scheme": scheme, "sent": f"changes, {args.updates} updates at {rate:g}"} | row)
-        print(rows[-1], flush=True)
-    return rows
+        with _parts_timed(publisher.engine, pid is None) as seconds:
+            result = publisher.publish(f"{time.monotonic_ns()}-{repeat}")
+        results.append(result | _parts(result, seconds, rest))
+    growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
+    row = {"scheme": scheme} | _publish_row(model, publisher.dtype, results, growth)
+    print(row, flush=True)
+    return row
 
 
 @contextmanager
 def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
     """Adds up the seconds spent in what a weight sync consists of, by the names of parts, while it is open."""
-    from trl_qarl.rollout import channels, publisher
-    from trl_qarl.wire import delta, patches
+    from trl_qarl.rollout import publisher
 
-    functions = [(publisher, "fingerprints_of", "fingerprints"), (delta, "_deflate", "compress")]
+    functions = [(publisher, "fingerprints_of", "fingerprints")]
     if with_engine:
         # The trainer's side imports nothing of what runs in vLLM.
         channel = sys.modules[type(engine._worker.weight_transfer_engine).__module__]
-        functions += [(patches, "apply_delta", "apply")]
         functions += [(channel, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
-    elif isinstance(engine.channel, channels.HTTPChannel):
-        functions += [(channels, "save", "send"), (engine.channel, "_upload", "send")]
     seconds: dict[str, float] = defaultdict(float)
 
     def timed(function: Callable, part: str) -> Callable:
@@ -133,66 +103,13 @@ def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
         yield seconds
 
 
-_PARTS = ("quantize", "fingerprints", "difference", "compress", "send", "apply", "engine's fingerprints")
+_PARTS = ("quantize", "fingerprints", "engine's fingerprints")
 
 
 def _parts(result: dict[str, float], seconds: dict[str, float], rest: str) -> dict[str, float]:
     """Seconds of each part under the names of columns; whoever does what is left is `rest`."""
-    if "publish/delta_seconds" in result:
-        seconds["difference"] = result["publish/delta_seconds"] - seconds["compress"]
     seconds[rest] = result["publish/seconds"] - sum(seconds.values())
     return {f"{name} s": seconds[name] for name in (*_PARTS, rest) if name in seconds}
-
-
-def train(path: str, model, optimizer, dtype, updates: int, seed: int) -> None:
-    """Make updates by policy gradients on four random answers each, of which two were good."""
-    import torch
-
-    from trl_qarl.quantization.gemm import has_fast_bf16
-
-    from .engines import autocast
-
-    if model.device.type == "cpu" and not has_fast_bf16():
-        dtype = torch.float32
-    draw = torch.Generator().manual_seed(seed)
-    prompts = make_prompts(path, 8)
-    for update in range(updates):
-        prompt = torch.tensor([prompts[update % len(prompts)][-12:]] * 4)
-        ids = torch.cat([prompt, torch.randint(model.config.vocab_size, (4, 4), generator=draw)], 1).to(model.device)
-        with autocast(model, dtype):
-            logits = model(ids[:, :-1]).logits[:, -4:].float()
-        log_probs = torch.log_softmax(logits, -1).gather(2, ids[:, -4:, None])[..., 0].mean(1)
-        (log_probs * torch.tensor([-1.0, 1.0, -1.0, 1.0], device=ids.device)).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _channel_of(args):
-    """What makes the way to the server: files, or HTTP with as many megabits per second as there are to be."""
-    from trl_qarl.rollout.channels import FileChannel, HTTPChannel
-
-    if args.megabits is None:
-        return HTTPChannel if args.http else FileChannel
-
-    class Throttled(HTTPChannel):
-        """A line of so many megabits per second, as the client sees it."""
-
-        _piece_bytes = 2**18
-
-        def _upload(self, data):
-            post = self.client.session.post
-
-            def post_slowly(url, data, **request):
-                start = time.monotonic()
-                answer = post(url, data=data, **request)
-                time.sleep(max(0.0, len(data) * 8e-6 / args.megabits - (time.monotonic() - start)))
-                return answer
-
-            with patch.object(self.client.session, "post", post_slowly):
-                return super()._upload(data)
-
-    return Throttled
 
 
 def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ must be those of an undisturbed run bit for bit, and no process and no file may 
 import atexit
 import contextlib
 import dataclasses
-import errno
 import gc
 import hashlib
 import importlib
@@ -36,7 +35,6 @@ import requests
 
 from faults.scenarios import num_steps
 from trl_qarl.checkpoint.marker import is_complete
-from trl_qarl.checkpoint.relay import rebuild
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 
@@ -44,8 +42,6 @@ from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 HERE = Path(__file__).parent
 PATIENCE = 60
 """Seconds after which a trainer counts as hanging. On an idle machine one takes about one second."""
-
-TIMEOUTS = {"vllm_request_timeout": 1.0, "vllm_generation_timeout": 1.0}
 
 
 def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event, options: dict):
@@ -106,6 +102,10 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             max_completion_length=8,
             # Some codes change in a step, not all.
             learning_rate=1e-4,
+            # Wide: weights depend on all that is drawn, ahead too.
+            positive_epsilon_high=0.5,
+            negative_epsilon_low=0.5,
+            negative_epsilon_high=0.5,
             # The Newton-Schulz iteration of Muon would be a third of all time on processors without bfloat16.
             optim="adamw_torch",
             disable_tqdm=True,
@@ -169,26 +169,25 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import canary, channels, client, publisher
+        from trl_qarl.rollout import canary, client, http_session, publisher
         from trl_qarl.wire import transfer_dir
 
         # The stand-in has log-probs of the fixed text that no weights have.
         canary.SMALLEST = canary.LARGEST
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000
-        # And several pieces to a chunk.
-        channels.HTTPChannel._piece_bytes = 30_000
         # Waits of seconds, between attempts and for servers that are slow to start.
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(seconds / 10)
         client._HEALTH_SECONDS = client._REFUSAL_SECONDS = 1.0
+        if self.supervisor.undisturbed is not None:
+            # Requests that are counted where nothing fails must not fail because the machine is busy.
+            http_session.REQUEST_SECONDS = http_session.GENERATION_SECONDS = 1.0
         shm, tmp = self.supervisor.shm, self.supervisor.tmp
         tempfile.tempdir = str(tmp)
         transfer_dir.transfer_bases = lambda: [shm]
         if "tear" in self.scenario and self.rank == self.scenario.get("rank", 0):
             self._tear(self.scenario["tear"])
-        if "tears_relay" in self.scenario:
-            self._tear_relay(self.scenario["tears_relay"])
         if self.scenario.get("ranks") == 2:
             os.environ |= {
                 "RANK": str(self.rank),
@@ -217,13 +216,6 @@ class TrainerProcess:
         options["shuffle_dataset"] = scenario.get("shuffled", True)
         options["lr_scheduler_type"] = scenario.get("schedule", "linear")
         options["vllm_server_timeout"] = scenario.get("timeout", 1.0 if scenario.get("server") == "apart" else 10.0)
-        if scenario.get("http"):
-            options |= {"vllm_transport": "http", "vllm_delta_sync": True}
-        if scenario.get("relay"):
-            options["publish_dir"] = str(self.supervisor.relay)
-        if self.supervisor.undisturbed is not None:
-            # What is counted where nothing fails must not fail of a busy machine.
-            options |= TIMEOUTS
         is_child = scenario.get("server", "child") == "child"
         try:
             trainer = make_trainer(
@@ -278,9 +270,6 @@ class TrainerProcess:
         os.truncate(path, int(path.stat().st_size * self.scenario["share"]))
         self._kill_trainer()
 
-    def _remove_relay(self) -> None:
-        shutil.rmtree(self.supervisor.relay)
-
     def _kill_server_and_leave_no_room(self) -> None:
         self._kill_server()
         limit_files()
@@ -318,26 +307,6 @@ class TrainerProcess:
 
         setattr(owner, name, torn)
 
-    def _tear_relay(self, moment: str) -> None:
-        """Kills this process, or leaves it no room, while it writes its second version."""
-        from trl_qarl.checkpoint import relay
-
-        name = "sync" if moment == "before the manifest" else "save_file"
-        write, mark = getattr(relay, name), self.supervisor.folder / "acted"
-
-        def torn(*args, **kwargs):
-            is_second = (self.supervisor.relay / relay.MANIFEST_FILE).exists()
-            if not is_second or mark.exists():
-                return write(*args, **kwargs)
-            mark.touch()
-            if name == "save_file":
-                Path(args[1]).write_bytes(b"half")
-            if moment == "no room":
-                raise OSError(errno.ENOSPC, "No space left on device")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(relay, name, torn)
-
     def _raise(self) -> None:
         raise ZeroDivisionError("The scenario says so.")
 
@@ -363,7 +332,7 @@ class Supervisor:
     def __init__(self, root: Path, scenario: dict, undisturbed: dict | None):
         self.scenario, self.undisturbed = scenario, undisturbed
         self.folder = root / "".join(c if c.isalnum() else "-" for c in scenario["name"])
-        self.output, self.tmp, self.relay = (self.folder / name for name in ("output", "tmp", "relay"))
+        self.output, self.tmp = (self.folder / name for name in ("output", "tmp"))
         self.tmp.mkdir(parents=True)
         # Memory of its own in place of the machine's, so that what is left there is this scenario's.
         shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.tmp
@@ -377,8 +346,6 @@ class Supervisor:
         # Known to every process of the scenario that is started by command line.
         os.environ["CAMPAIGN"] = str(self.folder)
         os.environ["TMPDIR"] = str(self.tmp)
-        if scenario.get("http"):
-            os.environ["SENDS_CHANGES"] = "1"
 
     def run(self) -> dict:
         start, scenario = time.monotonic(), self.scenario
@@ -407,30 +374,23 @@ class Supervisor:
                 ended.append(results[0]["ended"])
                 self.check_last(results)
             self.stop_apart()
-            published = self.check_relay()
             self.check_nothing_left()
         shutil.rmtree(self.shm, ignore_errors=True)
         report = {"name": scenario["name"], "ended": ended, "problems": self.problems}
         report |= {
             "digest": results[0].get("digest"),
-            "published": published,
             "seconds": round(time.monotonic() - start, 2),
         }
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         report["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 2)
         if not self.undisturbed and not self.problems:
-            # Of the smallest: on a busy machine a weight sync may be tried again, and then sends everything.
-            report["megabytes"] = min(row["publish/megabytes"] for row in self.logged() if "publish/megabytes" in row)
             report["calls"] = (self.folder / "calls").read_text().split()
+            report["dropped"] = max(row.get("tbpo/dropped/total", 0.0) for row in self.logged())
         if self.problems:
             report["log"] = (self.folder / "log").read_text(errors="replace")[-5000:]
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         return report
-
-    def logged(self) -> list[dict]:
-        last = self.output / f"checkpoint-{num_steps(self.scenario)}"
-        return json.loads((last / "trainer_state.json").read_text())["log_history"]
 
     def faults(self) -> list[dict]:
         """With numbers for moments: which call in which step, so that what an earlier fault has repeated counts for
@@ -481,7 +441,7 @@ class Supervisor:
             self.problems.append("the disk was full without consequences")
         num_fired = len(list(self.folder.glob("fired-*")))
         if num_fired < len(self.scenario.get("faults", [])) or (
-            {"at", "tear", "tears_relay"} & self.scenario.keys() and not (self.folder / "acted").exists()
+            {"at", "tear"} & self.scenario.keys() and not (self.folder / "acted").exists()
         ):
             self.problems.append(f"only {num_fired} of the faults happened")
 
@@ -494,21 +454,6 @@ class Supervisor:
                 self.problems.append("the final weights are not those of the undisturbed run")
             elif result["step"] != total or last_checkpoint(self.output) not in (total, None):
                 self.problems.append(f"after {result['step']} steps of {total}")
-
-    def check_relay(self) -> str | None:
-        """The policy of the last rollout can be rebuilt; returns what its weights are."""
-        if not self.scenario.get("relay"):
-            return None
-        try:
-            version = rebuild(self.relay, self.folder / "rebuilt")
-        except (OSError, ValueError) as error:
-            self.problems.append(f"the relay cannot be read: {error}")
-            return None
-        weights = hashlib.sha256((self.folder / "rebuilt" / "model.safetensors").read_bytes()).hexdigest()
-        published = f"{version} {weights}"
-        if self.undisturbed and published != self.undisturbed["published"]:
-            self.problems.append(f"the relay's last version is {published}, not {self.undisturbed['published']}")
-        return published
 
     def check_nothing_left(self) -> None:
         """A process that was told to end may need a moment."""
@@ -673,7 +618,6 @@ def kind_of(scenario: dict) -> tuple:
         scenario.get("schedule", "linear"),
         scenario.get("epochs", False),
         scenario.get("shuffled", True),
-        *(bool(scenario.get(n)) for n in ("http", "relay")),
     )
 
 

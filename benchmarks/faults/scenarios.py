@@ -21,10 +21,7 @@ A scenario is a dictionary:
 | `epochs` | whether there are three epochs of four updates, on two generation batches each, see [`num_steps`] |
 | `shuffled` | whether prompts come in another order in each epoch, as they do unless told |
 | `file`, `share` | the file of the last checkpoint that is cut, and how much of it is left |
-| `relay` | whether the policy of each rollout is written to a folder (`publish_dir`), too |
-| `tears_relay` | a moment of its second version at which the trainer is killed, or has no room, see [`RELAY_TEARS`] |
-| `ahead` | how many generation batches are drawn ahead, none unless told |
-| `http` | whether weights go over HTTP, as changes alone, and not as whole tensors in files; every second scenario |
+| `ahead` | 1 if generation batches are drawn ahead |
 | `expect` | how the first run ends, see [`EXPECTATIONS`] |
 """
 
@@ -46,9 +43,6 @@ ENDPOINTS = (
     "/v1/completions",
 )
 """Requests to a server during training."""
-
-HTTP_ENDPOINTS = ("qarl_keep_copy", "/qarl/upload")
-"""Additional requests where weights go over HTTP as changes only."""
 
 START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe")
 """Requests before training; some of them are repeated after a restart."""
@@ -81,14 +75,6 @@ def fault(endpoint: str, kind: str = "die", call: int | str = "middle", **fields
     return {"endpoint": endpoint, "kind": kind, "call": call, **fields}
 
 
-def over_http(scenario: dict) -> dict:
-    return scenario | {"name": f"{scenario['name']}, over HTTP", "http": True}
-
-
-def every_second_over_http(scenarios: list[dict]) -> list[dict]:
-    return [over_http(scenario) if number % 2 else scenario for number, scenario in enumerate(scenarios)]
-
-
 def moments_of(number: int) -> tuple[str, ...]:
     """The middle call, and for even numbers the first, for odd ones the last; in their order."""
     return MOMENTS[number % 2 : number % 2 + 2]
@@ -100,17 +86,12 @@ def requests(kind: str) -> list[dict]:
     Before, kinds take turns with the first and the last call: each endpoint meets each moment, and each kind does.
     """
     scenarios, turn = [], KINDS.index(kind)
-    for number, endpoint in enumerate((*START_ENDPOINTS, *ENDPOINTS, *HTTP_ENDPOINTS)):
+    for number, endpoint in enumerate((*START_ENDPOINTS, *ENDPOINTS)):
         is_start = endpoint in START_ENDPOINTS
         moments = ("first",) if is_start else moments_of(number + turn)
         faults = [fault(endpoint, kind, moment, late=moment == "middle") for moment in moments]
         expect = "starts or refuses" if is_start else "completes"
-        case = scenario(f"{kind} {endpoint} {' and '.join(moments)}", expect, faults=faults)
-        if endpoint in HTTP_ENDPOINTS:
-            case["http"] = True
-        elif (turn // 2 + number) % 2:
-            case = over_http(case)
-        scenarios.append(case)
+        scenarios.append(scenario(f"{kind} {endpoint} {' and '.join(moments)}", expect, faults=faults))
     return scenarios
 
 
@@ -151,8 +132,8 @@ def recovery() -> list[dict]:
     for turn, first in enumerate(("/v1/completions", "/update_weights")):
         for number, endpoint in enumerate(("/health", "/qarl/state", "/qarl/session", "qarl_describe", *ENDPOINTS)):
             kind = ("500", "die")[(turn + number) % 2]
-            case = scenario(f"{first} then {endpoint} {kind}", faults=[fault(first), fault(endpoint, kind, 1)])
-            scenarios.append(over_http(case) if number // 2 % 2 else case)
+            faults = [fault(first), fault(endpoint, kind, 1)]
+            scenarios.append(scenario(f"{first} then {endpoint} {kind}", faults=faults))
     return scenarios
 
 
@@ -308,35 +289,6 @@ def resumed_ends(schedule: str) -> list[dict]:
     ]
 
 
-RELAY_TEARS = ("half a patch", "before the manifest", "no room")
-
-
-def relay() -> list[dict]:
-    """The policy of each rollout is written to a folder as well; the trainer is killed, also while it writes, or there
-    is no room."""
-    undisturbed, common = scenario("relay, undisturbed", relay=True), {"relay": True}
-    events = ("step_begin", "reward", "step_end", "save")
-    # Those without faults are compared with.
-    return [
-        undisturbed,
-        over_http(undisturbed),
-        *every_second_over_http(
-            [
-                *(scenario(f"relay, killed at {event}", at=event, **common, **KILLED) for event in events),
-                scenario("relay, killed before its first checkpoint", at="reward", step=0, **common, **KILLED),
-                scenario("relay, removed", at="step_end", action="remove relay", **common),
-                *(
-                    scenario(
-                        f"relay, {tear}", "completes" if tear == "no room" else "ends", tears_relay=tear, **common
-                    )
-                    for tear in RELAY_TEARS
-                ),
-                scenario("relay, the server dies", faults=[fault("/update_weights")], **common),
-            ]
-        ),
-    ]
-
-
 def two_trainers() -> list[dict]:
     """A second trainer, or a stranger without a session, comes to the server of a trainer at work."""
     rivals = {
@@ -390,8 +342,6 @@ def drawn_ahead() -> list[dict]:
         scenario("ahead, a completion cut short", faults=[cut]),
         scenario("ahead, die before the version is asked for", faults=[version]),
         scenario("ahead, die while weights are published", faults=[fault("/update_weights")]),
-        over_http(scenario("ahead, undisturbed")),
-        over_http(scenario("ahead, die", faults=[die])),
         scenario("ahead, back", server="back", faults=[die]),
         scenario("ahead, gone", "EngineLost", server="apart", faults=[die]),
         scenario("ahead, and 100 deaths", "EngineLost", faults=[die], deaths=100),
@@ -406,14 +356,11 @@ def drawn_ahead() -> list[dict]:
         ending = fault("/v1/completions", "signal", 3, target="trainer", signal=name, seconds=0.01)
         scenarios.append(scenario(f"ahead, {name} to the trainer", "ends", faults=[ending]))
     scenarios = [case | {"ahead": 1} for case in scenarios]
-    for number, steps in ((1, (1, 4, 6, 9)), (2, (5, 8))):
-        epochs = {"ahead": number, "epochs": True}
-        scenarios.append(scenario(f"three epochs, {number} ahead, undisturbed", **epochs))
-        for step in steps:
-            killed = KILLED | {"at": "step_begin", "step": step}
-            scenarios.append(
-                scenario(f"three epochs, {number} ahead, killed before update {step}", **epochs, **killed)
-            )
+    epochs = {"ahead": 1, "epochs": True}
+    scenarios.append(scenario("three epochs, ahead, undisturbed", **epochs))
+    for step in (1, 4, 6, 9):
+        killed = KILLED | {"at": "step_begin", "step": step}
+        scenarios.append(scenario(f"three epochs, ahead, killed before update {step}", **epochs, **killed))
     ranks = {"ahead": 1, "ranks": 2}
     return [
         *scenarios,
@@ -426,22 +373,21 @@ def drawn_ahead() -> list[dict]:
 
 FAMILIES = {
     **{f"requests, {kind}": requests(kind) for kind in KINDS},
-    "answers": every_second_over_http(answers()),
+    "answers": answers(),
     "recovery": recovery(),
-    "restarts": every_second_over_http(restarts()),
-    "moments": every_second_over_http(moments()),
-    "apart": every_second_over_http(apart()),
-    "port taken": every_second_over_http(port_taken()),
-    "full disk": every_second_over_http(full_disk()),
+    "restarts": restarts(),
+    "moments": moments(),
+    "apart": apart(),
+    "port taken": port_taken(),
+    "full disk": full_disk(),
     "torn checkpoints": torn_checkpoints(),
     "damaged checkpoints": damaged_checkpoints(),
     "epochs": epochs(),
     **{f"resumed ends, {schedule}": resumed_ends(schedule) for schedule in ("linear", "constant")},
-    "relay": relay(),
-    "transfer directory": every_second_over_http(transfer_directory()),
-    "signals to the trainer": every_second_over_http(signals("trainer")),
-    "signals to the server": every_second_over_http(signals("server")),
-    "two trainers": every_second_over_http(two_trainers()),
+    "transfer directory": transfer_directory(),
+    "signals to the trainer": signals("trainer"),
+    "signals to the server": signals("server"),
+    "two trainers": two_trainers(),
     "two ranks": two_ranks(),
     "drawn ahead": drawn_ahead(),
 }
@@ -449,21 +395,21 @@ FAMILIES = {
 # One for each way in which a run goes on, or ends, and the undisturbed ones that these are compared with.
 CHOSEN = (
     "refuse /resume first and middle",
-    "500 qarl_finish first and middle, over HTTP",
+    "500 qarl_finish first and middle",
     "400 /finish_weight_update middle and last",
-    "hang /v1/completions middle and last, over HTTP",
-    "reset /weight_info middle and last, over HTTP",
+    "hang /v1/completions middle and last",
+    "reset /weight_info middle and last",
     "die /update_weights middle and last",
-    "truncated /update_weights middle and last, over HTTP",
-    "garbage /qarl/upload first and middle",
+    "truncated /update_weights middle and last",
+    "garbage qarl_finish middle and last",
     "log-prob NaN; log-prob inf; log-prob -inf",
-    "no completions, always, over HTTP",
-    "/v1/completions then /update_weights die, over HTTP",
+    "no completions, always",
+    "/v1/completions then /update_weights die",
     "/weight_info and 100 deaths",
     "server dies at reward, 1 more deaths",
     "gone /update_weights last",
-    "back /v1/completions, over HTTP",
-    "a liar in place of a server apart at reward, over HTTP",
+    "back /v1/completions",
+    "a liar in place of a server apart at reward",
     "no room at all",
     "full at reward for a moment",
     "half a model over a complete one",
@@ -475,17 +421,14 @@ CHOSEN = (
     "linear, killed after its last save",
     "constant, undisturbed",
     "constant, completed",
-    "relay, undisturbed",
-    "relay, killed at step_end",
-    "relay, half a patch",
     "the transfer directory of a server child is removed at reward",
     "SIGKILL to the trainer, 0",
-    "SIGTERM to the trainer, 1, over HTTP",
+    "SIGTERM to the trainer, 1",
     "SIGINT to the trainer, 2",
-    "SIGSTOP to the server, 3, over HTTP",
+    "SIGSTOP to the server, 3",
     "trainer at save",
     "trainer of one output_dir at step_begin",
-    "stranger at reward, over HTTP",
+    "stranger at reward",
     "ahead, undisturbed",
     "ahead, die in batch 2",
     "ahead, the trainer is killed at reward",

@@ -180,8 +180,6 @@ class Engine:
         self.backend = json.loads(options["--weight-transfer-config"])["backend"]
         self.directory = Path(os.environ["TRL_QARL_TRANSFER_DIR"])
         self.held: dict[str, str] = {}
-        # Bytes by name, what they are in words before them, for trainers that send changes.
-        self.copy: dict[str, tuple[bytes, bytearray]] | None = None
         self.published: dict[str, str] = {}
         self.arrived: set[str] = set()
         self.expected: dict[str, str] | None = None
@@ -210,13 +208,6 @@ class Engine:
     def qarl_clear_cache(self):
         pass
 
-    def qarl_keep_copy(self):
-        from trl_qarl.wire.delta import base_digest
-
-        is_held = self.copy is not None and self.published.keys() <= self.copy.keys()
-        self.copy = self.copy or {}
-        return base_digest(self.published) if is_held else ""
-
     def qarl_finish(self, fingerprints):
         self.expected = fingerprints
 
@@ -234,30 +225,9 @@ class Engine:
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            content = bytearray(data[8 + size + begin : 8 + size + end])
-            if name.startswith("qarl.delta."):
-                self.change(bytes(content))
-            else:
-                self.hold(name, f"{name} {entry['dtype']} {entry['shape']}".encode(), content)
-
-    def hold(self, name, kind, content):
-        if self.copy is not None:
-            self.copy[name] = kind, content
-        self.held[name] = hashlib.sha256(kind + content).hexdigest()
-        self.arrived.add(name)
-
-    def change(self, block):
-        import numpy as np
-
-        from trl_qarl.wire.delta import apply_delta
-
-        width = {
-            name: "<u2" if kind.split()[1] in (b"BF16", b"F16") else "u1" for name, (kind, _) in self.copy.items()
-        }
-        held = {name: np.frombuffer(content, width[name]) for name, (_, content) in self.copy.items()}
-        confirmed = {name: value for name, value in self.published.items() if name not in self.arrived}
-        for name in apply_delta(block, held, confirmed):
-            self.hold(name, *self.copy[name])
+            kind = f"{name} {entry['dtype']} {entry['shape']}".encode()
+            self.held[name] = hashlib.sha256(kind + data[8 + size + begin : 8 + size + end]).hexdigest()
+            self.arrived.add(name)
 
     def finish_weight_update(self, body):
         if not self.is_updating or self.expected is None:
@@ -300,7 +270,9 @@ class Engine:
     async def answer(self, path: str, body: dict) -> tuple[int, dict]:
         try:
             if path == "/collective_rpc":
-                return 200, {"results": [getattr(self, body["method"])(**body.get("kwargs", {}))]}
+                kwargs = body.get("kwargs", {})
+                reply = {"call": kwargs.pop("call", ""), "replica": 0}
+                return 200, {"results": [reply | {"value": getattr(self, body["method"])(**kwargs)}]}
             if path == "/pause":
                 self.running.clear()
             elif path == "/resume":
@@ -493,9 +465,6 @@ class Server:
 
     async def run(self):
         self.faults.on_start()
-        if "SENDS_CHANGES" in os.environ:
-            # Now, and not while a trainer waits; most trainers send none, for whose servers it would take too long.
-            import trl_qarl.wire.delta  # noqa: F401
         await self.listen()
         await asyncio.Event().wait()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 CAPABILITIES = ("8.0", "8.9", "9.0", "10.0", "12.0")
 # Those of other grids in the same containers have the same kernels.
-DENSE = ("w4a16", "w8a16", "w8a8", "fp8", "w4a8", "w4a16-asym", "w8a16-asym", "mxfp4a16", "nvfp4a16")
+DENSE = ("w4a16", "w8a16", "w8a8", "fp8", "w4a8", "mxfp4a16", "nvfp4a16")
 EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
 REFUSED = "refused"
 

@@ -40,8 +40,6 @@ SCHEMES = (
     "w8a8",
     "fp8",
     "w4a8",
-    "w4a16-asym",
-    "w8a16-asym",
     "mxfp4a16",
     "nvfp4a16",
     "w3a16",
@@ -49,7 +47,7 @@ SCHEMES = (
 )
 CASES = [("qwen2", scheme) for scheme in SCHEMES]
 CASES += [(arch, scheme) for arch in ("qwen3", "llama") for scheme in ("w4a16", "fp8")]
-CASES += [("mixture", scheme) for scheme in ("w4a16", "w8a16", "w4a16-asym", "w8a8", "fp8")]
+CASES += [("mixture", scheme) for scheme in ("w4a16", "w8a16", "w8a8", "fp8")]
 
 ROWS = ((1, 1), (1, 16), (1, 17), (4, 40))
 """Batch and length of the token ids: the last is more rows than any limit of a product."""

@@ -2,13 +2,11 @@
 Pretrains a model of 0.6 million parameters from random weights on sums modulo 100, written out step by step.
 
     python benchmarks/study/chain_sums.py --output_dir DIR
-    python benchmarks/study/chain_sums.py --output_dir DIR --mixture
     python benchmarks/study/chain_sums.py --output_dir DIR --steps 60 90 --layers 2 --key_value_heads 1
 
 A problem is `03:38+47=` and its answer `85;02:47+85=32;01:85+32=17.`, one token per character. Each step adds the last
 two numbers and counts down. Pretraining stops while the model still makes a mistake in most long chains, so that
-reinforcement learning has something to improve (benchmarks/study/README.md). `--mixture` trains a mixture of experts
-with 2 million parameters, of which each token uses 0.6 million.
+reinforcement learning has something to improve (benchmarks/study/README.md).
 """
 
 import json
@@ -126,30 +124,6 @@ def make_model(seed: int = 0, layers: int = 3, key_value_heads: int = 4):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def make_mixture(seed: int = 0):
-    """
-    Return a Qwen3-MoE with 1.97 million parameters in the shape of [`make_model`]. Instead of 384 features, each MLP
-    has 8 experts with 192; each token uses two of them, so as many weights as in the dense model, plus the routers.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    dense = make_model().config
-    torch.manual_seed(seed)
-    names = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings"
-    names += " tie_word_embeddings initializer_range pad_token_id eos_token_id bos_token_id"
-    config = Qwen3MoeConfig(
-        **{name: getattr(dense, name) for name in names.split()},
-        head_dim=dense.hidden_size // dense.num_attention_heads,
-        intermediate_size=dense.intermediate_size,
-        moe_intermediate_size=dense.intermediate_size // 2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
 def chain_steps(model) -> tuple[int, int]:
     """Return the minimum and maximum number of steps in the last stage of a model's pretraining."""
     return tuple(getattr(model.config, "chain_steps", STEPS))
@@ -212,27 +186,7 @@ def pretraining_batches(tokenizer, pairs: list[tuple[int, int]], stages: list[tu
             yield {"input_ids": ids, "labels": labels}
 
 
-def muon_direction(gradient, momentum):
-    """
-    Return the direction of `torch.optim.Muon` for each matrix of a stack `(..., M, N)`, and update `momentum`.
-
-    `torch.optim.Muon` does not support stacks. On a CPU, one product for the whole stack in float32 is many times
-    faster than one product per matrix in bfloat16.
-    """
-    momentum.lerp_(gradient, 0.05)
-    x = gradient.lerp(momentum, 0.95)
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT * (x.shape[-1] / x.shape[-2]) ** 0.5 if is_tall else x
-
-
-def pretrain(
-    output_dir: Path, target: float, learning_rate: float, steps: tuple[int, int], model, mixture: bool
-) -> None:
+def pretrain(output_dir: Path, target: float, learning_rate: float, steps: tuple[int, int], model) -> None:
     """Train `model` until it solves a share `target` of 128 training problems at temperature 1, and save it."""
     import torch
 
@@ -240,14 +194,9 @@ def pretrain(
     model.config.chain_steps = steps
     probe = make_problems(steps)[0][:128]
     matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
-    momenta = {p: torch.zeros_like(p) for p in matrices} if mixture else {}
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
-    # Adds the load-balancing loss of the experts, with the usual weight of 0.001.
-    options = {"output_router_logits": True} if mixture else {}
     optimizers = [
-        torch.optim.SGD(matrices, lr=10 * learning_rate)
-        if mixture
-        else torch.optim.Muon(matrices, lr=10 * learning_rate, weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=10 * learning_rate, weight_decay=0.0),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     stages = curriculum(steps)
@@ -258,11 +207,9 @@ def pretrain(
     ]
     start, history = time.monotonic(), []
     for step, batch in enumerate(pretraining_batches(tokenizer, split_pairs()[0], stages), 1):
-        loss = model(**batch, **options).loss
+        loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for matrix, momentum in momenta.items():
-            matrix.grad = muon_direction(matrix.grad, momentum)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
@@ -289,14 +236,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs=2, default=STEPS, help="fewest and most of a chain")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--key_value_heads", type=int, default=4, help="of 4 heads")
-    parser.add_argument("--mixture", action="store_true", help="teach a mixture of experts")
     args = parser.parse_args()
     import decoding
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    model = make_mixture() if args.mixture else make_model(layers=args.layers, key_value_heads=args.key_value_heads)
+    model = make_model(layers=args.layers, key_value_heads=args.key_value_heads)
     decoding.decode_faster()
-    pretrain(args.output_dir, args.target, args.learning_rate, tuple(args.steps), model, args.mixture)
+    pretrain(args.output_dir, args.target, args.learning_rate, tuple(args.steps), model)
 
 
 if __name__ == "__main__":

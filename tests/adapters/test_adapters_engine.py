@@ -9,8 +9,8 @@ import torch
 from testing_utils.layers import tiny
 from testing_utils.trainings import lora
 from trl_qarl.adapters.tensors import adapter_problems, iter_adapter_tensors, lora_arguments
-from trl_qarl.checkpoint.serving import ENGINE_RANKS, engine_rank
 from trl_qarl.checks.adapter import problems_of_adapter
+from trl_qarl.hub import ENGINE_RANKS, engine_rank
 
 
 peft = pytest.importorskip("peft")

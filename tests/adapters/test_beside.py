@@ -17,7 +17,7 @@ from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checkpoint.load import load_frozen_model
-from trl_qarl.checkpoint.serving import serve_command
+from trl_qarl.hub import adapter_rank
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 
 
@@ -104,7 +104,6 @@ def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp
     assert command in capsys.readouterr().out
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert_equal(load_file(folder / name), load_file(tmp_path / "ours" / name))
-    assert 'PeftModel.from_pretrained(model, "DIR/adapter")' in (folder / "README.md").read_text()
 
 
 def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
@@ -113,7 +112,7 @@ def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
     assert run_export(trainer.args.output_dir, tmp_path, "--merge_adapter") == 0
     assert "Warning: The merged policy is not the trained one" in capsys.readouterr().out
     merged = load_file(tmp_path / "model.safetensors")
-    assert "--enable-lora" not in serve_command(tmp_path)
+    assert adapter_rank(tmp_path) is None
     assert not (tmp_path / "adapter").exists() and merged.keys() == base.keys()
     assert any(not torch.equal(merged[name], base[name]) for name in base if name.endswith("weight_packed"))
 

@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +12,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bench.command import make_parser, run
-from bench.publish import _channel_of
-from testing_utils import start_engines_quickly
-from trl_qarl.quantization import schemes
 from trl_qarl.quantization.tensors import LowBitTensor
-from trl_qarl.study.grid import build_command, cell_name, expand_grid, load_grid
 
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-pieces = runpy.run_path(str(BENCHMARKS / "gpu.py"))
 
 
 @pytest.mark.parametrize(
@@ -47,56 +39,10 @@ def test_bench_writes_rows_for_each_scheme(command, tiny_model, tmp_path):
     assert mode == "numerics" or [row["scheme"] for row in result["rows"]] == [None, "w4a16"]
 
 
-@pytest.mark.parametrize("argv", ["learner --group_size 48", "publish --in_process --megabits 20"])
-def test_a_wrong_option_of_bench_is_named_in_one_line(argv, capsys):
+def test_a_wrong_option_of_bench_is_named_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
-        run(make_parser().parse_args(argv.split()))
+        run(make_parser().parse_args(["learner", "--group_size", "48"]))
     assert capsys.readouterr().err.startswith("trl-qarl: error: ")
-
-
-def test_a_slow_line_takes_the_seconds_of_its_megabits(monkeypatch):
-    slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    answers = iter([{"received": 2**18}, {"file": "x"}])
-    session = SimpleNamespace(post=lambda url, **request: SimpleNamespace(json=lambda: next(answers)))
-    channel = _channel_of(SimpleNamespace(megabits=2))(SimpleNamespace(base_url="", session=session))
-    assert channel._upload(memoryview(bytes(2**19))) == "x"
-    assert sum(slept) == pytest.approx(2**19 * 8 / 2e6, abs=0.5)
-
-
-def test_every_piece_of_the_gpu_day_is_understood_and_names_tests_that_exist():
-    parser = make_parser()
-    for command, *arguments in (*pieces["gpu_pieces"]().values(), *pieces["dry_pieces"]().values()):
-        if command == "bench":
-            parser.parse_args(arguments)
-        for argument in arguments:
-            path, _, name = argument.partition("::")
-            if path.startswith("tests/"):
-                assert f"def {name}" in (ROOT / path).read_text() and "mark.gpu" in (ROOT / path).read_text()
-
-
-@pytest.mark.nightly
-@pytest.mark.vllm
-@pytest.mark.timeout(900)
-def test_the_gpu_day_runs_dry_and_goes_on_where_it_was(tmp_path, monkeypatch):
-    envs = pytest.importorskip("vllm.envs")
-    kinds = ("env", "learner", "decode", "alignment", "rollout")
-    names = [name for name in pieces["dry_pieces"]() if name.partition("-")[0] in kinds]
-    start_engines_quickly(monkeypatch)
-    # vLLM keeps there what it knows of the classes of models.
-    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    out, work = tmp_path / "out", tmp_path / "work"
-    out.mkdir()
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry_run", "--out", str(work), *names])
-    pieces["main"]()
-    rows = [json.loads(line) for line in (work / "rows.jsonl").read_text().splitlines()]
-    assert {row["piece"] for row in rows} == {*names} - {"env"}
-    subprocess.run(["tar", "-czf", out / "results.tar.gz", "-C", work, "."], check=True)
-    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(out)}
-    command = ["bash", str(BENCHMARKS / "gpu.sh"), "--dry_run", *names]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.stdout.split("\n")[:-1] == [f"{name}: done" for name in names]
 
 
 @pytest.mark.nightly
@@ -110,14 +56,6 @@ def test_contenders_against_trl_take_turns_on_the_same_tokens(tmp_path):
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "make"), [("grids", "table"), ("choose", "choices")])
-def test_the_table_of_schemes_is_what_the_command_writes(name, make):
-    grids = runpy.run_path(str(BENCHMARKS / "grids.py"))
-    page = grids["PAGE"].read_text()
-    assert grids["fill"](page, name, grids[make]()) == page, f"run `python benchmarks/grids.py {name}`"
-
-
 @pytest.fixture
 def put_back(monkeypatch):
     """Put back what `decoding.py` replaces."""
@@ -127,24 +65,70 @@ def put_back(monkeypatch):
     AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
-def test_a_cell_of_the_long_study_runs(put_back, tmp_path, monkeypatch):
+@pytest.fixture
+def study(put_back, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS / "study")
-    chain_sums, long_study = map(importlib.import_module, ("chain_sums", "long_study"))
-    chain_sums.make_model().save_pretrained(tmp_path)
-    chain_sums.make_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)
-    monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
-    options = "--max_steps 2 --num_scored 4 --num_prompts 2 --error_share 1 --objective tbpo --quantize_learner false"
-    folders = ["--model", str(tmp_path), "--output_dir", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["long_study.py", *options.split(), "--float32", "--places", *folders])
-    long_study.main()
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in ("chain_sums", "long_study", "cells")})
+
+
+@pytest.mark.parametrize(("objective", "optimizer"), [("tbpo", "muon"), ("gspo", "adamw")])
+def test_a_cell_of_the_study_runs(study, tmp_path, monkeypatch, objective, optimizer):
+    study.chain_sums.make_model().save_pretrained(tmp_path)
+    study.chain_sums.make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(study.chain_sums, "num_new_tokens", lambda steps: 12)
+    options = (
+        f"--max_steps 2 --num_scored 4 --num_prompts 2 --quantize_learner false --float32 --objective {objective}"
+    )
+    folders = ["--model", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--optimizer", optimizer]
+    study.long_study.train(study.long_study.make_parser().parse_args([*options.split(), *folders]))
     scores = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert set(scores) == {"greedy", "sampled", "unquantized greedy"}
+    assert len(study.cells.read_course(tmp_path / "out")["reward"]) == 1
 
 
-@pytest.mark.parametrize("path", sorted((BENCHMARKS / "study").glob("*.yaml")), ids=lambda path: path.stem)
-def test_each_grid_of_the_study_gives_commands(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = load_grid(path)
-    cells = expand_grid(config)
-    assert cells and all(build_command(config, cell, Path("outputs") / cell_name(cell)) for cell in cells)
+def test_every_cell_of_the_study_gives_a_command(study):
+    parser = study.long_study.make_parser()
+    for name, of_study in study.cells.STUDIES.items():
+        commands = [study.cells.command_of(of_study, cell, Path("out")) for cell in of_study.cells()]
+        assert len(set(map(tuple, commands))) == len(commands) > 5
+        for command in commands:
+            args = parser.parse_args(command[2:])
+            assert name == "long" or (ROOT / args.model / "config.json").is_file()
+
+
+def test_cells_run_once_and_are_collected(study, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("scipy")
+    results, commands = tmp_path / "study.json", []
+
+    def train(command, **options):
+        """Write the files of a cell in its place."""
+        commands.append(command)
+        folder = Path(command[command.index("--output_dir") + 1])
+        rows = [{"step": step, "loss": 0.0, "reward": step / 16} for step in range(1, 17)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "scores.json").write_text('{"greedy": {"correct": 3, "total": 4}}')
+
+    monkeypatch.setattr("subprocess.run", train)
+    monkeypatch.setattr(study.cells, "RESULTS", results)
+    results.write_text("[]")
+    run = ["run", "long", "--output_dir", str(tmp_path / "out"), "--schemes", "bf16", "--seeds", "0", "1"]
+    for argv in (run, run, ["collect", "long", str(tmp_path / "out")], ["collect", "long", str(tmp_path / "out")]):
+        study.cells.main(argv)
+    assert len(commands) == len(json.loads(results.read_text())) == 2
+    assert json.loads(results.read_text())[0]["course"]["reward"] == [0.281, 0.781]
+    capsys.readouterr()
+    study.cells.main(["table", "long"])
+    assert capsys.readouterr().out.splitlines()[2] == "| bf16 | bf16, grpo-tis | 2 | 78 ± 0 | 75 ± 0 | - | - |"
+
+
+def test_the_headline_shows_the_results(study):
+    pytest.importorskip("scipy")
+    image = pytest.importorskip("PIL.Image")
+    headline = importlib.import_module("headline")
+    scores = headline.read_scores(json.loads(headline.RESULTS.read_text()))
+    with image.open(ROOT / "docs" / "headline.png") as picture:
+        assert picture.info["Description"] == repr(scores)
+    assert (
+        f"4-bit weights: rollout only with GRPO {scores['4-bit weights']['rollout only, GRPO'][0]:.0f} %"
+        in (ROOT / "README.md").read_text()
+    )

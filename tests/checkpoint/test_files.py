@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from trl_qarl.checkpoint.files import hold
 
-lock = hold(Path(sys.argv[1]), "output_dir")
+lock = hold(Path(sys.argv[1]))
 # A child that outlives its parent, as processes that load data or run an engine may.
 child = os.fork()
 if child:
@@ -31,7 +31,7 @@ time.sleep(600)
 
 def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
     lock = tmp_path / "run" / ".lock"
-    check_free(lock, "output_dir")
+    check_free(lock)
     assert not lock.parent.exists()
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
@@ -39,7 +39,7 @@ def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
         for ask in (hold, check_free):
             message = f"output_dir='{lock.parent}' belongs to process {process.pid} on .*, which is still training"
             with pytest.raises(ValueError, match=message):
-                ask(lock, "output_dir")
+                ask(lock)
         process.kill()
         process.wait()
         # The child is there.
@@ -48,15 +48,15 @@ def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             with suppress(ValueError):
-                check_free(lock, "output_dir")
+                check_free(lock)
                 break
             time.sleep(0.05)
-        ours = hold(lock, "output_dir")
+        ours = hold(lock)
         assert lock.read_text().startswith(f"process {os.getpid()} on ")
         with pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on "):
-            hold(lock, "output_dir")
+            hold(lock)
         ours.close()
-        hold(lock, "output_dir").close()
+        hold(lock).close()
     finally:
         os.kill(child, signal.SIGKILL)
         process.kill()
@@ -70,7 +70,7 @@ def test_a_file_system_without_locks_is_no_error_and_said(tmp_path, monkeypatch,
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    hold(tmp_path / ".lock", "output_dir").close()
+    hold(tmp_path / ".lock").close()
     assert f"output_dir='{tmp_path}' is on a file system without locks" in caplog.text
     assert "a second trainer that writes there is not refused" in caplog.text
 

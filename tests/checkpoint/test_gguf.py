@@ -121,7 +121,6 @@ def read_weights(path, model):
     [
         *(("w4a16", size, "Q4_0") for size in (32, 64, 128)),
         *((f"w{bits}a16", 32, "Q4_0") for bits in (2, 3)),
-        ("w4a16-observer", 32, "Q4_0"),
         ("w8a16", None, "Q8_0"),
         ("mxfp4a16", None, "MXFP4"),
     ],
@@ -171,6 +170,7 @@ def test_every_weight_of_the_file_is_the_policys_and_the_rest_the_bases(
             assert torch.equal(weight, master.bfloat16().float()), name
     ours, theirs = ({n: f.contents() for n, f in r.fields.items()} for r in (gguf.GGUFReader(path), base))
     changed = {"general.file_type", "general.quantization_version", "quantize.imatrix.file", "GGUF.kv_count"}
+    changed |= {"tokenizer.chat_template", "tokenizer.ggml.padding_token_id"}
     assert {n: v for n, v in ours.items() if n not in changed} == {n: v for n, v in theirs.items() if n not in changed}
     assert ours["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{kind}" + "_MOE" * (kind == "MXFP4")]
     assert "quantize.imatrix.file" not in ours
@@ -204,11 +204,17 @@ def test_factors_of_rotary_embeddings_stay_and_a_second_copy_of_a_tied_embedding
         export_gguf(model, base, tmp_path / "out.gguf", torch.bfloat16)
 
 
+def _tokens_without(token):
+    vocabulary = make_tiny_tokenizer().get_vocab()
+    return [known if known != token else "<|other|>" for known in sorted(vocabulary, key=vocabulary.get)]
+
+
 BAD_BASES = {
     "another base of rotations": ({"metadata": {"llama.rope.freq_base": 5e5}}, "rope.freq_base is 500000"),
     "more layers": ({"metadata": {"llama.block_count": 3}}, "block_count is 3"),
     "another architecture": ({"metadata": {"general.architecture": "qwen2"}}, "architecture is 'qwen2'"),
     "another vocabulary": ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 260}}, "tokens differ"),
+    "another end token": ({"metadata": {"tokenizer.ggml.tokens": _tokens_without("<|im_end|>")}}, "tokens differ"),
     "no vocabulary": ({"metadata": {"tokenizer.ggml.tokens": None}}, "tokens differ"),
     "a tensor too few": ({"without": ["blk.1.ffn_up.weight"]}, "'blk.1.ffn_up.weight'"),
     "a tensor too many": ({"blk.0.attn_q.bias": np.ones(128, np.float32)}, "'blk.0.attn_q.bias'"),
@@ -265,7 +271,7 @@ def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(tmp_path, monke
     with pytest.raises(ValueError, match="'gemma'"):
         export_gguf(gemma, make_base(path, make_model()), tmp_path / "out.gguf", torch.bfloat16)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=re.escape('pip install "trl-qarl[gguf]"')):
+    with pytest.raises(ValueError, match=re.escape('pip install ".[gguf]"')):
         read_base(path)
 
 
@@ -284,6 +290,22 @@ def test_the_command_writes_the_file_into_the_export(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_export(*folders, "--scheme", "w4a16", "--gguf", str(tmp_path / "none.gguf"))
     assert "There is no file" in capsys.readouterr().err
+
+
+def test_the_file_has_the_learners_template_and_ends_loudly(tmp_path, caplog):
+    model, tokenizer = make_model(), make_tiny_tokenizer()
+    metadata = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.chat_template": "{{ messages }}"}
+    make_base(tmp_path / "base.gguf", model, metadata)
+    model.save_pretrained(tmp_path / "masters")
+    tokenizer.save_pretrained(tmp_path / "masters")
+    folders = tmp_path / "masters", tmp_path / "out"
+    assert run_export(*folders, "--scheme", "w4a16", "--gguf", str(tmp_path / "base.gguf")) == 0
+    found = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields.items()}
+    assert found["tokenizer.chat_template"] == tokenizer.chat_template
+    assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id == 2
+    said = caplog.text
+    assert "tokenizer.chat_template in the GGUF file is the learner's; the base file has another." in said
+    assert "tokenizer.ggml.eos_token_id in the GGUF file is 2 ('<|im_end|>'); the base file has 5 (" in said
 
 
 def test_an_adapter_beside_the_base_is_refused_and_one_inside_is_written(tmp_path):

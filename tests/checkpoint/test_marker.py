@@ -68,13 +68,31 @@ def test_a_file_that_is_cut_emptied_or_removed_afterwards_is_named(folder, name)
         assert problem_of(folder).startswith(f"damaged: {expected}") and not is_complete(folder)
     if name == COMPLETE_FILE:
         (folder / name).write_text("[]")
-        assert problem_of(folder) == f"damaged: {name} holds no sizes of files"
+        assert problem_of(folder) == f"damaged: {name} holds no sizes and sums of files"
     (folder / name).unlink()
     if name != COMPLETE_FILE:
         assert problem_of(folder) == f"damaged: {name} cannot be read (No such file or directory)"
     assert not is_complete(folder)
     (folder / name).write_bytes(whole)
     assert is_complete(folder)
+
+
+@pytest.mark.parametrize("size", [1, 10, 3 * marker._CHUNK + 1])
+def test_a_flipped_bit_is_found_when_files_are_read(folder, size):
+    path = folder / "nested" / "optimizer.pt"
+    path.parent.mkdir()
+    (folder / "empty").touch()
+    path.write_bytes(os.urandom(size))
+    complete(folder)
+    whole = path.read_bytes()
+    assert problem_of(folder, reads_content=True) is None
+    for place in {0, size // 2, size - 1}:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        assert problem_of(folder) is None
+        problem = problem_of(folder, reads_content=True)
+        assert problem.startswith("damaged: nested/optimizer.pt has changed since it was saved")
+    path.write_bytes(whole)
+    assert problem_of(folder, reads_content=True) is None
 
 
 def test_everything_is_on_disk_before_the_marker_moves(folder, monkeypatch):

@@ -14,6 +14,7 @@ from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, mak
 from testing_utils.trainings import EXPERTS, arguments, make
 from trl_qarl.checks.arguments import problems_of_pictures
 from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.quantization.swap import restore_model
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_masters_below_float32_are_refused_before_and_after_loading(tmp_path, us
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
     args = arguments(tmp_path, use_vllm=use_vllm, model_init_kwargs={"dtype": "auto"})
     # Known from the weights alone.
-    with pytest.raises(ValueError, match="allow_low_precision_masters=True"):
+    with pytest.raises(ValueError, match="masters are bfloat16.*round to nothing.*Load the model in float32"):
         QaRLTrainer(path, spread, args, make_problems())
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: pytest.fail("loaded"))
@@ -45,15 +46,22 @@ def test_experts_in_high_precision_are_refused(tmp_path, no_engine, use_vllm, is
     model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     share = 2 * 4 * 3 * 128 * 128 / sum(p.numel() for p in loaded.parameters())
-    match = f"experts with {share:.0%} of the weights.*exclude_modules.*no low-bit export.*scheme='bf16'"
-    # With vLLM the option changes nothing.
-    options = {"use_vllm": use_vllm, "allow_high_precision_experts": use_vllm, "exclude_modules": ["experts"]}
+    match = f"experts with {share:.0%} of the weights.*no low-bit export.*scheme='bf16'.*name the experts in `exclude_modules`"
+    # Without vLLM they stay so only if they are named in `exclude_modules`.
+    options = {"exclude_modules": ["experts"]} if use_vllm else {"scheme": {"re:.*self_attn.*": "w4a16"}}
     with pytest.raises(ValueError, match=match):
-        make(loaded if is_loaded else model, tmp_path, **options)
+        make(loaded if is_loaded else model, tmp_path, use_vllm=use_vllm, **options)
     if use_vllm:
         other = make_tiny_mixture(tmp_path / "olmoe", "olmoe")
         with pytest.raises(ValueError, match="whose weight sync with vLLM is untested"):
             make(other, tmp_path, use_vllm=True)
+
+
+def test_a_weight_for_each_reward_is_required_before_loading(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: pytest.fail("loaded"))
+    args = arguments(tmp_path, reward_weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match="reward_weights=.1.0, 2.0. has 2 numbers, and there is 1 reward function"):
+        QaRLTrainer("anything", spread, args, make_problems())
 
 
 def with_pictures(name="image"):
@@ -84,7 +92,7 @@ def test_pictures_are_refused_for_a_class_that_was_not_compared(tiny_model, tmp_
         ("Mllama", {}, "were not compared"),
         ("Qwen2_5_VL", {}, None),
         ("Qwen3VL", {"numerics": "engine"}, "numerics='engine' with pictures"),
-        ("Qwen3VL", {"exact": "require"}, "exact='require' with pictures"),
+        ("Qwen3VL", {"numerics": "exact"}, "numerics='exact' with pictures"),
     ],
 )
 def test_a_class_and_equal_bits_are_refused_with_their_reasons(tmp_path, cls, options, reason):
@@ -141,9 +149,11 @@ def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
     with pytest.raises(ValueError) as error:
         QaRLTrainer(model, spread, arguments(tmp_path, use_vllm=True), questions, quantization_config=object())
     lines = str(error.value).splitlines()
-    assert lines[0] == "4 problems:"
+    assert lines[0] == "5 problems:"
     for line, text in zip(
-        lines[1:], ["quantization_config=object", "`prompt`", "column 'video'", "bfloat16"], strict=True
+        lines[1:],
+        ["quantization_config=object", "`prompt`", "column 'video'", "bfloat16", "has 1 prompt, "],
+        strict=True,
     ):
         assert text in line
 
@@ -160,7 +170,6 @@ def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
             {"use_vllm": True},
             "`environment_factory`",
         ),
-        ({}, {"hub_export": "adapter"}, "hub_export='adapter'"),
     ],
 )
 def test_unsupported_arguments_raise_before_a_model_is_loaded(tmp_path, kwargs, options, match):
@@ -199,3 +208,63 @@ def test_dropout_is_refused_by_tbpo_and_switched_off_by_its_option(tmp_path, arc
     tokens = torch.randint(4, 200, (2, 12))
     with torch.no_grad():
         assert torch.equal(trainer.model.train()(tokens).logits, trainer.model.eval()(tokens).logits)
+
+
+def test_gemma_2_computes_with_the_cap_of_its_attention(tmp_path):
+    """PyTorch's fused attention, transformers' default, drops it."""
+    options = {"attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 1, "final_logit_softcapping": 30.0}
+    path = make_tiny_model(tmp_path, "gemma2", **options)
+    capped = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    trainer = make(path, tmp_path / "run", scheme="bf16", bf16=False, beta=0.1)
+    ids = torch.arange(4, 44).view(2, 20)
+    fused = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    expected = capped(ids).logits
+    assert (fused(ids).logits - expected).abs().max() > 1e-3
+    for model in (trainer.model, trainer.ref_model):
+        torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def long_rope(tmp_path):
+    factors = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    return make_tiny_model(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("length", [None, 128])
+def test_long_rope_is_refused_in_an_engine_with_a_longer_context(long_rope, tmp_path, no_engine, length):
+    message = rf"vllm_max_model_length={length} with LongRoPE: .* Set vllm_max_model_length=64"
+    with pytest.raises(ValueError, match=message):
+        make(long_rope, tmp_path / "run", use_vllm=True, vllm_max_model_length=length)
+
+
+def test_long_rope_refuses_sequences_that_change_others(long_rope, tmp_path):
+    trainer = make(long_rope, tmp_path / "run", max_completion_length=8)
+    ids = torch.arange(64)[None] + 4
+    with torch.no_grad():
+        short = trainer.model(ids).logits
+        with pytest.raises(ValueError, match="has 65 tokens, more than original_max_position_embeddings=64"):
+            trainer.model(torch.cat([ids, ids[:, :1]], dim=1))
+        assert torch.equal(trainer.model(ids).logits, short)
+
+
+def scaling_logits(forward):
+    """A forward that scales the logits, as of a model with its own code."""
+
+    def scaled(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 1.1
+        return output
+
+    return scaled
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+def test_a_forward_that_scales_logits_is_refused(tmp_path, scheme):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2", initializer_range=0.5))
+    make(model, tmp_path / "plain", scheme=scheme)
+    restore_model(model)
+    del model.forward
+    model.forward = scaling_logits(model.forward)
+    with pytest.raises(ValueError, match="TRL's loss differ from those of Qwen2ForCausalLM's logits by"):
+        make(model, tmp_path / "scaled", scheme=scheme)

@@ -66,7 +66,6 @@ def test_what_cannot_shard_is_refused_by_name():
         ({"scheme": {"re:.*mlp.*": "nvfp4a16"}}, "'nvfp4a16' with fsdp_cpu_ram_efficient_loading=true"),
         ({"sync_ref_model": True}, "sync_ref_model=True with FSDP2"),
         ({"quantize_learner": False}, "quantize_learner=False with FSDP2"),
-        ({"push_to_hub": True}, "hub_strategy='every_save' with FSDP2"),
     ):
         refused(launched(fsdp()), message, **options)
     for name in ("muon", "adamw_torch", "adamw_torch_fused", "sgd"):
@@ -149,13 +148,11 @@ def test_masters_stay_in_float32(stage, optim):
 
 def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
     zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
-    pushes = {"push_to_hub": True, "hub_strategy": "every_save"}
     for state, options, message in (
         ({"stage": 0}, {}, "zero_stage=0 shards nothing. Use 1, 2 or 3"),
         ({"stage": 3}, {}, "zero3_save_16bit_model=false with zero_stage=3: .* Use true"),
         ({"stage": SLICES | {"zero_quantized_weights": True}}, {}, "zero_quantized_weights=true .* rounded to 8 bits"),
         ({"stage": SLICES}, {"precisions": [4, 3]}, r"precisions=\[4, 3\] with zero_stage=3: it is untested"),
-        ({"stage": SLICES}, pushes, "hub_strategy='every_save' with zero_stage=3 .* Use hub_strategy='end'"),
         ({"zero_optimization": zero}, {}, "offload_optimizer_device='nvme' with DeepSpeed: .* Use none or cpu"),
         ({"fp16": {"enabled": True}}, {}, r"fp16.enabled=true .* rounds the model's weights to 16 bits"),
         ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled=true"),

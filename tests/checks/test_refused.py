@@ -17,17 +17,16 @@ REFUSED_VALUES = {
     "neftune_noise_alpha": 5.0,
     "label_smoothing_factor": 0.1,
     "enable_jit_checkpoint": True,
-    "epsilon": 0.2,
+    "epsilon": 0.1,
     "epsilon_high": 0.28,
     "delta": 1.5,
-    "importance_sampling_level": "token",
+    "importance_sampling_level": "sequence",
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), 2.0),
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), 9.0),
     "off_policy_mask_threshold": 0.5,
     "top_entropy_quantile": 0.2,
     "entropy_coef": 0.01,
     "use_adaptive_entropy": True,
-    "vllm_importance_sampling_correction": False,
     "vllm_importance_sampling_mode": "token_mask",
     "vllm_importance_sampling_clip_max": 5.0,
     "vllm_importance_sampling_clip_min": 0.1,
@@ -88,9 +87,9 @@ def test_loading_a_model_in_a_way_that_is_not_honoured_raises(tmp_path, name, ob
 def test_all_refusals_come_in_one_message(tmp_path):
     recipe = {
         "loss_type": "dapo",
-        "epsilon": 0.2,
+        "epsilon": 0.1,
         "epsilon_high": 0.28,
-        "importance_sampling_level": "token",
+        "importance_sampling_level": "sequence",
         "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_cap": 2.0,
     }
@@ -106,7 +105,7 @@ def test_all_refusals_come_in_one_message(tmp_path):
     assert {name: getattr(c, name) for name in recipe} == recipe
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo-tis"])
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 def test_neutral_values_pass(tmp_path, objective):
     c = config(tmp_path, objective=objective, min_p=0.0, generation_kwargs={"do_sample": True, "stop_strings": ["."]})
     assert (c.min_p, c.generation_kwargs) == (0.0, {"stop_strings": ["."]})

@@ -7,7 +7,7 @@ import killed
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import Masters, train
+from sharded_runs import Masters, assert_keeps_the_last_finite, train
 
 from trl_qarl.quantization.storage import whole
 
@@ -36,6 +36,11 @@ def a_run_goes_on_from_its_checkpoint(folder):
         for broken in train(folder, f"{kind}-other", scheme="fp8", resume=None, max_steps=1, launch=launch):
             with pytest.raises(ValueError, match="was trained with"):
                 broken.train(resume_from_checkpoint=checkpoint)
+
+
+def weights_that_are_not_finite_are_no_checkpoint(folder):
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        assert_keeps_the_last_finite(folder, f"{kind}-nan", launch={"state_dict_type": kind}, optim="adamw_torch")
 
 
 def one_process_goes_on_from_a_checkpoint_of_two(folder):

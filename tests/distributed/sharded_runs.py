@@ -6,6 +6,9 @@ accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`laun
 [`train`] checks that parameters are sharded.
 """
 
+import hashlib
+import json
+import math
 import os
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -27,9 +30,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from testing_utils import launch_environment, make_trainer
 from testing_utils.pictures import KINDS, make_picture_problems, spread
 from trl_qarl.adapters.tensors import iter_adapter_tensors
-from trl_qarl.checkpoint.export import _content
+from trl_qarl.checkpoint import marker
+from trl_qarl.checkpoint.export import read_header
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
-from trl_qarl.quantization.storage import is_sharded, whole
+from trl_qarl.quantization.storage import is_sharded, storage_of, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import canary
@@ -77,7 +81,7 @@ class Masters(TrainerCallback):
         self.at = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.at[state.global_step] = [whole(p.detach()).clone() for p in model.parameters()]
+        self.at[state.global_step] = [whole(p).detach().clone() for p in model.parameters()]
 
     on_step_end = on_train_begin
 
@@ -128,8 +132,17 @@ class Engine:
 
 
 def files_of(folder):
-    """Contents of files; of safetensors without the order of names in the header, which differs between processes."""
-    return {path.name: _content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
+    """Contents of files; without the order of names in the header of safetensors, which differs between processes, and
+    of lists in JSON."""
+    return {path.name: content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
+
+
+def content(path):
+    with path.open("rb") as file:
+        if path.suffix == ".json":
+            described = json.load(file)
+            return {name: sorted(v, key=str) if isinstance(v, list) else v for name, v in described.items()}
+        return read_header(file)[1], hashlib.file_digest(file, "sha256").digest()
 
 
 def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, rows=None, **options):
@@ -138,7 +151,6 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
         "per_device_train_batch_size": 2,
         # The norm of all gradients is added up in another order.
         "max_grad_norm": 0.0,
-        "mismatch_probe_steps": 1,
         "eval_strategy": "no",
         "bf16": False,
     } | options
@@ -156,6 +168,47 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
         if is_fsdp:
             assert_sharded(trainer.model)
         yield trainer
+
+
+def assert_skips_updates(folder, name, launch=None, **options):
+    """Two updates with a gradient of the last process alone, then two without any, which move nothing."""
+    num_calls = 0
+
+    def reward(completions, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        has_spread = num_calls == 1 and dist.get_rank() == dist.get_world_size() - 1
+        return spread(completions) if has_spread else [1.0] * len(completions)
+
+    seen = Masters()
+    # Bands that drop nothing.
+    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
+    options |= {"mismatch_probe_steps": 0, "weight_decay": 0.1, "callbacks": [seen], "reward": reward}
+    for trainer in train(folder, name, launch=launch, **options):
+        skipped = [row["step/skipped"] for row in trainer.state.log_history if "step/skipped" in row]
+        moved = [not all(map(torch.equal, seen.at[i], seen.at[i + 1])) for i in range(4)]
+        assert (skipped, moved) == ([0, 0, 1, 1], [True, True, False, False]), (name, skipped, moved)
+        assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(5e-4), "two of four updates on a line to 0"
+
+
+class Spoils(TrainerCallback):
+    """Puts a NaN into a weight of the last process after update 3."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            parameter = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+            storage_of(parameter).local(parameter).data.view(-1)[0] = math.nan
+
+
+def assert_keeps_the_last_finite(folder, name, **options):
+    """No process writes weights of which another one has a NaN, and the earlier checkpoint stays."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "mismatch_probe_steps": 0}
+    named = "After update 3 .*up_proj.weight.*checkpoint-3 is not written"
+    with pytest.raises(ValueError, match=named):
+        [*train(folder, name, callbacks=[Spoils()], **saving, **options)]
+    dist.barrier()
+    assert [path.name for path in Path(folder, name).glob("checkpoint-*")] == ["checkpoint-2"]
+    assert marker.is_complete(Path(folder, name, "checkpoint-2"))
 
 
 def assert_trained_the_same(trainer, ddp):
@@ -186,7 +239,7 @@ def assert_trained_the_same(trainer, ddp):
 
 
 # A training of two generation batches with an engine in every process.
-COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
 COLOCATED |= {"max_steps": 2, "steps_per_generation": 1, "learning_rate": 1e-2}
 # vLLM's engine ends the processes' group when it is collected.
 ENGINES = []

@@ -1,5 +1,9 @@
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +50,7 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
         tiny_model, tmp_path, callbacks=[gradients], max_steps=1, optim=optim, bf16=True, peft_config=adapter
     )
     trainer.train()
-    run = Run(1, optim, lora_rank=rank, rollout_ahead=2)
+    run = Run(1, optim, lora_rank=rank, rollout_ahead=1)
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), run)["ddp"]
     kept = kept_version(trainer.model)
     weights = [layer.low_bit_weight() for layer in quantized_layers(trainer.model).values()]
@@ -56,8 +60,8 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
         "gradients": gradients.num_bytes,
         "optimizer": state_of(trainer),
         "low-bit weights": low_bit,
-        "kept weights": 2 * sum(part.nbytes for w in kept.low_bit.values() for part in w.parts())
-        + 2 * sum(w.nbytes for w in kept.others.values()),
+        "kept weights": sum(part.nbytes for w in kept.low_bit.values() for part in w.parts())
+        + sum(w.nbytes for w in kept.others.values()),
     }
     for name, value in measured.items():
         assert parts[name] == pytest.approx(value, rel=1e-3), name
@@ -177,3 +181,30 @@ def test_the_command_says_which_kernel_of_vllm_runs_the_scheme_on_a_gpu(tiny_mod
     assert "ok       vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel" in capsys.readouterr().out
     assert cli.main([*command, "--gpu_capability", "8.0"]) == 1
     assert "error    fp8 must not run in vLLM on this GPU" in capsys.readouterr().out
+
+
+ASKS_NO_ONE = """
+import socket, sys
+from trl_qarl.cli import main
+
+
+def find(host, *args, **kwargs):
+    print("asked", host)
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+socket.getaddrinfo = find
+sys.exit(main(["estimate", sys.argv[1], "--gpu_memory", "24", "--trust_remote_code"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_hub_is_asked_nothing_about_a_local_folder(tiny_model, tmp_path):
+    """Here by a configuration that names code on the Hub: transformers would try again for a minute."""
+    config = json.loads(Path(tiny_model, "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "org/code--configuration.Config"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    command = [sys.executable, "-c", ASKS_NO_ONE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and f"MODEL {tmp_path}" in done.stderr

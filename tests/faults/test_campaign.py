@@ -32,12 +32,7 @@ class Campaign:
             # It shares a core with others, and so do the trainers it forks.
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        self.undisturbed, self.over_http = self.run(
-            [
-                {"name": "undisturbed", "expect": "completes"},
-                {"name": "undisturbed, over HTTP", "http": True, "expect": "completes"},
-            ]
-        )
+        [self.undisturbed] = self.run([{"name": "undisturbed", "expect": "completes"}])
 
     def run(self, scenarios: list[dict]) -> list[dict]:
         self.process.stdin.write(json.dumps(scenarios) + "\n")
@@ -63,19 +58,18 @@ def campaign(tmp_path_factory):
     campaign.close()
 
 
-@needs_vllm
-@pytest.mark.slow
-def test_a_training_that_sends_changes_over_http_learns_the_same(campaign):
-    changes = campaign.over_http
-    assert changes["problems"] == [] and changes["digest"] == campaign.undisturbed["digest"]
-    assert "/qarl/upload" in changes["calls"] and "/qarl/upload" not in campaign.undisturbed["calls"]
-    # What is not quantized is in float32 here, and all of it changes.
-    assert changes["megabytes"] < 0.9 * campaign.undisturbed["megabytes"]
-
-
 def find(names) -> list[dict]:
     scenarios = {scenario["name"]: scenario for family in FAMILIES.values() for scenario in family}
     return [scenarios[name] for name in names]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_what_is_drawn_ahead_is_trained_on(campaign):
+    """A run whose trust bands drop every sequence reaches the same weights, whatever a fault does to its batches."""
+    reports = campaign.run(find(["ahead, undisturbed", "three epochs, ahead, undisturbed"]))
+    assert [report["problems"] for report in reports] == [[], []]
+    assert max(report["dropped"] for report in reports) < 0.1
 
 
 @needs_vllm

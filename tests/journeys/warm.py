@@ -22,6 +22,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from testing_utils.children import start
+from trl_qarl.processes import end_with_parent
+
 
 IMPORTED = {
     "commands": (
@@ -93,7 +96,7 @@ class Warm:
         if self.process is None:
             with self.log.open("w") as output:
                 command = [sys.executable, __file__, self.place, self.kind]
-                self.process = subprocess.Popen(command, env=env, stdout=output, stderr=output, cwd=cwd)
+                self.process = start(command, env=env, stdout=output, stderr=output, cwd=cwd)
             while not Path(self.place).exists():
                 assert self.process.poll() is None, self.log.read_text()
                 time.sleep(0.1)
@@ -170,6 +173,8 @@ def leave(argv: list[str]) -> None:
 
 def run(kind: str, place: str, argv, env, log, cwd) -> None:
     os.setsid()
+    # The process that it was forked from ends with the test run.
+    end_with_parent(signal.SIGKILL)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -185,6 +190,9 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
 def main(place: str, kind: str) -> None:
     if kind == "plain":
         os.environ["VLLM_PLUGINS"] = ""
+        # This file has imported one function of it.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trl_qarl"]:
+            del sys.modules[name]
         sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
     for name in IMPORTED[kind]:
         with suppress(ModuleNotFoundError):

@@ -11,7 +11,14 @@ from testing_utils.layers import tiny
 from testing_utils.learners import VLLM, make_adapted
 from trl_qarl import QaRLConfig
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics.availability import COVERED_CLASSES, check_engine_numerics, choose_numerics, obstacles
+from trl_qarl.numerics import cuda
+from trl_qarl.numerics.availability import (
+    COVERED_CLASSES,
+    check_engine_numerics,
+    choose_numerics,
+    contradicting_options,
+    obstacles,
+)
 
 
 @pytest.fixture
@@ -34,6 +41,8 @@ def test_what_can_be_said_without_vllm_is_said_by_the_configuration(tmp_path, wi
     monkeypatch.setattr(kernels, "reason_against_installation", lambda: "this processor has no AVX512")
     with pytest.raises(ValueError, match="use_vllm=True"):
         config(tmp_path, numerics="engine")
+    with pytest.raises(ValueError, match="numerics='exact' contradicts use_vllm=True: .* no AVX512"):
+        config(tmp_path, numerics="exact")
 
 
 def test_kernels_that_turn_out_not_to_be_there_are_an_error_for_who_asked_and_a_reason_for_others(
@@ -136,12 +145,11 @@ def test_every_covered_class_passes():
     [
         ({"bf16": False}, "bf16=False"),
         ({"quantize_learner": False}, "quantize_learner=False"),
-        ({"cpu_weights": "dense"}, "cpu_weights='dense'"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
-        ({"numerics": "exact"}, "numerics='exact'"),
-        ({"exact": "always"}, "exact='always'"),
+        ({"numerics": "same"}, "numerics='same'"),
+        ({"numerics": "exact", "bf16": False}, "numerics='exact' contradicts bf16=False"),
     ],
     ids=str,
 )
@@ -150,6 +158,17 @@ def test_what_engine_numerics_cannot_do_is_refused(tmp_path, options, message):
         config(tmp_path, **({"numerics": "engine", "use_vllm": False} | options))
 
 
-@pytest.mark.parametrize("options", [{}, {"scheme": "bf16"}, {"scheme": "w8a16"}, {"cpu_weights": "packed"}], ids=str)
-def test_what_it_can_do_passes(tmp_path, options):
-    assert config(tmp_path, use_vllm=False, numerics="engine", **options).exact is None
+@pytest.mark.parametrize("numerics", ["engine", "exact"])
+@pytest.mark.parametrize("options", [{}, {"scheme": "bf16"}, {"scheme": "w8a16"}], ids=str)
+def test_what_it_can_do_passes(tmp_path, numerics, options):
+    assert config(tmp_path, use_vllm=False, numerics=numerics, **options).numerics == numerics
+
+
+@pytest.mark.parametrize("numerics", ["engine", "exact"])
+def test_only_exact_numerics_are_refused_on_a_gpu(tmp_path, monkeypatch, numerics):
+    args = config(tmp_path, use_vllm=False)
+    monkeypatch.setattr(cuda, "reason_against_installation", lambda: None)
+    args.use_cpu, args.numerics = False, numerics
+    problems = [*contradicting_options(args)]
+    assert len(problems) == (numerics == "exact")
+    assert all("engine numerics have never run on a GPU" in problem for problem in problems)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_qarl.forward import Batch
-from trl_qarl.numerics.exact import Exactness, choose_versions
+from trl_qarl.numerics.exact import Exactness
 
 
 ACCELERATOR = SimpleNamespace(
@@ -33,13 +33,11 @@ def check(exactness, output, accelerator=ACCELERATOR):
     exactness.check(output, Batch.of(output), torch.nn.Linear(1, 1), accelerator)
 
 
-@pytest.mark.parametrize(("exact", "is_asked_for"), [("require", False), ("require", True), (None, True)])
-def test_a_difference_is_an_error_where_exactness_is_required(exact, is_asked_for):
-    exactness = Exactness(exact, is_asked_for)
+def test_a_difference_is_an_error_where_exactness_is_required():
+    exactness = Exactness(is_required=True)
     check(exactness, make_output())
-    with pytest.raises(RuntimeError, match="exact='warn'"):
+    with pytest.raises(RuntimeError, match="numerics='exact': .* Set numerics='engine'"):
         check(exactness, make_output(2**-20))
-    assert exactness.is_required
 
 
 @pytest.mark.parametrize(
@@ -50,33 +48,18 @@ def test_a_process_names_only_its_own_difference(difference, where):
         **vars(ACCELERATOR) | {"gather": lambda tensor: torch.cat([tensor, torch.tensor([0.5])])}
     )
     with pytest.raises(RuntimeError, match=f"mismatch is 0.5 and not 0: .*{where}"):
-        check(Exactness("require", True), make_output(difference), together)
+        check(Exactness(is_required=True), make_output(difference), together)
 
 
-@pytest.mark.parametrize(
-    ("exact", "is_asked_for", "warnings"), [("warn", True, 2), ("warn", False, 2), (None, False, 1)]
-)
-def test_a_difference_is_logged_each_time_if_that_was_asked_for_and_else_once(caplog, exact, is_asked_for, warnings):
-    exactness = Exactness(exact, is_asked_for)
+def test_the_first_difference_is_logged(caplog):
+    exactness = Exactness(is_required=False)
     for difference in (0.0, 1e-6, 0.0, float("nan")):
         check(exactness, make_output(difference))
-    assert len(caplog.records) == warnings and not exactness.is_required
+    assert len(caplog.records) == 1 and exactness.has_differed
 
 
 def test_tokens_that_do_not_count_are_not_compared():
     output = make_output(1.0)
     output["tool_mask"] = torch.ones(2, 3)
     output["tool_mask"][1, 2] = 0
-    check(Exactness("require", True), output)
-
-
-def test_a_token_is_of_the_first_weights_that_give_it_its_log_prob_and_none_before_those_of_the_token_before():
-    first, second = torch.tensor([-1.0, -1.0, -3.0, -1.0, -1.0]), torch.tensor([-2.0, -1.0, -2.0, -2.0, -2.0])
-    # Equal under both; of the second; of none, and closer to weights that are earlier than those of the token before;
-    # not counted.
-    sampling = torch.tensor([[-1.0, -1.0, -2.0, -1.1, 0.0]])
-    mask = torch.tensor([[True, True, True, True, False]])
-    logps, places = choose_versions(torch.stack([first, second])[:, None], sampling, mask)
-    assert places.tolist() == [[0, 0, 1, 1, 1]]
-    assert logps.tolist() == [[-1.0, -1.0, -2.0, -2.0, -2.0]]
-    assert (logps != sampling)[mask].sum() == 1
+    check(Exactness(is_required=True), output)

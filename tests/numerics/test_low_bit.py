@@ -3,6 +3,7 @@
 import copy
 import gc
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trl_qarl.numerics import low_bit as products
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 from trl_qarl.quantization.schemes import E4M3, INT8, SCHEMES, get_scheme
+from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.wire.protocol import CPU_WEIGHTS_VARIABLE
 
@@ -156,7 +158,7 @@ def test_a_copy_of_a_weight_can_be_freed_before_the_weight():
 @needs_vllm
 def test_a_weight_that_does_not_fit_is_refused_before_it_is_expanded(monkeypatch):
     monkeypatch.setattr(products.psutil, "virtual_memory", lambda: type("", (), {"available": 2**20}))
-    with pytest.raises(MemoryError, match="cpu_weights='packed'"):
+    with pytest.raises(MemoryError, match=f"{CPU_WEIGHTS_VARIABLE}=packed"):
         products.low_bit_linear(torch.randn(1, 1024).bfloat16(), make("w4a16", (1024, 1024)), None)
 
 
@@ -175,9 +177,45 @@ def test_a_release_whose_kernel_gives_rows_other_bits_is_not_used(monkeypatch):
     assert not computes(products._Int8)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "num_copies", "is_trained", "needed"),
+    [
+        # Two bytes per weight of each copy; 12 for each trained parameter, or 2 for each of an engine.
+        ("w4a16", 1, False, 2 * 2048 + 2 * 2176),
+        ("w4a16", 2, True, 4 * 2048 + 12 * 2176),
+        ("fp8", 1, False, 2 * 2048 + 2 * 2176),
+        # INT8 activations have a product that reads the codes.
+        ("w8a8", 1, False, 2 * 2176),
+        ("w4a8-int8", 1, True, 12 * 2176),
+    ],
+)
+def test_weights_are_expanded_if_the_host_has_the_memory(monkeypatch, caplog, scheme, num_copies, is_trained, needed):
+    monkeypatch.setattr(products.gemm, "has_fast_bf16", lambda: True)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.LayerNorm(48))
+    prepare_model(model, get_scheme(scheme, 32) if "4" in scheme else scheme, scale_dtype=torch.bfloat16)
+    for free, form in ((needed, "expanded"), (needed - 1, "packed")):
+        monkeypatch.setattr(products.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        with caplog.at_level("INFO", "trl_qarl.numerics.low_bit"):
+            assert products.choose_cpu_weights(model, num_copies, is_trained) == form
+        assert f"on this CPU are {form}: expanded they take" in caplog.messages[-1]
+    # Two processes of this host share the memory.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(products.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * needed - 1))
+    assert products.choose_cpu_weights(model, num_copies, is_trained) == "packed"
+
+
+def test_the_environment_overrides_the_form_that_was_chosen(monkeypatch):
+    monkeypatch.setattr(products, "_chosen", products._chosen)
+    for form in ("packed", "expanded"):
+        products.use_cpu_weights(form)
+        assert products.cpu_weights() == form
+    monkeypatch.setenv(CPU_WEIGHTS_VARIABLE, "packed")
+    assert products.cpu_weights() == "packed"
+
+
 @needs_vllm
 def test_an_engine_that_holds_weights_otherwise_is_refused_with_both_products(monkeypatch):
     theirs = products.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     monkeypatch.setenv(CPU_WEIGHTS_VARIABLE, "packed")
-    with pytest.raises(ValueError, match=re.escape(f"product of w4a16: learner the learner's own, engine {EXPANDED}")):
+    with pytest.raises(ValueError, match=re.escape("cpu_weights: learner packed, engine expanded")):
         check_arithmetic({"arithmetic": theirs})

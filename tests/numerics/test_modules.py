@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from testing_utils import make_tiny_config, relative_error
 from testing_utils.learners import (
@@ -16,7 +16,7 @@ from testing_utils.learners import (
     packed_log_probs,
     padded_log_probs,
 )
-from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
+from trl_qarl.numerics.attach import _true_positions, attach_engine_numerics, detach_engine_numerics
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,32 @@ def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme, arithmet
             batches[f"{size}, padded on the {side}"] = rows
     for name, rows in batches.items():
         assert all(torch.equal(a, b) for a, b in zip(alone, rows, strict=True)), name
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@torch.no_grad()
+def test_attention_uses_a_cache_by_either_name(tmp_path, name, arithmetic):
+    """transformers 5.24 renamed the argument."""
+    model = make_model(tmp_path)
+    attach_engine_numerics(model)
+    attention, cache = model.model.layers[0].self_attn, DynamicCache(config=model.config)
+    hidden = torch.randn(1, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    positions = torch.arange(9)[None]
+    whole, _ = attention(hidden, model.model.rotary_emb(hidden, positions))
+    for part in (slice(0, 6), slice(6, 9)):
+        tables = model.model.rotary_emb(hidden, positions[:, part])
+        output, _ = attention(hidden[:, part], tables, **{name: cache})
+        assert torch.equal(output, whole[:, part])
+    assert cache.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_positions_after_cached_tokens_are_left_to_transformers(name):
+    mask = torch.tensor([[0, 1, 1, 1]])
+    _, given = _true_positions(None, (), {"attention_mask": mask})
+    assert given["position_ids"].tolist() == [[0, 0, 1, 2]]
+    _, given = _true_positions(None, (), {"attention_mask": mask, name: DynamicCache()})
+    assert "position_ids" not in given
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

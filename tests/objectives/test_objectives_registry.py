@@ -1,13 +1,13 @@
-"""Objectives by name, and those of a user's own."""
+"""Objectives by name, those of a user's own, and options that contradict an objective."""
 
 import copy
 import sys
 
 import pytest
 
-from testing_utils.trainings import make, parameters, rows
-from trl_qarl.objectives import registry
-from trl_qarl.objectives.registry import get_objective
+from testing_utils.trainings import config, make, parameters, rows
+from trl_qarl.objectives.registry import OBJECTIVES, find_objective, get_objective
+from trl_qarl.objectives.tbpo import TBPO
 from trl_qarl.qarl_config import QaRLConfig
 
 
@@ -15,27 +15,26 @@ MY_LOSSES = '''
 from dataclasses import dataclass
 
 from trl_qarl.objectives.objective import Loss, Objective
-from trl_qarl.objectives.presets import COMPARISON, Preset
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharp(Objective):
     """REINFORCE with the sampler's ratio raised to a power."""
 
     tau: float = 1.0
-    has_own_loss = True
+
+    def problems(self, config):
+        if self.tau <= 0:
+            yield f"tau={self.tau} must be greater than 0."
 
     def loss(self, config, batch):
         mask = batch.mask.bool() & ~batch.sampling_per_token_logps.isnan()
         ratio = (self.tau * (batch.per_token_logps - batch.sampling_per_token_logps)).exp().where(mask, 0.0)
         value = -(ratio * batch.advantages.unsqueeze(1)).sum() / mask.sum()
-        return Loss(value, ratio.detach(), {"sharp/ratio": ratio.detach().mean(-1)})
+        return Loss(value, {"sharp/ratio": ratio.detach().mean(-1)})
 
 
-NARROW = Preset("narrow", dict(COMPARISON[0].options), {"epsilon": 0.01})
-SLOPED = Objective("sloped", clip="above")
-LOW = Objective("dapo", defaults={"epsilon": 0.01})
-SOMETHING = 1
+SOMETHING = Sharp()
 '''
 
 
@@ -46,18 +45,17 @@ def my_losses(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     sys.modules.pop("my_losses", None)
-    registry._of_user.cache_clear()
 
 
 @pytest.mark.parametrize("kwargs", [{"tau": 0.5}, '{"tau": 0.5}'], ids=["dict", "command line"])
-def test_an_objective_of_a_users_own_is_named_by_its_place(my_losses, kwargs):
-    config = QaRLConfig("out", objective="my_losses:Sharp", objective_kwargs=kwargs, bf16=False, use_cpu=True)
-    objective = get_objective(config)
-    assert objective.tau == 0.5 and config.objective_kwargs == {"tau": 0.5} and config.loss_type == "grpo"
-    assert get_objective(copy.deepcopy(config)) is objective
+def test_an_objective_of_your_own_is_named_by_its_place(my_losses, kwargs):
+    made = QaRLConfig("out", objective="my_losses:Sharp", objective_kwargs=kwargs, bf16=False, use_cpu=True)
+    assert get_objective(made).tau == 0.5 and made.objective_kwargs == {"tau": 0.5}
+    assert made.loss_type == "my_losses:Sharp" and made.vllm_importance_sampling_correction is False
+    assert get_objective(copy.deepcopy(made)) == get_objective(made)
 
 
-def test_a_training_takes_an_objective_of_a_users_own(my_losses, tiny_model, tmp_path):
+def test_a_training_takes_an_objective_of_your_own(my_losses, tiny_model, tmp_path):
     args = {"objective": "my_losses:Sharp", "objective_kwargs": {"tau": 0.5}, "max_steps": 2}
     trainer = make(tiny_model, tmp_path / "out", **args)
     before = parameters(trainer)
@@ -68,31 +66,52 @@ def test_a_training_takes_an_objective_of_a_users_own(my_losses, tiny_model, tmp
     assert any(not before[name].equal(value) for name, value in parameters(trainer).items())
 
 
-@pytest.mark.parametrize(
-    ("name", "epsilon", "loss_type"), [("NARROW", 0.01, "grpo"), ("SLOPED", 0.2, "grpo"), ("LOW", 0.01, "dapo")]
-)
-def test_an_object_may_be_named_in_place_of_a_class(my_losses, name, epsilon, loss_type):
-    config = QaRLConfig("out", objective=f"my_losses:{name}", bf16=False, use_cpu=True)
-    assert config.epsilon == epsilon and config.loss_type == loss_type
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_sets_the_loss_type(tmp_path, objective):
+    made = config(tmp_path, objective=objective)
+    assert made.loss_type == objective
+    again = config(tmp_path, objective=objective, loss_type=made.loss_type)
+    assert again.to_dict() == made.to_dict()
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_trls_correction_is_off_under_tbpo_only(tmp_path, correction):
+    options = {"vllm_importance_sampling_correction": correction}
+    assert config(tmp_path, **options).vllm_importance_sampling_correction is False
+    assert config(tmp_path, objective="grpo", **options).vllm_importance_sampling_correction is correction
+
+
+def test_tbpo_is_ours_and_the_other_names_are_trls():
+    assert type(find_objective("tbpo")) is TBPO
+    assert {find_objective(name) for name in OBJECTIVES if name != "tbpo"} == {None}
+
+
+def test_gspo_is_trls_grpo_with_sequence_ratios(tmp_path):
+    with pytest.raises(ValueError, match="objective='grpo' with importance_sampling_level='sequence'"):
+        config(tmp_path, objective="gspo")
+    gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+    made = config(tmp_path, objective="grpo", vllm_importance_sampling_correction=False, **gspo)
+    assert {name: getattr(made, name) for name in gspo} == gspo
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "tpbo"}, "'tpbo'"),
+        ({"objective": "ppo"}, "'ppo' is unknown"),
         ({"objective": "my_losses:Sharpe"}, "cannot be imported.*Sharpe"),
         ({"objective": "nowhere:Sharp"}, "cannot be imported.*nowhere"),
-        ({"objective": ":Sharp"}, "':Sharp' cannot be imported.*'module:Name'"),
-        ({"objective": ".here:Sharp"}, "'.here:Sharp' cannot be imported.*'module:Name'"),
-        ({"objective": "my_losses:SOMETHING"}, "is a int.*subclass"),
+        ({"objective": ":Sharp"}, "':Sharp' cannot be imported.*'module:Class'"),
+        ({"objective": ".here:Sharp"}, "'.here:Sharp' cannot be imported.*'module:Class'"),
+        ({"objective": "my_losses:SOMETHING"}, "my_losses:SOMETHING.*Name a subclass"),
         ({"objective": "my_losses:Sharp", "objective_kwargs": {"tao": 1}}, "does not take objective_kwargs.*tao"),
-        ({"objective": "my_losses:Sharp", "objective_kwargs": {"tau": {1}}}, "objective_kwargs=.*set is not JSON"),
-        ({"objective": "my_losses:NARROW", "objective_kwargs": {"tau": 1}}, "Name its class"),
+        ({"objective": "my_losses:Sharp", "objective_kwargs": {"tau": -1}}, "tau=-1 must be greater than 0"),
         ({"objective_kwargs": {"tau": 1}}, "objective_kwargs.*'tbpo'"),
-        ({"objective": "my_losses:Sharp", "mismatch_cap": 3.0}, "mismatch_cap"),
+        ({"objective": "my_losses:Sharp", "mismatch_cap": 3.0}, "mismatch_cap=3.0 belongs to objective='tbpo'"),
+        ({"objective": "grpo", "positive_epsilon_high": 0.1}, "positive_epsilon_high=0.1 belongs to"),
+        ({"objective": "grpo", "loss_type": "dapo"}, "loss_type='dapo' contradicts objective='grpo'"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value.values())),
 )
-def test_an_objective_that_does_not_exist_is_refused_by_name(my_losses, options, message):
+def test_a_wrong_objective_is_refused_by_name(my_losses, options, message):
     with pytest.raises(ValueError, match=message):
         QaRLConfig("out", bf16=False, use_cpu=True, **options)

@@ -21,9 +21,6 @@ ROWS = [1, 2, 15, 16, 17, 32, 33, 64, 257]
 OUT_FEATURES = [1, 5, 16, 33, 96]
 IN_FEATURES = {
     "w4a16": [32, 64, 96, 160, 384],
-    "w4a16-observer": [32, 96, 384],
-    "w4a16-asym": [32, 96, 384],
-    "w8a16-asym": [32, 96],
     "w8a16": [4, 8, 12, 16, 20, 36, 48, 100, 132, 240],
     "mxfp4a16": [32, 96, 384],
     "nvfp4a16": [16, 48, 384],
@@ -35,13 +32,12 @@ IN_FEATURES = {
 WEIGHTS = {name: "INT4" for name in IN_FEATURES if name.startswith("w4")}
 WEIGHTS |= {
     "w8a16": "INT8",
-    "w8a16-asym": "INT8",
     "mxfp4a16": "MXFP4",
     "nvfp4a16": "NVFP4",
     "fp8": "E4M3",
     "w4a8": "E4M3",
 }
-PACKED = dict.fromkeys(("w4a16", "w4a16-observer", "w4a8-int8"), "aten::_weight_int4pack_mm_for_cpu")
+PACKED = dict.fromkeys(("w4a16", "w4a8-int8"), "aten::_weight_int4pack_mm_for_cpu")
 PACKED["w8a16"] = "aten::_weight_int8pack_mm"
 
 
@@ -130,9 +126,7 @@ def test_int8_weights_at_an_unaligned_address_are_expanded():
 
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "name", ["w4a16", "w4a16-observer", "w4a16-asym", "mxfp4a16", "nvfp4a16", "w8a16", "fp8", "w4a8-int8"]
-)
+@pytest.mark.parametrize("name", ["w4a16", "mxfp4a16", "nvfp4a16", "w8a16", "fp8", "w4a8-int8"])
 def test_a_row_invariant_product_gives_a_row_the_same_bits_whatever_comes_with_it(
     monkeypatch, name, dtype, has_native_instructions
 ):
@@ -161,9 +155,7 @@ DOCUMENTED = re.findall(
 
 
 def test_the_documented_products_cover_every_scheme_and_kernel():
-    assert {scheme for schemes, *_ in DOCUMENTED for scheme in re.findall(r"`([\w-]+)`", schemes)} == {
-        *IN_FEATURES
-    } - {"w4a16-observer"}
+    assert {scheme for schemes, *_ in DOCUMENTED for scheme in re.findall(r"`([\w-]+)`", schemes)} == {*IN_FEATURES}
     kernels = {
         gemm.EXPANDED.format(weight=weight, dtype="bfloat16") for weight in ("INT4", "INT8", "E4M3", "MXFP4", "NVFP4")
     }

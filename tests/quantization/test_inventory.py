@@ -15,7 +15,6 @@ from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.names import base_model, base_modules, base_state_dict, is_adapted, layer_of
-from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.precisions import set_precision
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import QaRLWeightConfig, freeze_model, prepare_model, quantized_layers, restore_model
@@ -203,7 +202,7 @@ def test_a_pattern_that_fits_a_tower_alone_quantizes_it(kind):
     assert "outside the language model" in report.skipped.values(), "the connector is not fitted"
 
 
-def test_decoder_layers_at_the_ends_are_counted_without_the_tower():
-    """The tower's stack of layers has the same name."""
-    report = prepare_model(picture_model("idefics3"), get_plan("w8a16", high_precision_first=1))
+def test_an_expression_keeps_decoder_layers_in_high_precision():
+    kept = r"re:.*text_model[.]layers[.]0[.].*"
+    report = prepare_model(picture_model("idefics3"), "w8a16", exclude_modules=[kept])
     assert len(report.converted) == 7 and all("text_model.layers.1." in name for name in report.converted)

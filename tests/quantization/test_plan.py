@@ -21,11 +21,9 @@ def assigned(plan, skipped=HEAD):
 def test_name_of_a_scheme_is_a_plan_of_one():
     plan = get_plan("w4a16", 64)
     assert plan.is_uniform and plan.name == "w4a16" and (plan.written, plan.group_size) == ("w4a16", 64)
-    assert plan.schemes == (get_scheme("w4a16", 64),) and plan.options == {}
+    assert plan.schemes == (get_scheme("w4a16", 64),)
     assert set(assigned(plan).values()) == {"w4a16"} and len(assigned(plan)) == 21
     assert get_plan(plan) is not None and get_plan(plan) == plan
-    edges = get_plan(plan, None, 1, 2)
-    assert get_plan(edges) == edges and get_plan(edges, high_precision_first=0).options == {"high_precision_last": 2}
     with pytest.raises(ValueError, match="group_size=32"):
         get_plan(plan, 32)
     assert not get_plan("bf16").is_quantized and get_plan("bf16").name == "bf16"
@@ -63,36 +61,9 @@ def test_layers_are_chosen_as_torchao_does(mapping):
     assert ours == theirs and len(ours) in (13, 14)
 
 
-@pytest.mark.parametrize(("first", "last", "kept"), [(1, 0, {0}), (0, 1, {2}), (1, 1, {0, 2})])
-def test_decoder_layers_at_the_ends_stay_in_high_precision(first, last, kept):
-    plan = get_plan("w8a8", None, first, last)
-    found = {int(name.split(".")[2]) for name in assigned(plan)}
-    assert found == {0, 1, 2} - kept and not plan.is_uniform and plan.written == "w8a8"
-    _, reasons = plan.assign(NAMES, HEAD)
-    assert {name.split(".")[2]: why for name, why in reasons.items()} == {
-        str(i): "high_precision_first=1" if i == 0 else "high_precision_last=1" for i in kept
-    }
-
-
-def test_experts_and_an_encoder_of_pictures_are_no_decoder_layers():
-    names = [f"language_model.layers.{i}.mlp.experts.{j}.up_proj" for i in (0, 1) for j in range(4)]
-    names += [f"visual.blocks.{i}.mlp.fc1" for i in range(5)]
-    schemes, _ = get_plan("w8a8", high_precision_last=1).assign(names, {})
-    assert all(".layers.0." in name or name.startswith("visual") for name in schemes) and len(schemes) == 9
-
-
-@pytest.mark.parametrize(
-    ("scheme", "edges", "names", "message"),
-    [
-        ({"re:mlp": "w4a16"}, (0, 0), NAMES, "'re:mlp'"),
-        ("w8a8", (2, 1), NAMES, "high_precision_first=2 and high_precision_last=1"),
-        ("w8a8", (1, 0), ["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"),
-        ("w8a8", (1, 0), ["head"], "are \\[\\]"),
-    ],
-)
-def test_plans_that_do_not_fit_the_layers_are_refused(scheme, edges, names, message):
-    with pytest.raises(ValueError, match=message):
-        get_plan(scheme, None, *edges).assign(names, HEAD if names is NAMES else {})
+def test_a_pattern_that_matches_no_layer_is_refused():
+    with pytest.raises(ValueError, match="'re:mlp'"):
+        get_plan({"re:mlp": "w4a16"}).assign(NAMES, HEAD)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +81,6 @@ def test_plans_that_do_not_fit_the_layers_are_refused(scheme, edges, names, mess
         ({"re:.*mlp.*": "w4a8", "_default": "w8a8"}, {"group_size": 64}, "group_size=64"),
         ({"_default": {"scheme": "w8a8", "group_size": 32}}, {}, "has no groups"),
         ({"_default": "w8a8"}, {"group_size": 32}, "no scheme of the plan has groups"),
-        ("w4a16", {"high_precision_first": -1}, "high_precision_first=-1 must be"),
-        ("w4a16", {"high_precision_last": 0.5}, "high_precision_last=0.5 must be"),
-        ("bf16", {"high_precision_last": 1}, "'bf16'"),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(scheme, arguments, message):
@@ -131,12 +99,12 @@ def test_group_size_is_for_schemes_with_groups_that_say_none():
     "plan",
     [
         get_plan("w4a16", 32),
-        get_plan("w8a8", high_precision_first=2),
-        get_plan({"re:.*mlp.*": "w4a16", DOWN: None, "_default": {"scheme": "w2a16", "group_size": 64}}, None, 1, 1),
+        get_plan("w8a8"),
+        get_plan({"re:.*mlp.*": "w4a16", DOWN: None, "_default": {"scheme": "w2a16", "group_size": 64}}),
     ],
 )
 def test_what_is_written_is_read_again(plan):
-    assert get_plan(json.loads(json.dumps(plan.written)), plan.group_size, **plan.options) == plan
+    assert get_plan(json.loads(json.dumps(plan.written)), plan.group_size) == plan
 
 
 @pytest.mark.parametrize("pattern", ["lm_head", "re:lm_.*"])

@@ -76,12 +76,10 @@ def test_a_scheme_without_more_bits_or_a_nesting_grid_stays():
     assert at_bits(get_scheme(FOUR), 4) == get_scheme(FOUR)
     two = at_bits(get_scheme(FOUR), 2)
     assert at_bits(two, 3) == two
-    assert at_bits(get_scheme("w4a8-int8"), 3) == get_scheme("w3a8-int8")
-    for name in (n for n, s in SCHEMES.items() if not (s.grid and s.grid.has_signed_scales)):
+    for name in (n for n, s in SCHEMES.items() if not s.nests):
         assert at_bits(get_scheme(name), 2) == get_scheme(name)
-    plan = plan_at_bits(get_plan({"re:.*mlp.*": FOUR, "_default": "w8a8"}, 32, high_precision_first=1), 3)
+    plan = plan_at_bits(get_plan({"re:.*mlp.*": FOUR, "_default": "w8a8"}, 32), 3)
     assert [(s.grid.num_bits, s.group_size) for s in plan.schemes] == [(3, 32), (8, None)]
-    assert plan.high_precision_first == 1
 
 
 def test_codes_of_another_grid_have_not_flipped():
@@ -196,7 +194,8 @@ def test_what_is_no_precision_is_refused(written, message):
 @pytest.mark.parametrize(
     ("precisions", "scheme", "max_steps", "message"),
     [
-        ([4, 3], UNSIGNED, -1, "no grid of fewer bits nests.*signed scales.*Choose one of"),
+        ([4, 3], UNSIGNED, -1, "no scheme of fewer bits nests in it. Choose one of"),
+        ([4, 3], "w4a8-int8", -1, "no scheme of fewer bits nests in it"),
         ([8, 4], FOUR, -1, "has 8 bits, which no layer.*container.*Choose from \\[2, 3, 4\\]"),
         ([4, 1], FOUR, -1, "has 1 bits"),
         ([4, {"q": 3, "k": 8}], FOUR, -1, "has 8 bits"),

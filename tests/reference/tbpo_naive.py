@@ -28,7 +28,7 @@ def naive_tbpo(
 ):
     """
     All tensors as nested lists, `sampling_logps` may be None. Returns the loss, its gradient with respect to `logps`
-    as a nested list, and one dict per sequence with `log_ratio`, `ratio`, `weight` and `region`, its part of the band.
+    as a nested list, and one dict per sequence with `ratio`, `weight` and `region`, its part of the band.
     """
     batch_size = len(logps)
     loss, gradient, sequences = 0.0, [], []
@@ -65,30 +65,5 @@ def naive_tbpo(
             else:
                 row.append(0.0)
         gradient.append(row)
-        sequences.append({"log_ratio": log_ratio, "ratio": ratio, "weight": weight, "region": region})
+        sequences.append({"ratio": ratio, "weight": weight, "region": region})
     return loss, gradient, sequences
-
-
-def naive_bands(log_ratios, advantages, share):
-    """Offsets of the bands that `share` of the completions of each sign leave, `inf` where fewer than 2 would lie
-    beyond a quantile."""
-
-    def exceeded(values):
-        if len(values) * min(share, 1 - share) < 2:
-            return math.inf
-        values = sorted(values)
-        place = (1 - share) * (len(values) - 1)
-        below = math.floor(place)
-        above = min(below + 1, len(values) - 1)
-        return max(0.0, values[below] + (place - below) * (values[above] - values[below]))
-
-    positive, negative = [], []
-    for log_ratio, advantage in zip(log_ratios, advantages, strict=True):
-        offset = math.exp(log_ratio) - 1
-        if advantage > 0:
-            positive.append(offset)
-        if advantage < 0:
-            # In which proportion the paper's bands, 3e-4 below and 7e-4 above, would have to grow to reach it.
-            negative.append(offset / 7 if offset > 0 else -offset / 3)
-    scale = exceeded(negative)
-    return exceeded(positive), 3 * scale, 7 * scale

@@ -5,11 +5,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from testing_utils import ADAPTED_PLAN, audit_in_this_process, logged, make_tiny_model, make_trainer, push_export
+from testing_utils import ADAPTED_PLAN, logged, make_tiny_model, make_trainer, push_export
 from testing_utils.trainings import lora
 from testing_utils.web_servers import complete
 from trl_qarl.adapters.tensors import adapter_tensors
-from trl_qarl.doctor.deep_audit import deep_audit
 
 
 pytest.importorskip("vllm")
@@ -74,17 +73,13 @@ def check_resumed(trainer, bound=1e-5):
     ids=str,
 )
 @pytest.mark.usefixtures("quick_engines")
-def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, hub, scheme, arch, bound):
+def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, hub, scheme, arch, bound):
     trainer = make(tmp_path, arch, scheme=scheme, vllm_mode="colocate")
     trainer.train()
     check(trainer, bound)
     if scheme == "w8a8":
         check_resumed(trainer, bound)
         assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trainer, hub).keys()
-    if scheme is ADAPTED_PLAN:
-        # Of the other schemes engines with exports are compared elsewhere.
-        audit_in_this_process(monkeypatch)
-        assert deep_audit(trainer.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from trl.trainer.utils import RepeatSampler
 from testing_utils import logged, make_vllm_trainer
 from testing_utils.played_server import weights
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics.exact import choose_versions
 from trl_qarl.rollout.ahead import NextPrompts
 from trl_qarl.rollout.background import BackgroundCall
 from trl_qarl.rollout.failures import EngineLost
@@ -65,6 +64,19 @@ def record(trainer):
     return batches, boundaries.weights
 
 
+def record_parts(trainer):
+    """The completions of each micro-batch of a training, in their order."""
+    parts, compute = [], trainer._compute_loss
+
+    def compute_and_record(model, inputs):
+        if model.training:
+            parts.append(inputs["completion_ids"].tolist())
+        return compute(model, inputs)
+
+    trainer._compute_loss = compute_and_record
+    return parts
+
+
 def scored(trainer, batch, state):
     """Log-probs of a batch by the weights of one update."""
     trainer.model.load_state_dict(state)
@@ -72,25 +84,22 @@ def scored(trainer, batch, state):
     return trainer._score_rollout(batch)
 
 
-@pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
-def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches_before(
-    make_played_trainer, lag, objective
-):
-    trainer, server = make_played_trainer(rollout_ahead=lag, objective=objective, max_steps=5, beta=0.1)
+def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer, objective):
+    trainer, server = make_played_trainer(rollout_ahead=1, objective=objective, max_steps=5, beta=0.1)
     batches, states = record(trainer)
     asked, ask = [], server.ask
     server.ask = lambda what: asked.append(what) or ask(what)
     trainer.train()
-    drawn_by = [max(0, step - lag) for step in range(5)]
+    drawn_by = [0, 0, 1, 2, 3]
     assert logged(trainer, "rollout/weight_version") == drawn_by
     assert logged(trainer, "rollout/age_updates") == [step - version for step, version in enumerate(drawn_by)]
     # Of nothing that is not trained.
-    assert len(batches) == 5 and not trainer._ahead.pending
+    assert len(batches) == 5 and trainer._ahead.pending is None
     assert asked.count("generate") == 5
     for batch, version in zip(batches, drawn_by, strict=True):
         assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[version]))
-    last = scored(trainer, batches[-1], states[4]), scored(trainer, batches[-1], states[4 - lag])
+    last = scored(trainer, batches[-1], states[4]), scored(trainer, batches[-1], states[3])
     assert not torch.equal(*last)
     # Of the batches that are stale.
     assert len(logged(trainer, "staleness/abs_logp_mean")) == 4 and min(logged(trainer, "staleness/abs_logp_mean")) > 0
@@ -99,47 +108,16 @@ def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches
     assert logged(trainer, "staleness/abs_logp_mean")[-1] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
-@pytest.mark.parametrize("old_logps", ["learner", "sampler"])
-def test_old_log_probs_are_those_that_were_asked_for(make_played_trainer, objective, old_logps):
-    trainer, server = make_played_trainer(rollout_ahead=1, objective=objective, max_steps=3, old_logps=old_logps)
-    batches, states = record(trainer)
-    trainer.train()
-    for step, batch in enumerate(batches):
-        theirs = batch["sampling_per_token_logps"]
-        if old_logps == "sampler":
-            assert torch.equal(batch["old_per_token_logps"], theirs)
-        else:
-            assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[step]))
-    mismatch = logged(trainer, "mismatch/abs_logp_max")
-    if old_logps == "sampler":
-        # Nothing was compared.
-        assert mismatch == []
-        return
-    # By the weights that drew it, whatever the loss compares with.
-    for step, batch in enumerate(batches):
-        old = scored(trainer, batch, states[max(0, step - 1)])
-        largest = (old - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs().max().item()
-        assert mismatch[step] == pytest.approx(largest, rel=1e-6)
-    assert len(logged(trainer, "staleness/abs_logp_max")) == 2
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [1, 2])
-def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_played_trainer, lag):
-    """Within a generation batch and after one, in three epochs, with evaluations and bands that set themselves."""
-    options = EPOCHS | {"rollout_ahead": lag, "eval_strategy": "steps", "eval_steps": 3}
-    options |= {"trust_band": "auto", "trust_band_share": 0.5}
+def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_played_trainer):
+    """Within a generation batch and after one, in three epochs, with evaluations."""
+    options = EPOCHS | {"eval_strategy": "steps", "eval_steps": 3}
     whole, _ = make_played_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
     ages = logged(whole, "rollout/age_updates")
-    assert ages == [2.0 * min(number, lag) for number in range(6)]
-    # The first updates on what was drawn ahead, the third and the fifth, have other ratios than 1, too. Later updates
-    # may have no completion with an advantage: that depends on rounding.
-    has_moved = [len(update) > 0 for update in whole._objective.state()["window"]]
-    assert len(has_moved) == 12 and has_moved[:6] == [False] + 5 * [True]
-    for step in (1, 2, 5, 8, 11) if lag == 1 else (3, 6):
+    assert ages == [0, 2, 2, 2, 2, 2]
+    for step in (1, 2, 5, 8, 11):
         resumed, server = make_played_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)
         resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{step}")
@@ -156,24 +134,43 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_played_trainer):
     options = {"rollout_ahead": 1, "max_steps": 4, "steps_per_generation": 2}
     plain, _ = make_played_trainer("plain", **options)
     trainer, server = make_played_trainer("evaluated", eval_strategy="steps", eval_steps=1, **options)
-    ours, theirs = (record(each)[0] for each in (trainer, plain))
-    evaluate = trainer.evaluate
-
-    def evaluate_apart(*args, **kwargs):
-        # It draws from torch's generator, by which a batch is shuffled.
-        with torch.random.fork_rng():
-            return evaluate(*args, **kwargs)
-
-    trainer.evaluate = evaluate_apart
+    ours, theirs = (record_parts(each) for each in (trainer, plain))
     for each in (trainer, plain):
         torch.manual_seed(3)
         each.train()
     assert logged(trainer, "eval_rollout/weight_version") == [1, 2, 3, 4]
     assert logged(trainer, "rollout/age_updates") == [0, 2]
-    assert [batch["completion_ids"].tolist() for batch in ours] == [
-        batch["completion_ids"].tolist() for batch in theirs
-    ]
-    assert torch.equal(weights(trainer), weights(plain))
+    assert ours == theirs and torch.equal(weights(trainer), weights(plain))
+
+
+SAVED = {"rollout_ahead": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 5}, "was saved by a run that ended at update 3, and has no batch that was drawn ahead"),
+        ({"rollout_ahead": 0}, "was saved with rollout_ahead=1, and this run has rollout_ahead=0"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_says_if_it_is_another_run(make_played_trainer, caplog, changes, message):
+    trainer, _ = make_played_trainer("first", **SAVED)
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **(SAVED | changes))
+    caplog.clear()
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+    said = [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
+    assert len(said) == (message is not None) and (message is None or message in said[0])
+
+
+def test_a_run_that_begins_to_draw_ahead_says_that_it_is_another(make_played_trainer, caplog):
+    trainer, _ = make_played_trainer("first", **(SAVED | {"rollout_ahead": 0}))
+    trainer.train()
+    resumed, _ = make_played_trainer("resumed", **SAVED)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert "was saved with rollout_ahead=0, and this run has rollout_ahead=1" in caplog.text
 
 
 class Writes(TrainerCallback):
@@ -259,61 +256,6 @@ def ask_late(monkeypatch):
     monkeypatch.setattr(BackgroundCall, "wait", wait_for_what_may_ask)
 
 
-def make_in_flight(make_played_trainer, name="run", **options):
-    """A trainer whose server goes on with what is published, and which weights can have drawn each of its batches."""
-    trainer, server = make_played_trainer(name, rollout_ahead=2, max_steps=6, **options)
-    # Without engine numerics, which a played server does not have.
-    trainer.args.in_flight_updates = True
-    drawn_by, take = [], trainer._ahead.take
-
-    def take_and_note(prompt_ids):
-        drawn = take(prompt_ids)
-        drawn_by.append([0] if drawn is None else [update for update, _ in drawn.versions])
-        return drawn
-
-    trainer._ahead.take = take_and_note
-    return trainer, server, drawn_by
-
-
-@pytest.mark.parametrize(
-    ("options", "failures", "expected"),
-    [
-        ({}, [], [[0], [0], [0, 1], [1, 2], [2, 3], [3, 4]]),
-        # It waits for all that is in flight: after 3 updates batches 3 and 4 are drawn by what was published for 2.
-        ({"eval_strategy": "steps", "eval_steps": 3}, [], [[0], [0], [0, 1], [1, 2], [2], [3, 4]]),
-        # With batch 2, batch 3 is waited for, and lost, before earlier weights are published; then the last draw it.
-        ({}, [None, None, "die"], [[0], [0], [1], [1], [2, 3], [3, 4]]),
-    ],
-    ids=["undisturbed", "evaluation", "lost"],
-)
-def test_a_batch_in_flight_keeps_all_weights_that_are_published_meanwhile(
-    make_played_trainer, monkeypatch, options, failures, expected
-):
-    ask_late(monkeypatch)
-    trainer, server, drawn_by = make_in_flight(make_played_trainer, **options)
-    server.failures = {"generate": [*failures]}
-    trainer.train()
-    assert drawn_by == expected and server.num_starts == len(failures[2:])
-    assert logged(trainer, "rollout/age_updates") == [number - updates[0] for number, updates in enumerate(expected)]
-
-
-def test_a_run_resumed_with_updates_in_flight_goes_on_with_completions_and_all_their_weights(
-    make_played_trainer, monkeypatch
-):
-    ask_late(monkeypatch)
-    whole, _, drawn_by = make_in_flight(make_played_trainer, "whole", save_strategy="steps", save_steps=3)
-    whole.train()
-    resumed, _, theirs = make_in_flight(make_played_trainer, "resumed", save_strategy="steps", save_steps=3)
-    checkpoint = f"{whole.args.output_dir}/checkpoint-3"
-    resumed.train(resume_from_checkpoint=checkpoint)
-    assert drawn_by[3] == [1, 2] and theirs == drawn_by[3:]
-    # Nothing else was in flight when the checkpoint was written.
-    assert torch.equal(weights(resumed), weights(whole))
-    other, _ = make_played_trainer("other", rollout_ahead=2, max_steps=6)
-    with pytest.raises(ValueError, match="drawn with in_flight_updates=True.*Resume with the same option"):
-        other.train(resume_from_checkpoint=checkpoint)
-
-
 def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(make_played_trainer, caplog):
     trainer, server = make_played_trainer(rollout_ahead=1, max_steps=3)
     # Something else orders them.
@@ -362,7 +304,7 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
 @pytest.fixture
 def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
     """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
-    options = {"bf16": True, "numerics": "engine", "learning_rate": 1e-2}
+    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2}
     options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm_servers.serve(monkeypatch)
     return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
 
@@ -371,7 +313,7 @@ def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
 def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(make_exact_trainer):
-    trainer = make_exact_trainer(rollout_ahead=1, exact="require", max_steps=8, eval_steps=3)
+    trainer = make_exact_trainer(rollout_ahead=1, max_steps=8, eval_steps=3)
     backend = trainer.vllm_generation
     backend.sync_weights()
     # Long enough to be aborted on the way.
@@ -396,55 +338,3 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
         mask = batch["completion_mask"].bool()
         assert torch.equal(at[mask], batch["sampling_per_token_logps"][mask])
         assert number == 0 or not torch.equal(scored(trainer, batch, states[2 * number])[mask], at[mask])
-
-
-@pytest.mark.slow
-@needs_engine_numerics
-@pytest.mark.xdist_group("warm_servers")
-def test_each_token_has_in_every_bit_the_log_prob_of_weights_of_before_or_after_an_update_in_flight(
-    make_exact_trainer, monkeypatch
-):
-    lengths = {"vllm_max_model_length": 512, "max_completion_length": 300, "generation_kwargs": {"ignore_eos": True}}
-    trainer = make_exact_trainer(rollout_ahead=2, in_flight_updates=True, max_steps=10, eval_steps=5, **lengths)
-    backend, drawn_by, in_flight = trainer.vllm_generation, [], []
-    # However fast the learner is: a batch is asked for when weights are published, or when it is waited for.
-    ask_late(monkeypatch)
-    batches, states = record(trainer)
-    complete, publish = trainer._generate_and_score_completions, backend.sync_weights
-
-    def note_versions(inputs):
-        output = complete(inputs)
-        if trainer.model.training:
-            drawn = trainer._ahead.drawn
-            drawn_by.append([0] if drawn is None else [update for update, _ in drawn.versions])
-        return output
-
-    def publish_in_the_middle():
-        for launched in backend._launched:
-            launched.may_ask.set()
-        time.sleep(0.3)
-        in_flight.append(sum(launched.is_running for launched in backend._launched))
-        publish()
-
-    trainer._generate_and_score_completions, backend.sync_weights = note_versions, publish_in_the_middle
-    trainer.train()
-    assert len(batches) == 5 and max(in_flight) > 0
-    # Of what the learner has compared in its training, and of evaluations.
-    assert logged(trainer, "mismatch/abs_logp_max") == [0.0] * 5
-    assert set(logged(trainer, "eval_mismatch/abs_logp_max")) == {0.0}
-    num_tokens = num_later = 0
-    for batch, updates in zip(batches, drawn_by, strict=True):
-        theirs, mask = batch["sampling_per_token_logps"], batch["completion_mask"].bool()
-        by_version = torch.stack([scored(trainer, batch, states[update]) for update in updates])
-        is_of = by_version == theirs
-        # Neither of them has none of the tokens.
-        assert bool(is_of.any(dim=0)[mask].all())
-        num_tokens += int(mask.sum())
-        # Once of later weights, a completion stays with them.
-        logps, places = choose_versions(by_version, theirs, mask)
-        assert torch.equal(logps[mask], theirs[mask])
-        num_later += int((places[mask] > 0).sum())
-        if len(updates) > 1:
-            assert not torch.equal(by_version[0][mask], by_version[1][mask])
-    assert 0 < num_later < num_tokens
-    assert max(logged(trainer, "rollout/later_weights_share")) > 0

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from testing_utils import dead_prefix
 from trl_qarl.rollout import channels
-from trl_qarl.rollout.channels import FileChannel
+from trl_qarl.rollout.channels import FileChannel, NCCLChannel, choose_channel
 from trl_qarl.rollout.server import ServerEngine
-from trl_qarl.wire.protocol import PublishError
+from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND, PublishError
 from trl_qarl.wire.transfer_dir import owned_prefix
 
 
@@ -116,11 +116,34 @@ def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
         transport.begin()
 
 
-def test_only_completions_of_this_trainer_go_on_with_what_is_published(tmp_path):
+def test_a_weight_sync_aborts_the_requests_of_others(tmp_path):
     client, asked = Client(tmp_path), []
     client.control = lambda path, body=None: asked.append(path)
-    transport = ServerEngine(client, FileChannel(client))
-    transport.begin()
-    transport.is_drawing = lambda: True
-    transport.begin()
-    assert [path for path in asked if "pause" in path] == ["/pause?mode=abort", "/pause?mode=keep"]
+    ServerEngine(client, FileChannel(client)).begin()
+    assert asked[0] == "/pause?mode=abort"
+
+
+class Described:
+    """A client as far as the choice of a channel needs it."""
+
+    base_url, transfer_mark = "http://10.0.0.7:8000", "trl-qarl-here"
+
+    def __init__(self, transfer_dir, backend=FILE_BACKEND):
+        self.transfer_dir, self.backend = transfer_dir, backend
+
+    def call_workers(self, method):
+        return [{"backend": self.backend}]
+
+
+def test_the_channel_follows_the_place_of_the_server(tmp_path):
+    (tmp_path / "trl-qarl-here").touch()
+    assert type(choose_channel(Described(str(tmp_path)))[0]) is FileChannel
+    assert type(choose_channel(Described(str(tmp_path), NCCL_BACKEND))[0]) is NCCLChannel
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_weights_without_a_way_are_refused_with_both_ways(tmp_path, is_here):
+    # A directory of the same name without the server's mark is another one.
+    directory = str(tmp_path if is_here else tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"{directory}.*--transfer_dir DIR.*--transport nccl.*ssh -N -L"):
+        choose_channel(Described(directory))

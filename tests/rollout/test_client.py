@@ -9,6 +9,7 @@ import requests
 from testing_utils.failing_server import make_server
 from testing_utils.pictures import draw
 from trl_qarl.rollout import client as client_module
+from trl_qarl.rollout import http_session
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.http_session import CheckedSession, ServerLost, check_finished, error_text
 from trl_qarl.rollout.server_process import free_port
@@ -30,7 +31,7 @@ def server():
 
 def make_client(url):
     client = QaRLClient.__new__(QaRLClient)
-    client.session, client.base_url, client.model = CheckedSession(0.3, 0.6), url, "model"
+    client.session, client.base_url, client.model = CheckedSession(), url, "model"
     return client
 
 
@@ -53,8 +54,10 @@ CONTROL = ("/pause", "/collective_rpc", "/update_weights", "/finish_weight_updat
 
 @pytest.mark.parametrize("failure", ["refuse", "hang", "reset", "garbage", 500, 400, 404, 409, 503])
 @pytest.mark.parametrize("path", REQUESTS)
-def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, failure):
+def test_every_failed_request_is_a_lost_server_or_publication(server, monkeypatch, path, failure):
     """Both are recovered from; any other error would end the training, and a request without an end would hold it."""
+    monkeypatch.setattr(http_session, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(http_session, "GENERATION_SECONDS", 0.6)
     url = f"http://127.0.0.1:{free_port()}" if failure == "refuse" else server.url
     client, server.failure = make_client(url), failure
     if failure == "garbage" and path in {"/server_info", *CONTROL} - {"/collective_rpc"}:
@@ -70,8 +73,8 @@ def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, 
         assert "status 500: EngineCore encountered" in str(caught.value)
     if failure == "hang":
         is_generating = path in ("/v1/completions", "/inference/v1/generate")
-        option, seconds = ("vllm_generation_timeout", 0.6) if is_generating else ("vllm_request_timeout", 0.3)
-        assert f"within {seconds:g} s" in str(caught.value) and f"raise `{option}`" in str(caught.value)
+        assert f"within {0.6 if is_generating else 0.3} s" in str(caught.value)
+        assert ("shorter completions" in str(caught.value)) is is_generating
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,18 @@ def test_connecting_to_a_server_that_never_answers_ends(server, monkeypatch):
     with pytest.raises(ConnectionError, match="No vLLM server answers at .*within 0.2 s.*Start one with `start it`"):
         QaRLClient(server.url, connection_timeout=0.5, start_command="start it")
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("failure", ["drip", "drip later"])
+def test_a_handshake_that_arrives_byte_by_byte_ends(server, monkeypatch, failure):
+    """Whoever has taken the server's port has proved nothing yet."""
+    monkeypatch.setattr(client_module, "_HANDSHAKE_SECONDS", 0.5)
+    server.failure, start = failure, time.monotonic()
+    with pytest.raises(ConnectionError, match="did not end its answer within 0.5 s.*ss -ltnp"):
+        QaRLClient(server.url, connection_timeout=0.5, token="7" * 64)
+    assert time.monotonic() - start < 10
 
 
 def test_a_session_that_breaks_off_at_once_is_a_lost_server(server):

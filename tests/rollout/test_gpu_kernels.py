@@ -50,7 +50,6 @@ def test_every_scheme_has_a_kernel_or_a_reason_and_something_else_to_choose(sche
         ("w8a8", (12, 0), "has no INT8 on Blackwell"),
         ("w4a8", (8, 9), "'w4a16'"),
         ("w4a8", (10, 0), "needs compute capability 9.0"),
-        ("w8a16-asym", (8, 9), "Humming.*Choose 'w4a16-asym'"),
         ("w4a16", (7, 5), "use_vllm=False"),
     ],
 )

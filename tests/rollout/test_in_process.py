@@ -42,8 +42,10 @@ def test_a_trainer_without_its_server_names_the_command_that_starts_it(tmp_path)
 def test_the_command_of_a_plan_starts_a_server_with_the_learners_layers(tmp_path):
     path = make_tiny_model(tmp_path, num_hidden_layers=3)
     scheme = {"re:.*mlp.*": "w4a16", "re:.*o_proj": None, "_default": "w8a8"}
-    options = {"scheme": scheme, "group_size": 64, "high_precision_first": 1, "use_cpu": True, "bf16": False}
-    args = QaRLConfig(str(tmp_path / "out"), exclude_modules=["layers.2.mlp.down_proj"], **options)
+    options = {"scheme": scheme, "group_size": 64, "use_cpu": True, "bf16": False}
+    args = QaRLConfig(
+        str(tmp_path / "out"), exclude_modules=["layers.2.mlp.down_proj", "re:model[.]layers[.]0[.].*"], **options
+    )
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, args.plan, exclude_modules=args.exclude_modules, scale_dtype=torch.float32)
     _, _, *argv = shlex.split(start_command(args, EngineSpec.of(model, torch.float32)))

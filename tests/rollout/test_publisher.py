@@ -17,7 +17,7 @@ from trl_qarl.quantization.precisions import set_precision
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.rollout import publisher
-from trl_qarl.rollout.channels import HTTPChannel
+from trl_qarl.rollout.engine import Channel
 from trl_qarl.rollout.in_process import InProcessEngine
 from trl_qarl.rollout.publisher import Publisher, largest_chunk
 from trl_qarl.rollout.server import ServerEngine
@@ -103,8 +103,7 @@ def config_of(scheme):
         ("w4a16", {"kv_cache_dtype": "fp8"}, "'bfloat16'"),
         ("w4a16", {"is_speculative": True}, "no weights are published to a draft model"),
         ("w4a16", {"use_w4a8": True}, "VLLM_CPU_INT4_W4A8=0"),
-        # vLLM takes the scales of a shard apart by the largest of the shard, the learner by that of the row.
-        ("w4a8", {"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+        ("w8a8", {"tensor_parallel_size": 2}, "tensor_parallel_size=2 with 8-bit activations.*--data-parallel-size"),
     ],
 )
 def test_an_engine_made_for_another_learner_or_with_settings_that_change_numbers_is_refused(scheme, setting, message):
@@ -141,7 +140,7 @@ class Answers:
 
 
 def engine_of(client):
-    return ServerEngine(client, HTTPChannel(client))
+    return ServerEngine(client, Channel(client))
 
 
 def test_every_shard_of_a_server_says_what_it_has_lost():
@@ -323,6 +322,18 @@ def test_what_fails_meanwhile_has_ended_before_the_next_attempt(counted_layers, 
     assert engine.names == list(model.state_dict()) and engine.versions == ["1"]
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_a_master_that_is_not_finite_ends_the_publication(scheme):
+    model, transport = make_mixture("qwen3_moe"), Recorder()
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 7, 0] = math.nan
+    name = "model.layers.1.mlp.experts.down_proj_scale"
+    with pytest.raises(ValueError, match=rf"^{name}: row 3, 7 is not finite \(nan\), so a master"):
+        Publisher(model, torch.bfloat16, transport).publish("0")
+    assert transport.versions == []
+
+
 def test_stacked_experts_are_refused():
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Module()})})
     model["mlp"]["experts"].gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
@@ -330,11 +341,10 @@ def test_stacked_experts_are_refused():
         Publisher(model, torch.float32, Recorder())
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-asym"])
-def test_experts_in_schemes_that_were_not_compared_are_refused(scheme):
+def test_experts_in_schemes_that_were_not_compared_are_refused():
     model = make_mixture("qwen3_moe")
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    message = rf"experts \('model.layers.0.mlp.experts'\) with scheme '{scheme}' are untested in vLLM. .* 'w4a16'"
+    prepare_model(model, "w8a16", scale_dtype=torch.bfloat16)
+    message = r"experts \('model.layers.0.mlp.experts'\) with scheme 'w8a16' are untested in vLLM. .* 'w4a16'"
     with pytest.raises(NotImplementedError, match=message):
         Publisher(model, torch.bfloat16, Recorder())
 

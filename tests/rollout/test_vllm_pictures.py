@@ -296,8 +296,3 @@ def test_an_export_is_the_policy_in_transformers_and_in_vllm(one_kind, tmp_path)
     for model in (load_deployed(str(tmp_path)), load_frozen_model(str(tmp_path))):
         assert (Canary(model, torch.float32, None)._log_probs(text) - ours).abs().mean() < 1e-5
     assert (engine_scores(load_engine(tmp_path, max_model_len=256), text) - ours).abs().mean() < 1e-5
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}))
-    options = ["--task", str(problems), "--score", "exact", "--max_new_tokens", "2", "--samples", "1"]
-    main(["eval", str(tmp_path), *options])
-    assert json.loads((tmp_path / "eval.json").read_text())["results"][0]["task"] == str(problems)

@@ -1,7 +1,4 @@
-"""
-Training through a real vLLM server: its gate, its session, and what happens when either side goes away. It speaks TLS,
-with a certificate that is made here.
-"""
+"""Training through a real vLLM server: its gate, its session, and what happens when either side goes away."""
 
 import os
 import signal
@@ -15,10 +12,10 @@ import psutil
 import pytest
 import requests
 
-from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer
-from testing_utils.web_servers import complete, wait_until, write_certificate
-from trl_qarl.doctor.deep_audit import deep_audit
-from trl_qarl.rollout.channels import FileChannel, HTTPChannel
+from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils.children import start
+from testing_utils.web_servers import complete, wait_until
+from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.server import ServerEngine
 from trl_qarl.rollout.server_process import free_port
@@ -33,21 +30,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("serve
 class Server:
     """`trl-qarl vllm-serve` as a user would start it."""
 
-    def __init__(self, directory: Path, patch):
+    def __init__(self, directory: Path):
         self.port, self.directory = free_port(), directory
-        self.url = f"https://127.0.0.1:{self.port}"
-        self.certificate, key = write_certificate(directory)
+        self.url = f"http://127.0.0.1:{self.port}"
         self.transfer_dir = directory / "transfer"
         self.token_file = self.transfer_dir / "token"
         self.log = directory / "server.log"
         command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", make_tiny_model(directory, "qwen2")]
         command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
         command += ["--transfer_dir", str(self.transfer_dir)]
-        command += ["--ssl-certfile", str(self.certificate), "--ssl-keyfile", str(key)]
-        # For the requests of these tests; the trainer's client looks at what it is told alone.
-        patch.setenv("REQUESTS_CA_BUNDLE", str(self.certificate))
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self.process = start(command, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self.answers, 900, self.log.read_text)
         self.first_answer, self.first_state = self.complete(), self.state()
 
@@ -59,7 +52,7 @@ class Server:
             return False
 
     def connect(self) -> QaRLClient:
-        return QaRLClient(self.url, ca_certs=self.certificate)
+        return QaRLClient(self.url)
 
     def close(self) -> None:
         """Have it refuse to generate, as before its first publication: an update is begun and given up."""
@@ -91,7 +84,7 @@ def server(tmp_path_factory):
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         # Set by an engine in this process; a server with it has no worker, whose queues a test looks at.
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-        server = Server(tmp_path_factory.mktemp("server"), patch)
+        server = Server(tmp_path_factory.mktemp("server"))
         yield server
         server.stop()
 
@@ -116,7 +109,6 @@ def make_trainer(server, tmp_path):
             "scheme": "w4a16",
             "vllm_mode": "server",
             "vllm_server_base_url": server.url,
-            "vllm_ssl_ca_certs": str(server.certificate),
             "vllm_server_timeout": 5,
         }
         trainer = make_vllm_trainer(tmp_path, "qwen2", **(defaults | arguments))
@@ -168,9 +160,8 @@ def files_of(server):
 
 def train_and_check(server, make_trainer, **arguments):
     """A training after which the server has its weights, on which both agree."""
-    trainer = make_trainer(mismatch_probe_steps=1, **arguments)
+    trainer = make_trainer(**arguments)
     trainer.train()
-    assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     assert logged(trainer, "rollout/weight_version") == [0, 2]
     assert server.complete().status_code == 200
@@ -179,21 +170,8 @@ def train_and_check(server, make_trainer, **arguments):
     return trainer
 
 
-def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
-    trainer = train_and_check(server, make_trainer)
-    audit_in_this_process(monkeypatch)
-    # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
-    assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
-
-
-def test_a_training_that_sends_changes_over_tls_agrees(server, make_trainer):
-    trainer = train_and_check(server, make_trainer, vllm_transport="http", learning_rate=1e-5)
-    assert type(trainer.vllm_generation.engine.channel) is HTTPChannel
-    everything, changes = logged(trainer, "publish/megabytes")
-    # What is not quantized is in float32 here, and all of it changes.
-    assert changes < everything / 2, (everything, changes)
-    with pytest.raises(ValueError, match="self.signed certificate.*vllm_ssl_ca_certs"):
-        make_trainer(vllm_ssl_ca_certs=None)
+def test_training_publishes_and_agrees(server, make_trainer):
+    train_and_check(server, make_trainer)
 
 
 def test_a_second_trainer_is_refused_and_named_the_first(server, client):
@@ -207,13 +185,13 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
         import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from testing_utils import make_vllm_trainer
         trainer = make_vllm_trainer({str(tmp_path / "killed")!r}, "qwen2", scheme="w4a16", vllm_mode="server",
-            vllm_server_base_url={server.url!r}, vllm_ssl_ca_certs={str(server.certificate)!r}, max_steps=10_000)
+            vllm_server_base_url={server.url!r}, max_steps=10_000)
         trainer.train()
     """
     (tmp_path / "killed").mkdir()
     server.wait_until_free()
     before = server.state()["num_publications"]
-    victim = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
+    victim = start([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while server.state()["num_publications"] < before + 3:
         assert victim.poll() is None and time.monotonic() < deadline

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from testing_utils import audit_in_this_process, logged, make_vllm_trainer
+from testing_utils import logged, make_vllm_trainer
 from testing_utils.trainings import lora
-from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.quantization.swap import quantized_forward
-from trl_qarl.rollout import canary
 
 
 colocated = [pytest.mark.vllm, pytest.mark.slow]
@@ -44,7 +42,7 @@ class TestColocated:
     @pytest.mark.parametrize(
         ("scheme", "arch", "options"),
         [
-            ("w4a16", "gemma", {"temperature": 0.7, "mismatch_probe_steps": 1}),
+            ("w4a16", "gemma", {"temperature": 0.7}),
             ("w8a8", "llama", {"objective": "dapo"}),
             ("fp8", "qwen3", {"objective": "grpo", "beta": 0.1}),
             pytest.param("bf16", "llama", {}, marks=pytest.mark.nightly),
@@ -55,18 +53,11 @@ class TestColocated:
         trainer = make_vllm_trainer(tmp_path, arch, scheme=scheme, vllm_mode="colocate", **options)
         trainer.train()
         check_rollouts(trainer)
-        if "mismatch_probe_steps" in options:
-            # One row per generation batch. Rounding of the rest's float32 probability is what remains.
-            assert len(logged(trainer, "mismatch/probe_kl")) == 2
-            assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
-            assert logged(trainer, "mismatch/probe_top1_agreement") == [1, 1]
 
     def test_learner_that_is_not_quantized_runs_its_masters_and_the_engine_low_bits(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False, mismatch_probe_steps=2)
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False)
         trainer.train()
         assert min(logged(trainer, "mismatch/abs_logp_mean")) > 1e-3
-        # KL is of second order in the difference of log-probs.
-        assert len(logged(trainer, "mismatch/probe_kl")) == 2 and min(logged(trainer, "mismatch/probe_kl")) > 1e-6
         assert logged(trainer, "rollout/weight_version") == [0, 2]
         assert max(logged(trainer, "quant/code_flip_rate")) > 0
         trainer.model.train()
@@ -118,29 +109,9 @@ class TestOneTraining:
     def test_evaluation_publishes_what_training_left(self, trainer):
         metrics = trainer.evaluate(trainer.train_dataset)
         assert metrics["eval_mismatch/abs_logp_max"] < 1e-5 and metrics["eval_rollout/weight_version"] == 4
-        assert deep_audit(trainer.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
-        # The engine goes on as before.
-        assert trainer.evaluate(trainer.train_dataset)["eval_mismatch/abs_logp_max"] < 1e-5
 
     def test_training_again_publishes_again(self, trainer):
         """The step count begins at 0 again, where the first run published last."""
         trainer.train()
         assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
         assert len(logged(trainer, "publish/tensors")) == 2
-
-    def test_a_deep_audit_sees_what_fingerprints_cannot(self, trainer, monkeypatch):
-        """
-        A kernel that goes on with an operand of its own: right in every tensor, wrong in what it computes. The last
-        test: their engine ends with the one that loads the export.
-        """
-        audit_in_this_process(monkeypatch)
-        generation = trainer.vllm_generation
-        generation.sync_weights()
-        worker = generation.publisher.engine._worker
-        layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.down_proj")
-        apply = layer.quant_method.apply
-        monkeypatch.setattr(layer.quant_method, "apply", lambda *args, **kwargs: 1.5 * apply(*args, **kwargs))
-        generation.publisher.forget()
-        # The canary sees it first.
-        monkeypatch.setattr(canary, "SMALLEST", canary.LARGEST)
-        assert deep_audit(generation, [list(range(5, 40))]) > 1e-3

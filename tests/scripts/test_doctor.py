@@ -71,3 +71,9 @@ def test_a_model_of_pictures_is_judged_by_its_language_model(kind, tmp_path, cap
     assert "14 linear layers" in capsys.readouterr().out
     assert main(["estimate", str(tmp_path), "--gpu_memory", "24"]) == 0
     assert "Launch with" in capsys.readouterr().out
+
+
+def test_a_missing_vllm_is_named_with_a_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr("trl_qarl.doctor.checks.find_spec", lambda name: None)
+    assert main(["doctor", "--engine"]) == 1
+    assert '`pip install ".[vllm]"` in a clone of trl_qarl' in capsys.readouterr().out

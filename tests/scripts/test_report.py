@@ -1,10 +1,40 @@
 import json
-import shutil
-from pathlib import Path
+from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
-from testing_utils.recorded_runs import report, write_run
+from trl_qarl.cli import main
+
+
+CONFIG = {"model": "org/model", "objective": "tbpo", "scheme": "w4a16", "quantize_learner": True, "max_steps": 8}
+
+
+def write_run(path, rows=None, **config):
+    """A folder as a run of 8 updates writes it. Returns its path."""
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({**CONFIG, "seed": 0, **config}))
+    rows = rows or [
+        {
+            "step": step,
+            "reward": step / 10,
+            "mismatch/abs_logp_mean": 0.01 * step,
+            "tbpo/dropped/total": 0.1,
+            "quant/code_flip_rate": 1e-4,
+            "rollout/seconds": 2.0,
+            "step/optimizer_seconds": 0.5,
+        }
+        for step in range(1, 9)
+    ]
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def report(output, *run_dirs):
+    """Run the command; skip the test where matplotlib is not installed."""
+    pytest.importorskip("matplotlib")
+    return main(["report", *map(str, run_dirs), "--output", str(output)])
 
 
 def refused(capsys, *argv):
@@ -15,101 +45,103 @@ def refused(capsys, *argv):
     return line
 
 
+def read_page(path):
+    """Text of the page, which must be well-formed XML but for the document type."""
+    page = path.read_text()
+    ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
+    return page
+
+
+class Addresses(HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.found = set(), []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.found += [value for name, value in attrs if name in ("src", "href", "xlink:href", "action", "srcset")]
+
+
+def test_two_runs_are_drawn_and_listed(tmp_path, capsys):
+    runs = write_run(tmp_path / "first"), write_run(tmp_path / "second", seed=1)
+    assert report(tmp_path / "a b.html", *runs) == 0
+    page, lines = read_page(tmp_path / "a b.html"), capsys.readouterr().out.splitlines()
+    assert lines == [
+        "first: step 8 of 8, reward 0.75",
+        "second: step 8 of 8, reward 0.75",
+        (tmp_path / "a b.html").as_uri(),
+    ]
+    assert "<h1>2 runs</h1>" in page and page.count("first") >= 3 and page.count("second") >= 3
+    for title in ("mean reward", "mismatch, nats", "TBPO drops", "codes that change", "seconds, means"):
+        assert title in page
+    assert "<td>org/model</td>" in page and "not logged" not in page
+
+
+def test_a_page_loads_nothing(tmp_path):
+    report(tmp_path / "r.html", write_run(tmp_path / "run"))
+    addresses = Addresses(read_page(tmp_path / "r.html"))
+    assert addresses.tags.isdisjoint({"script", "img", "link", "iframe"})
+    assert all(address.startswith("#") for address in addresses.found)
+
+
+def test_what_runs_write_is_escaped_on_page_and_terminal(tmp_path, capsys):
+    bad = "\x1b[31m<script>alert(1)</script>$x^2$ & more"
+    run = write_run(tmp_path / "run$\x1b[2J<b>$", model=bad, max_steps=bad)
+    report(tmp_path / "r.html", run)
+    page, printed = read_page(tmp_path / "r.html"), capsys.readouterr().out
+    assert "\x1b" not in page + printed and "<script" not in page and "<b>" not in page
+    assert "&lt;script&gt;" in page and "\ufffd[2J" in printed and "\ufffd[31m" in printed
+    report(tmp_path / "r.html", run, write_run(tmp_path / "$other$"))
+    assert "$other$" in read_page(tmp_path / "r.html")
+
+
+def test_half_lines_and_resumed_steps_are_read(tmp_path, capsys):
+    rows = [{"step": step, "reward": 0.0} for step in (1, 2, 3, 4)]
+    rows += [{"step": 3, "reward": 0.5}, {"step": 4, "reward": None}, '{"step": 5, "rew', "[1]", '{"step": 1e999}']
+    assert report(tmp_path / "r.svg", write_run(tmp_path / "run", rows)) == 0
+    assert "step 4 of 8, reward -; 3 lines of metrics.jsonl are no rows" in capsys.readouterr().out
+    from trl_qarl.scripts.report import read_run
+
+    rewards = read_run(tmp_path / "run").metrics["reward"]
+    assert [*rewards] == [1, 2, 3, 4] and rewards[3] == 0.5 and rewards[4] != rewards[4]
+
+
+def test_zeros_and_missing_metrics_are_said(tmp_path):
+    rows = [{"step": step, "reward": 1.0, "mismatch/abs_logp_mean": 0.0} for step in (1, 2)]
+    report(tmp_path / "r.html", write_run(tmp_path / "run", rows))
+    page = read_page(tmp_path / "r.html")
+    assert page.count("0 at every update") == 1 and page.count("not logged") == 3
+
+
+@pytest.mark.parametrize("name", ["r.png", "r.svg"])
+def test_the_drawing_alone_is_written(tmp_path, name):
+    report(tmp_path / "new" / name, write_run(tmp_path / "run"))
+    start = b"\x89PNG" if name.endswith("png") else b"<?xml"
+    assert (tmp_path / "new" / name).read_bytes().startswith(start)
+
+
 @pytest.mark.parametrize(
     ("file", "text", "names"),
     [
-        (None, None, "is not a directory"),
-        (".", None, "has no metrics.jsonl"),
+        ("metrics.jsonl", None, "does not exist"),
         ("metrics.jsonl", "", "has no complete row"),
         ("metrics.jsonl", '{"step"', "has no complete row"),
-        ("run.json", None, "has no run.json"),
-        ("run.json", '{"seed": 0, ', "run.json does not hold"),
-        ("run.json", "3", "run.json"),
+        ("run.json", '{"seed": 0, ', "is not the record of a run"),
+        ("run.json", "3", "is not the record of a run"),
     ],
 )
 def test_a_run_that_cannot_be_read_is_named(tmp_path, capsys, file, text, names):
     path = write_run(tmp_path / "run")
-    if file is None or file == ".":
-        shutil.rmtree(path)
-        (path if file else tmp_path).mkdir(exist_ok=True)
-    elif text is None:
-        (path / file).unlink()
-    else:
-        (path / file).write_text(text)
-    assert names in refused(capsys, tmp_path / "report.html", path)
-    assert not (tmp_path / "report.html").exists()
+    (path / file).unlink() if text is None else (path / file).write_text(text)
+    line = refused(capsys, tmp_path / "report.html", path)
+    assert names in line and file in line and not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("output", "options", "names"),
-    [
-        ("a.pdf", [], "'a.pdf'"),
-        ("a.html", ["--timeout", "5"], "--follow"),
-        ("a.html", ["--follow", "--timeout", "-1"], "positive"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(tmp_path, capsys, monkeypatch, output, options, names):
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "run")
-    assert names in refused(capsys, output, "run", *options)
+def test_an_output_of_another_kind_is_refused(tmp_path, capsys):
+    assert "'a.pdf'" in refused(capsys, "a.pdf", write_run(tmp_path / "run"))
 
 
 def test_missing_matplotlib_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "trl-qarl[report]" in refused(capsys, tmp_path / "report.html", write_run(tmp_path / "run"))
-
-
-def test_one_run_is_summarized_and_the_address_is_printed(tmp_path, capsys):
-    report(tmp_path / "a b.html", write_run(tmp_path / "run"))
-    first, last = capsys.readouterr().out.splitlines()
-    assert (
-        first.startswith("QaRL, tbpo, w4a16, step 40 of 40: reward 0.")
-        and "mismatch 0.0" in first
-        and "Not fine: Updating" in first
-    )
-    assert last == (tmp_path / "a b.html").as_uri() and "a%20b.html" in last
-
-
-def test_a_run_is_followed_until_it_is_finished(tmp_path, monkeypatch, capsys):
-    rows = [{"step": step, "time": 1e9, "reward": 0.1 * step} for step in range(1, 5)]
-    path = write_run(tmp_path / "run", rows=[], max_steps=4)
-    (path / "distributions.jsonl").unlink()
-
-    def find(folder, pattern, glob=Path.glob):
-        """Finds, too, a file that is gone before its size is read."""
-        return [*glob(folder, pattern), *[folder / "gone"] * (pattern == "metrics.jsonl")]
-
-    monkeypatch.setattr(Path, "glob", find)
-    output = tmp_path / "report.html"
-    pages = []
-
-    def train_on(seconds):
-        """A run that logs two rows while the command sleeps, and ends."""
-        pages.append(output.read_text() if output.exists() else None)
-        with open(path / "metrics.jsonl", "a") as file:
-            for row in rows[:2] or [{"step": 4, "train_runtime": 1.0}]:
-                file.write(json.dumps(row) + "\n")
-        del rows[:2]
-
-    monkeypatch.setattr("trl_qarl.scripts.report.time.sleep", train_on)
-    assert report(output, path, "--follow") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"Following: {output.as_uri()}" and "has no complete row" in lines[1]
-    steps = [line.split(", step ")[1].split(":")[0] for line in lines[2:-1]]
-    assert steps == ["2 of 4", "4 of 4", "4 of 4"] and lines[-1] == "All runs are finished."
-    refreshing = ['http-equiv="refresh"' in page for page in pages if page]
-    assert refreshing and all(refreshing) and 'http-equiv="refresh"' not in output.read_text()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "run"]
-
-
-def test_following_ends_with_ctrl_c_or_after_the_timeout(tmp_path, monkeypatch, capsys):
-    path = write_run(tmp_path / "run", rows=[])
-
-    def interrupt(seconds):
-        raise KeyboardInterrupt
-
-    assert report(tmp_path / "report.html", path, "--follow", "--timeout", "0.01") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "Nothing was logged for 0.01 seconds."
-    monkeypatch.setattr("trl_qarl.scripts.report.time.sleep", interrupt)
-    assert report(tmp_path / "report.html", path, "--follow") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "Stopped."
+    monkeypatch.setattr("trl_qarl.scripts.report.find_spec", lambda name: None)
+    assert '".[report]"' in refused(capsys, tmp_path / "report.html", write_run(tmp_path / "run"))

@@ -14,6 +14,7 @@ from trl import GRPOConfig
 from testing_utils import path_without
 from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
+from trl_qarl.checks.resume import resume_option
 from trl_qarl.cli import main
 from trl_qarl.options import own_options
 from trl_qarl.scripts import train
@@ -29,7 +30,7 @@ def test_train_help_lists_the_main_options_and_ours(capsys):
     output = capsys.readouterr().out
     shown = {word[2:] for word in re.findall(r"^  (--\w+)", output, re.MULTILINE)}
     assert shown == {*train.MAIN_OPTIONS, *own_options(QaRLConfig, GRPOConfig), "no_quantize_learner"}
-    assert {"scheme", "objective", "vllm_transport", "epsilon"} <= shown
+    assert {"scheme", "objective", "vllm_token_file"} <= shown
 
 
 @pytest.mark.parametrize("option", ["--help-all", "--help_all"])
@@ -89,7 +90,7 @@ def test_bad_reward_function_raises(names, message):
     ],
 )
 def test_resume_from_checkpoint_accepts_words_and_paths(value, expected):
-    assert train.parse_resume_from_checkpoint(value) == expected
+    assert resume_option(value) == expected
 
 
 def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_argv, tmp_path, capsys):
@@ -97,13 +98,14 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
 
     run, out = tmp_path / "run", tmp_path / "low_bit"
     mapping = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
-    options = ["--scheme", json.dumps(mapping), "--high_precision_first", "1"]
+    kept = "re:model[.]layers[.]0[.].*"
+    options = ["--scheme", json.dumps(mapping), "--exclude_modules", kept]
     run_training([*train_argv, *options])
     record = json.loads((run / "qarl.json").read_text())
-    assert (record["scheme"], record["group_size"], record["high_precision_first"]) == (mapping, None, 1)
+    assert (record["scheme"], record["group_size"], record["exclude_modules"]) == (mapping, None, [kept])
     described = json.loads((run / "run.json").read_text())
     assert (described["scheme"], described["layers"]) == ("w4a16-w8a8", mapping)
-    assert described["options"]["high_precision_first"] == 1
+    assert described["options"]["exclude_modules"] == [kept]
     card = (run / "README.md").read_text()
     assert "low-bit policy made from them (w4a16-w8a8)" in " ".join(card.split()) and json.dumps(mapping) in card
     exported = {path.name: load_file(path) for path in (run / "w4a16-w8a8").glob("*.safetensors")}
@@ -111,13 +113,13 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
     run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", str(run / "checkpoint-2")])
     other = ["--scheme", json.dumps(mapping | {"re:.*self_attn.*": "w4a16"}), "--resume_from_checkpoint", "true"]
     with pytest.raises((SystemExit, ValueError)):
-        run_training([*train_argv, *other, "--high_precision_first", "1", "--max_steps", "4"])
+        run_training([*train_argv, *other, "--exclude_modules", kept, "--max_steps", "4"])
 
     capsys.readouterr()
     command = ["export", "--model_name_or_path", str(run / "checkpoint-2"), "--output_dir", str(out)]
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--high_precision_last", "1"])
-    assert "--high_precision_last=1 contradicts the None with which" in capsys.readouterr().err
+        main([*command, "--exclude_modules", "o_proj"])
+    assert f"--exclude_modules=['o_proj'] contradicts the ['{kept}'] with which" in capsys.readouterr().err
     # The same plan in other words contradicts nothing.
     assert main([*command, *options]) == 0
     assert "7 linear layers quantized (4 w8a8 per output channel, 3 w4a16 group 32)" in capsys.readouterr().out
@@ -170,8 +172,11 @@ def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_a
     run_training([*train_argv, *options])
     output = capsys.readouterr().out
     assert "Pushed to someone/policy.\n" in output and f"exported to {tmp_path / 'run' / 'w4a16'}" in output
-    assert hub.files("someone/policy")["model.safetensors"] == (tmp_path / "run/w4a16/model.safetensors").read_bytes()
-    assert len(hub.repos["someone/policy"].commits) == 2
+    assert (
+        hub.repos["someone/policy"].files["model.safetensors"]
+        == (tmp_path / "run/w4a16/model.safetensors").read_bytes()
+    )
+    assert len(hub.repos["someone/policy"].messages) == 1
 
     hub.fault = lambda method, path: 500 if "/commit/" in path else None
     with pytest.raises(SystemExit, match="3"):
@@ -185,7 +190,7 @@ def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_a
 
     with pytest.raises(SystemExit, match="2"):
         run_training([*train_argv, *options, "--export_dir", "none"])
-    assert "--export_dir=none with --push_to_hub and --hub_export=low-bit" in capsys.readouterr().err
+    assert "--export_dir=none with --push_to_hub: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
@@ -203,7 +208,10 @@ def test_dataset_may_be_a_file(tiny_dataset, tmp_path, ending):
 def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_argv, capsys):
     run_training([*train_argv, "--max_steps", "1"])
     for options, message in (
-        (["--scheme", "fp8", "--resume_from_checkpoint", "last"], r"was trained with .*w4a16.*, this run uses .*fp8"),
+        (
+            ["--scheme", "fp8", "--resume_from_checkpoint", "last"],
+            r"trained with other settings \(scheme='w4a16' there, 'fp8' here",
+        ),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere' is not a folder"),
     ):
         capsys.readouterr()

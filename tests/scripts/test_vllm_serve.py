@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_model
+from testing_utils import make_mixture, make_tiny_model, make_tiny_tokenizer
 from testing_utils.pictures import make_picture_config, make_picture_model
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.adapters.tensors import arguments_for
@@ -142,3 +142,31 @@ def test_a_scheme_that_the_gpu_must_not_run_ends_the_command_at_once(tmp_path, m
     with pytest.raises(SystemExit):
         main(["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "fp8", "--print_command"])
     assert "scheme 'fp8' does not run on NVIDIA A100 (compute capability 8.0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-int8", "fp8"])
+def test_ranks_that_round_activations_apart_are_refused(tmp_path, capsys, scheme):
+    path = make_tiny_model(tmp_path, "qwen2")
+    command = ["vllm-serve", "--model", path, "--scheme", scheme, "--print_command"]
+    assert main(command) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "-tp", "2"])
+    error = capsys.readouterr().err
+    assert "tensor_parallel_size=2 with 8-bit activations" in error and "--data-parallel-size" in error
+
+
+def test_ranks_that_split_a_group_are_refused_with_those_that_do_not(tmp_path, capsys):
+    model = make_mixture("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    command = ["vllm-serve", "--model", str(tmp_path), "--scheme", "w4a16", "--print_command"]
+    for size, group_size, message in (
+        (2, 64, "experts has 64 inputs. Use tensor_parallel_size 1, or group_size 32."),
+        (4, 32, "experts has 64 inputs. Use tensor_parallel_size 1 or 2."),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, "--group_size", str(group_size), "--tensor-parallel-size", str(size)])
+        error = capsys.readouterr().err
+        assert f"tensor_parallel_size={size} splits groups of {group_size}" in error and message in error, error
+    assert main([*command, "--group_size", "32", "--tensor-parallel-size", "2"]) == 0

@@ -48,7 +48,6 @@ CASES = [
 OTHERS = [
     ("qwen2", "w4a16", (8, 0), {}, MARLIN),
     ("qwen2", "w8a16", (8, 9), {}, MARLIN),
-    ("qwen2", "w4a16-asym", (10, 0), {}, MARLIN),
     ("qwen2", "w4a16", (9, 0), {}, MACHETE),
     ("qwen2", "mxfp4a16", (8, 0), {}, "MarlinMxFp4LinearKernel"),
     ("llama", "w4a16", (8, 0), {"tie_word_embeddings": True}, MARLIN),

@@ -1,14 +1,16 @@
 """Private parts of transformers that we use."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin, Trainer
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, Cache, GenerationMixin, Trainer
 
 from testing_utils import make_tiny_config
 from trl_qarl.numerics.availability import COVERED_CLASSES
-from trl_qarl.numerics.modules import ENGINE_OPERATIONS
+from trl_qarl.numerics.modules import ENGINE_OPERATIONS, cache_of
 
 
 def test_an_own_generation_configuration_is_updated_as_we_expect():
@@ -32,7 +34,46 @@ def test_models_are_made_of_the_modules_that_have_engine_numerics(arch):
     assert model.config._attn_implementation
 
 
+@pytest.mark.parametrize("arch", ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+def test_arguments_that_operations_read_have_these_names(arch):
+    """Operations that replace a forward read a cache by its type, and everything else by name or position."""
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
+    called = {}
+    for name, module in model.named_modules():
+        keep = partial(called.setdefault, name)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, keep=keep: keep((args, kwargs)) and None, with_kwargs=True
+        )
+    model(input_ids=torch.tensor([[4, 5, 6]]), attention_mask=torch.ones(1, 3), use_cache=True)
+
+    hidden, options = called["model.layers.0"]
+    assert len(hidden) == 1 and {"attention_mask", "position_embeddings", "position_ids"} <= options.keys()
+    positional, options = called["model.layers.0.self_attn"]
+    assert not positional and {"hidden_states", "attention_mask", "position_embeddings"} <= options.keys()
+    assert isinstance(cache_of(options), Cache)
+    positional, options = called["model.rotary_emb"]
+    assert len(positional) + len(options) == 2 and positional and options.keys() <= {"position_ids"}
+    for name in ("input_layernorm", "post_attention_layernorm", "mlp"):
+        positional, options = called[f"model.layers.0.{name}"]
+        assert len(positional) == 1 and not options
+    names = inspect.signature(type(model).forward).parameters.keys()
+    assert {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "use_cache"} <= names
+    assert {"input_ids", "attention_mask", "position_ids", "use_cache"} <= called["model"][1].keys()
+
+
 def test_the_trainer_has_the_steps_that_we_stand_between():
     assert hasattr(Trainer, "_finish_current_push")
     assert "model" in inspect.signature(Trainer.create_optimizer).parameters
     assert "num_items_in_batch" in inspect.signature(Trainer.training_step).parameters
+
+
+def test_the_flag_of_a_skipped_step_keeps_the_schedule():
+    """`AcceleratedOptimizer._is_overflow` has no setter, and the trainer reads it before it advances the schedule."""
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    assert not accelerator.optimizer_step_was_skipped
+    optimizer._is_overflow = True
+    assert accelerator.optimizer_step_was_skipped
+    optimizer.step()
+    assert optimizer._is_overflow, "cleared by accelerate only if it scales the loss"
+    assert "if not self.accelerator.optimizer_step_was_skipped" in inspect.getsource(Trainer._run_epoch)

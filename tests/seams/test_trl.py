@@ -11,7 +11,7 @@ from trl.trainer import grpo_trainer
 from seams import takes, without_place
 from trl_qarl import QaRLTrainer
 from trl_qarl.forward import FORWARD_KEYS
-from trl_qarl.pushes import PushesPolicy
+from trl_qarl.hub import PushesPolicy
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs

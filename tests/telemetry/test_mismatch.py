@@ -4,8 +4,7 @@ from collections import ChainMap
 import pytest
 import torch
 
-from trl_qarl.telemetry.mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, weight_metrics
-from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
+from trl_qarl.telemetry.mismatch import mismatch_metrics, mismatch_sums, weight_metrics
 
 
 def naive(old, sampling, advantages, mask):
@@ -70,29 +69,6 @@ def test_no_known_token_gives_no_mismatch_rather_than_nan():
         assert mismatch_metrics(*sums) == {"mismatch/unknown_tokens": 0}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_histograms_equal_a_naive_count(seed):
-    generator = torch.Generator().manual_seed(seed)
-    log_ratios = torch.randn(2, 200, generator=generator).double() * 10 ** (
-        -7 * torch.rand(2, 200, generator=generator)
-    )
-    log_ratios[0, :4] = torch.tensor([0.0, 50.0, -50.0, math.nan])
-    advantages = torch.randn(200, generator=generator)
-    advantages[4:8] = 0
-    counted = torch.rand(200, generator=generator) > 0.1
-    edges = [math.log(edge) for edge in HISTOGRAM_EDGES]
-    expected = []
-    for row in log_ratios.tolist():
-        for sign in (1, -1):
-            bins = [0] * (len(edges) - 1)
-            for value, advantage, counts in zip(row, advantages.tolist(), counted.tolist(), strict=True):
-                if counts and sign * advantage > 0 and not math.isnan(value):
-                    inside = [i for i in range(len(bins)) if edges[i] <= value < edges[i + 1]]
-                    bins[inside[0] if inside else 0 if value < 0 else -1] += 1
-            expected.append(bins)
-    assert ratio_histograms(log_ratios, advantages, counted).tolist() == expected
-
-
 def test_split_without_a_token_is_left_out_and_only_that():
     old = torch.full((1, 8), -1.0)
     metrics = mismatch_metrics(*mismatch_sums(old, old - 0.5, torch.ones(1, 8), torch.ones(1)))
@@ -127,9 +103,3 @@ def test_weights_by_sign_of_the_advantage():
         "mismatch/weight_mean/positive",
         "mismatch/effective_sample_size/positive",
     }
-
-
-def test_edges_of_histograms_separate_the_bounds_of_the_paper():
-    assert sorted(HISTOGRAM_EDGES) == HISTOGRAM_EDGES and len(set(HISTOGRAM_EDGES)) == 50
-    bins = {sum(edge <= bound for edge in HISTOGRAM_EDGES) for bound in (1 - 3e-4, 1.0, 1 + 3e-4, 1 + 7e-4, 0.5, 2.0)}
-    assert len(bins) == 6

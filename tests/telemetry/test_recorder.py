@@ -7,7 +7,6 @@ from torch import nn
 
 from testing_utils.trainings import config
 from trl_qarl.forward import Batch
-from trl_qarl.objectives.registry import get_objective
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.telemetry import recorder as module
 from trl_qarl.telemetry.recorder import Recorder
@@ -35,8 +34,7 @@ def make_recorder(model=None, num_processes=1, **options):
     )
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     model = nn.Identity() if model is None else model
-    measured = accelerator, model, metrics, lambda ids: " ".join(map(str, ids))
-    return Recorder(args, *measured, get_objective(args)), metrics
+    return Recorder(args, accelerator, model, metrics), metrics
 
 
 def make_batch(num_sequences=4, num_tokens=6):
@@ -109,7 +107,7 @@ def test_batches_at_several_bits_are_logged_apart():
 
 
 def test_share_of_rejected_completions_is_that_of_weights_of_zero():
-    recorder, metrics = make_recorder(objective="mis-gspo")
+    recorder, metrics = make_recorder(objective="grpo")
     metrics["train"]["reward"].append(0.0)
     batch = make_batch() | {"importance_sampling_ratio": torch.tensor([[0.0], [1.0], [0.0], [2.0]])}
     observe(recorder, batch, {})
@@ -142,42 +140,3 @@ def test_a_step_within_backward_is_measured_as_one_after_it(monkeypatch):
     logged = metrics["train"]
     assert logged["step/optimizer_seconds"] == [6, 6]
     assert logged["quant/code_flip_rate"][1] > 0.5 and min(logged["quant/update_to_step"]) > 1
-
-
-@pytest.mark.parametrize(
-    ("steps", "options", "expected"),
-    [
-        ([0, 1, 2, 3, 4, 5], {"mismatch_probe_steps": 2}, [0, 2, 4]),
-        # Generation batches do not come at every update.
-        ([0, 3, 4, 8], {"mismatch_probe_steps": 4}, [0, 4, 8]),
-        ([0, 1], {}, []),
-    ],
-)
-def test_probes_come_when_they_are_due(monkeypatch, steps, options, expected):
-    recorder, metrics = make_recorder(**options)
-    monkeypatch.setattr(recorder, "_compare_with_engine", lambda *args: (torch.ones(1), torch.ones(1)))
-    probed = []
-    for step in steps:
-        recorder.probe(make_batch(), step, engine=None)
-        if metrics["train"].pop("mismatch/probe_kl", None):
-            probed.append(step)
-    assert probed == expected
-
-
-def test_a_probe_that_loses_the_server_warns_and_one_of_pictures_too(monkeypatch, caplog):
-    recorder, metrics = make_recorder(mismatch_probe_steps=1)
-
-    def lost(*args):
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(recorder, "_compare_with_engine", lost)
-    recorder.probe(make_batch(), 0, engine=None)
-    recorder.probe(make_batch() | {"pixel_values": torch.zeros(1)}, 1, engine=None)
-    recorder.probe(make_batch() | {"completion_ids": torch.zeros(4, 1), "completion_mask": torch.ones(4, 1)}, 2, None)
-    # An engine that another test had in this process makes transformers warn of its process group.
-    ours = [record for record in caplog.records if record.name.startswith("trl_qarl")]
-    assert [record.getMessage() for record in ours] == [
-        "The mismatch was not probed: gone",
-        "The mismatch was not probed: the prompts contain more than text.",
-    ]
-    assert not metrics["train"]

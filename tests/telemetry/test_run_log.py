@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from testing_utils import make_problems, make_trainer, stop_at
-from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 from trl_qarl.telemetry.run_log import _fingerprint_of_model, to_row
 
 
@@ -79,14 +78,14 @@ def test_every_generation_batch_has_a_row_whatever_is_logged(tiny_model, tmp_pat
 
 
 def test_run_file_says_what_was_run(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, objective="gspo", quantize_learner=False, seed=7, max_steps=1).train()
+    make(tiny_model, tmp_path, objective="grpo", quantize_learner=False, seed=7, max_steps=1).train()
     run = json.loads((tmp_path / "run.json").read_text())
     versions, options = run.pop("versions"), run.pop("options")
     assert len(run.pop("model_sha256")) == 64
     assert options["num_generations"] == 4 and options["max_completion_length"] == 8 and "save_strategy" not in options
     assert not options.keys() & run.keys() and not any("seed" in name or "dir" in name for name in options)
     assert run == {
-        "objective": "gspo",
+        "objective": "grpo",
         "scheme": "w4a16",
         "grids": ["int4-signed"],
         "quantize_learner": False,
@@ -131,56 +130,6 @@ def test_only_configuration_and_weights_of_a_model_are_in_its_fingerprint(tiny_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("objective", "bounds"),
-    [
-        ("tbpo", {"ratio": ([None, 1.0004], [1 - 3e-4, 1.0007]), "mismatch_weight": ([0.5, 2.0], [0.5, 2.0])}),
-        ("mis-gspo", {"ratio": ([None, 1.0004], [1 - 3e-4, None]), "mismatch_weight": ([None, 3.0], [None, 3.0])}),
-    ],
-)
-def test_one_histogram_per_update_quantity_and_sign_counts_every_sequence(tiny_model, tmp_path, objective, bounds):
-    trainer = make(tiny_model, tmp_path, objective=objective, gradient_accumulation_steps=2, steps_per_generation=4)
-    advantages = []
-    compute = trainer._compute_loss
-    trainer._compute_loss = lambda model, inputs: advantages.append(inputs["advantages"]) or compute(model, inputs)
-    trainer.train()
-    rows = read(tmp_path / "distributions.jsonl")
-    of_tokens = [row for row in rows if row["name"].startswith("token_")]
-    assert len(of_tokens) == 4 * 2 * 2 and all(row["bounds"] == [None, None] for row in of_tokens)
-    rows = [row for row in rows if row not in of_tokens]
-    assert len(rows) == 4 * 2 * 2
-    for row in rows:
-        assert set(row) == {"step", "name", "sign", "edges", "counts", "bounds"}
-        assert row["edges"] == HISTOGRAM_EDGES and len(row["counts"]) == len(row["edges"]) - 1
-        assert row["bounds"] == bounds[row["name"]][row["sign"] == "negative"]
-        of_update = [a for batch in advantages[2 * (row["step"] - 1) :][:2] for a in batch.tolist()]
-        assert sum(row["counts"]) == sum(a > 0 if row["sign"] == "positive" else a < 0 for a in of_update)
-    # The first update finds the policy that was sampled: all ratios are near 1, those after it are not.
-    near, far = (
-        sum(sum(row["counts"][22:27]) for row in rows if row["name"] == "ratio" and row["step"] == step)
-        for step in (1, 2)
-    )
-    assert near > far
-
-
-def test_worst_completions_are_written_with_their_span_marked(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, max_steps=4)
-    trainer.evaluate()
-    trainer.train()
-    rows = read(tmp_path / "worst_completions.jsonl")
-    # Two generation batches of two updates each.
-    assert [(row["step"], row["kind"]) for row in rows] == [
-        (step, kind) for step in (1, 3) for kind in ("mismatch", "improbable")
-    ]
-    for row in rows:
-        assert "+" in row["prompt"] and row["completion"].count("⟦") == row["completion"].count("⟧") == 1
-        assert row["completion"].partition("⟦")[2][0] != "⟧" and row["nats"] >= 0
-    make(tiny_model, tmp_path, max_steps=1).train()
-    assert len(read(tmp_path / "worst_completions.jsonl")) == 2
-    assert len(read(tmp_path / "worst_completions.previous.jsonl")) == 4
-
-
-@pytest.mark.slow
 def test_resumed_run_appends(tiny_model, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     make(tiny_model, tmp_path, callbacks=[stop_at(2)], **saving).train()
@@ -189,4 +138,3 @@ def test_resumed_run_appends(tiny_model, tmp_path):
     rows = read(tmp_path / "metrics.jsonl")
     assert rows[: len(before)] == before
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-    assert sorted({row["step"] for row in read(tmp_path / "distributions.jsonl")}) == [1, 2, 3, 4]

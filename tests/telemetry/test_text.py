@@ -1,52 +1,6 @@
-import math
-
 import pytest
-import torch
 
-from trl_qarl.telemetry.text import has_loop, is_garbled, worst_examples, worst_span
-
-
-@pytest.mark.parametrize(
-    ("scores", "span"),
-    [
-        ([0.0, 1.0, 4.0, 1.1, 0.9, 3.0], (2, 4)),
-        ([5.0], (0, 1)),
-        ([2.0, 3.0, 2.0], (0, 3)),
-        ([math.nan, 4.0, math.nan, 3.0], (1, 2)),
-    ],
-)
-def test_worst_span_is_the_run_around_the_largest_score(scores, span):
-    assert worst_span(scores) == span
-
-
-def test_worst_examples_mark_the_offending_span():
-    sampling = torch.tensor([[-1.0, -1.0, -1.0, -9.0], [-1.0, -1.0, -0.5, -0.5]])
-    old = torch.tensor([[-1.1, -1.0, -1.0, -9.0], [-1.0, -4.0, -0.5, -99.0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    completions = [[97, 98, 99, 100], [101, 102, 103]]
-    prompts = [[65], [66]]
-    advantages = torch.tensor([0.5, -0.5])
-
-    def find(**changes):
-        arguments = {"sampling_per_token_logps": sampling, "mask": mask} | changes
-        return worst_examples(
-            old,
-            **arguments,
-            advantages=advantages,
-            prompt_ids=prompts,
-            completion_ids=completions,
-            decode=lambda ids: bytes(ids).decode(),
-        )
-
-    mismatch, improbable = find()
-    assert mismatch == {"kind": "mismatch", "nats": 3.0, "advantage": -0.5, "prompt": "B", "completion": "e⟦f⟧g"}
-    assert improbable == {"kind": "improbable", "nats": 9.0, "advantage": 0.5, "prompt": "A", "completion": "abc⟦d⟧"}
-    assert find(mask=torch.zeros_like(mask)) == []
-    diverged = torch.full_like(old, math.nan)
-    assert worst_examples(diverged, sampling, mask, advantages, prompts, completions, bytes) == []
-    unknown = sampling.clone()
-    unknown[1] = math.nan
-    assert [example["prompt"] for example in find(sampling_per_token_logps=unknown)] == ["A", "A"]
+from trl_qarl.telemetry.text import has_loop, is_garbled
 
 
 @pytest.mark.parametrize(

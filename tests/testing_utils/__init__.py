@@ -12,7 +12,7 @@ other modules:
 | `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |
 | `web_servers`, `failing_server` | web servers in this process; one that fails on command |
 | `hub_stand_in` | a web server in place of the Hub |
-| `recorded_runs` | folders as runs write them, and pages made of them |
+| `children` | processes that end with the test run |
 | `live_bytes` | the memory of tensors, counted |
 """
 
@@ -200,23 +200,6 @@ def start_engines_quickly(patch) -> None:
     patch.setattr(eval_frame, "_stance", eval_frame.DynamoStance("force_eager"))
 
 
-def audit_in_this_process(patch) -> None:
-    """
-    Have [`deep_audit`] load the export in this process, which has imported what that takes, until the monkeypatch
-    `patch` is undone. An engine that was here before ends with the one that is loaded.
-    """
-    from types import SimpleNamespace
-
-    from trl_qarl.doctor import deep_audit
-
-    def run(command, **kwargs):
-        deep_audit._main(command[-1])
-        return SimpleNamespace(returncode=0)
-
-    start_engines_quickly(patch)
-    patch.setattr(deep_audit, "subprocess", SimpleNamespace(run=run))
-
-
 def is_running(pid: int) -> bool:
     """Whether a process has not ended, on Linux."""
     try:
@@ -287,8 +270,8 @@ TRAINING = {
 ADAPTED_PLAN = {
     "re:.*layers[.]0.*[qkv]_proj": "nvfp4a16",
     "re:.*layers[.]0.*o_proj": "mxfp4a16",
-    "re:.*layers[.]0.*(gate|up)_proj": {"scheme": "w4a16-asym", "group_size": 64},
-    "re:.*layers[.]0.*down_proj": "w8a16-asym",
+    "re:.*layers[.]0.*(gate|up)_proj": {"scheme": "w4a16", "group_size": 64},
+    "re:.*layers[.]0.*down_proj": "w8a16",
     "re:.*layers[.]1.*o_proj": "w8a16",
     "re:.*layers[.]1.*self_attn.*": {"scheme": "w3a16", "group_size": 32},
     "re:.*layers[.]1.*mlp.*": {"scheme": "w2a16", "group_size": 32},
@@ -349,7 +332,7 @@ def make_vllm_trainer(directory, arch: str = "llama", **arguments):
     return make_trainer(
         (make_tiny_mixture if arch in MIXTURES else make_tiny_model)(directory, arch),
         Path(directory) / "output",
-        count_digits,
+        spread,
         dataset["train"],
         dataset["test"].select(range(2)),
         **(defaults | arguments),

@@ -34,10 +34,9 @@ def engine_model(publisher):
 
 def engine_logps(llm) -> list[list[float]]:
     """Log-prob of each token of [`PROMPTS`] after its first."""
-    from trl_qarl.doctor.deep_audit import log_probs_of_tokens
     from trl_qarl.rollout.in_process import InProcessEngine
 
-    return log_probs_of_tokens(InProcessEngine(llm).log_probs(PROMPTS), PROMPTS)
+    return [InProcessEngine(llm).score(prompt) for prompt in PROMPTS]
 
 
 @torch.no_grad()

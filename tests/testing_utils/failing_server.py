@@ -28,6 +28,13 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True
+        elif failure == "drip" or (failure == "drip later" and self.command == "POST"):
+            # A header without end: with each byte that arrives, a time-out of `requests` begins anew.
+            with suppress(OSError):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+                while not self.server.released.wait(0.02):
+                    self.wfile.write(b"x")
+            self.close_connection = True
         elif failure == "break off" and self.command == "POST":
             self.reply(200, b"", length=9)
         elif failure == "garbage":

@@ -15,34 +15,27 @@ TENSOR = "model.norm.weight"
 
 class FaultyReplica(WorkerExtension):
     def _meets(self, fault: str) -> bool:
-        file = Path(os.environ[FAULT_FILE])
-        return (
-            1 in (self.vllm_config.parallel_config.data_parallel_index, self.rank)
-            and file.exists()
-            and file.read_text() == fault
+        file, number = (
+            Path(os.environ[FAULT_FILE]),
+            max(self.vllm_config.parallel_config.data_parallel_index, self.rank),
         )
+        return file.exists() and file.read_text() in (f"{fault} {number}", f"{fault} everywhere")
 
     def _spoil(self) -> None:
         with torch.no_grad():
             self.model_runner.model.get_parameter(TENSOR).data.mul_(2)
 
-    def qarl_begin(self):
+    def qarl_begin(self, **call):
         if self._meets("spoiled before"):
             self._spoil()
-        return super().qarl_begin()
+        return super().qarl_begin(**call)
 
-    def qarl_keep_copy(self):
-        if self._meets("no copy"):
-            copy = self.weight_transfer_engine.copy
-            copy.tensors.clear(), copy._elements.clear()
-        return super().qarl_keep_copy()
-
-    def qarl_clear_cache(self):
+    def qarl_clear_cache(self, **call):
         if self._meets("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
-        super().qarl_clear_cache()
+        return super().qarl_clear_cache(**call)
 
-    def qarl_finish(self, fingerprints):
+    def qarl_finish(self, fingerprints, **call):
         if self._meets("spoiled during"):
             fingerprints = fingerprints | {TENSOR: "something else"}
-        super().qarl_finish(fingerprints)
+        return super().qarl_finish(fingerprints, **call)

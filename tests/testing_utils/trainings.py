@@ -11,11 +11,7 @@ from trl_qarl.quantization.schemes import SCHEMES
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 
 
-SIGNED = {
-    s.grid.num_bits: name
-    for name, s in SCHEMES.items()
-    if s.grid and s.grid.has_signed_scales and s.activation is None
-}
+SIGNED = {s.grid.num_bits: name for name, s in SCHEMES.items() if s.nests}
 """Schemes with signed scales by their bits: each nests in those of more."""
 
 

@@ -21,6 +21,8 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+from testing_utils.children import start
+
 
 # As in conftest.py.
 sys.path.append(os.path.join(sys.prefix, "pictures"))
@@ -44,7 +46,7 @@ class WarmServers:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "testing_utils.warm_servers"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self.process = start(command, env=environment, text=True, **pipes)
         assert self.process.stdout.readline() == "ready\n"
 
     def ask(self, *request):
@@ -108,12 +110,14 @@ class WarmServer:
         self.kill(15)
 
 
-def run(argv: list[str], environment: dict[str, str], log: str) -> None:
+def run(parent: int, argv: list[str], environment: dict[str, str], log: str) -> None:
     """`python -m module argument ...`, in this process."""
     from trl_qarl.processes import end_with_parent
 
     os.setsid()
     end_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -157,9 +161,9 @@ def main() -> None:
     for line in sys.stdin:
         kind, *arguments = json.loads(line)
         if kind == "start":
-            answer = os.fork()
+            parent, answer = os.getpid(), os.fork()
             if answer == 0:
-                run(*arguments)
+                run(parent, *arguments)
         else:
             pid, status = os.waitpid(arguments[0], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None

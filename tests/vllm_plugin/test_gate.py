@@ -1,29 +1,20 @@
 """The gate is plain ASGI, driven here in front of an application that answers everything."""
 
 import asyncio
-import hashlib
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
-from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate, Uploads
+from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate
 from trl_qarl.wire.handshake import is_proof, proof
-from trl_qarl.wire.protocol import (
-    SESSION_HEADER,
-    SESSION_PATH,
-    STATE_PATH,
-    TRANSFER_DIR_VARIABLE,
-    UPLOAD_HEADER,
-    UPLOAD_PATH,
-)
+from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 
 
 pytestmark = pytest.mark.anyio
 
-CONTENT = bytes(range(256)) * 40
-DIGEST = hashlib.sha256(CONTENT).hexdigest()
 SECRET = "5" * 64
 
 
@@ -39,6 +30,8 @@ class Server:
         self.status = 200
         self.gate = PublicationGate(self.application, SECRET)
         self.reached = []
+        # vLLM's client of the engine.
+        self.engine = SimpleNamespace(errored=False)
 
     async def application(self, scope, receive, send):
         self.reached.append((scope["method"], scope["path"], (await receive())["body"]))
@@ -47,8 +40,8 @@ class Server:
 
     async def request(self, path, method="POST", token=None, disconnect=None, body=None, headers=(), messages=None):
         """
-        Status and body, or `None` without an answer; with `disconnect`, an event, the connection stays open until it
-        is set. The server receives `messages`, or else `body` in one.
+        Status and body; with `disconnect`, an event, the connection stays open until it is set. The server receives
+        `messages`, or else `body` in one.
         """
         sent, first_body = [], asyncio.Event()
         messages = iter([part(json.dumps(body or {}).encode(), False)] if messages is None else messages)
@@ -64,16 +57,17 @@ class Server:
             if message["type"] == "http.response.body":
                 first_body.set()
 
-        headers = [*([] if path == UPLOAD_PATH else [(b"content-type", b"application/json")]), *headers]
+        headers = [(b"content-type", b"application/json"), *headers]
         headers += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
-        scope = {"type": "http", "path": path, "method": method, "headers": headers}
+        app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine))
+        scope = {"type": "http", "path": path, "method": method, "headers": headers, "app": app}
         task = asyncio.ensure_future(self.gate(scope, receive, send))
         answered = asyncio.ensure_future(first_body.wait())
         await asyncio.wait([task, answered], return_when=asyncio.FIRST_COMPLETED)
         if disconnect is None or not first_body.is_set():
             answered.cancel()
             await task
-        return (sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task) if sent else None
+        return sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task
 
     async def prove(self, secret=SECRET, trainer="process 7"):
         """Body of a request for a session."""
@@ -192,7 +186,46 @@ async def test_only_the_session_changes_weights(server, path, wrong):
 )
 async def test_everybody_may_read(server, path):
     assert (await server.request(path, method="GET"))[0] == 200
-    assert (await server.request(path, method="GET", headers=[(b"origin", b"http://chat.example")]))[0] == 200
+    assert (await server.request(f"{path}/", method="HEAD"))[0] == 200
+
+
+@pytest.mark.parametrize("header", [(b"origin", b"http://evil.example"), (b"sec-fetch-site", b"same-site")])
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        (STATE_PATH, "GET"),
+        ("/server_info", "GET"),
+        ("/v1/models", "HEAD"),
+        ("/tokenize", "OPTIONS"),
+        ("/tokenize", "POST"),
+        ("/v1/completions", "POST"),
+        ("/a_route_of_the_next_version", "PUT"),
+    ],
+)
+async def test_a_page_gets_no_answer_from_any_path(server, token, path, method, header):
+    await server.publish(token)
+    server.reached.clear()
+    status, body, _ = await server.request(path, method=method, token=token, headers=[header])
+    assert status == 403 and "browser" in body["error"] and server.reached == []
+
+
+async def test_a_page_opens_no_websocket(server, token):
+    await server.publish(token)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [(b"origin", b"http://evil.example")]}
+    await server.gate(scope, None, send)
+    assert sent == [{"type": "websocket.close", "code": 1013}] and server.reached[3:] == []
+
+
+async def test_routes_that_render_prompts_need_the_session(server, token):
+    """They fetch what a prompt with pictures names."""
+    for path in ("/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render"):
+        assert (await server.request(path))[0] == 409
+        assert (await server.request(path, token=token))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -269,7 +302,8 @@ async def test_a_page_in_a_browser_changes_nothing(server, path, header):
         request = {"body": {"method": "qarl_describe"}, "token": token}
     server.reached.clear()
     status, body, _ = await server.request(path, headers=[header], **request)
-    assert status == 403 and "browser" in body["error"] and server.reached == []
+    reason = "JSON" if header[0] == b"content-type" else "browser"
+    assert status == 403 and reason in body["error"] and server.reached == []
     assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
 
 
@@ -277,10 +311,10 @@ async def test_the_state_tells_who_holds_the_server_and_where_it_reads(server, d
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another/than/at/the/start")
     _, before, _ = await server.request(STATE_PATH, method="GET")
     assert before["is_open"] is False and before["holder"] is None
-    # By its mark a trainer knows that it has the same directory; it goes with its server, whose process it names.
-    assert before["transfer_dir"] == str(directory) and (directory / before["transfer_mark"]).exists()
-    assert str(os.getpid()) in before["transfer_mark"]
+    assert before["transfer_dir"] == str(directory)
     _, token, *_ = await server.open_session()
+    # By its mark a trainer knows that it has the same directory; it goes with its server, whose process it names.
+    assert (directory / before["transfer_mark"]).exists() and str(os.getpid()) in before["transfer_mark"]
     await server.publish(token)
     _, after, _ = await server.request(STATE_PATH, method="GET")
     assert (after["is_open"], after["num_publications"], after["holder"]) == (True, 1, "process 7")
@@ -341,106 +375,44 @@ async def test_a_host_that_vanished_loses_the_session(server, monkeypatch):
     assert (await server.open_session())[0] == 200
 
 
-async def upload(server, token, offset, *parts, content=CONTENT, header=None, ends=True, headers=()):
-    """Status and content of the answer to a piece in `parts`, whose connection may be dropped then."""
-    header = header or f"{hashlib.sha256(content).hexdigest()} {len(content)} {offset}"
-    messages = [*map(part, parts), {"type": "http.request", "body": b""} if ends else {"type": "http.disconnect"}]
-    fields = [(UPLOAD_HEADER.encode(), header.encode()), (b"content-type", b"application/octet-stream"), *headers]
-    answer = await server.request(UPLOAD_PATH, token=token, headers=fields, messages=messages)
-    return answer and answer[:2]
-
-
-def files(directory):
-    return [path for path in directory.iterdir() if not path.name.endswith("here")]
-
-
-async def test_pieces_become_a_file_that_an_update_reads_and_nothing_stays(server, token, directory):
-    assert await upload(server, token, 0, CONTENT[:3000], CONTENT[3000:5000]) == (200, {"received": 5000})
-    # Once more, and one that begins further on: said where to go on.
-    assert await upload(server, token, 0, CONTENT[:4000]) == (200, {"received": 5000})
-    assert await upload(server, token, 6000, CONTENT[6000:]) == (200, {"received": 5000})
-    # The last one again, while its file is checked and later: the answer was lost.
-    twice = await asyncio.gather(*(upload(server, token, 5000, CONTENT[5000:]) for _ in range(2)))
-    status, answer = await upload(server, token, 5000, CONTENT[5000:])
-    assert twice == [(status, answer)] * 2
-    assert status == 200 and answer["received"] == len(CONTENT)
-    (path,) = files(directory)
-    assert path.name == answer["file"] and path.read_bytes() == CONTENT and path.stat().st_mode & 0o777 == 0o600
-    await server.request("/update_weights", token=token)
-    assert files(directory) == []
-
-
-async def test_a_dropped_connection_costs_what_has_not_arrived_in_this_session_and_the_next(server, directory):
-    _, token, hang_up, task = await server.open_session()
-    assert await upload(server, token, 0, CONTENT[:700], ends=False) is None
-    assert await upload(server, token, 0) == (200, {"received": 700})
-    hang_up.set()
-    await task
-    assert (await upload(server, token, 700, CONTENT[700:]))[0] == 409
-    _, token, *_ = await server.open_session()
-    answer = (await upload(server, token, 700, CONTENT[700:]))[1]
-    assert answer["received"] == len(CONTENT) and "file" in answer
-
-
-async def test_what_does_not_have_its_hash_is_thrown_away(server, token, directory):
-    header = f"{DIGEST} {len(CONTENT)} 0"
-    changed = CONTENT[:-1] + b"x"
-    status, answer = await upload(server, token, 0, changed, header=header)
-    assert status == 400 and "announced hash" in answer["error"]
-    assert files(directory) == []
-    assert "file" in (await upload(server, token, 0, CONTENT))[1]
-
-
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        ("", "must be the SHA-256"),
-        (f"{DIGEST} 7", "must be the SHA-256"),
-        (f"{DIGEST} -7 0", "must be the SHA-256"),
-        (f"../{DIGEST[3:]} 7 0", "must be the SHA-256"),
-        (f"{DIGEST} {2**33} 0", "A file of 8589934592 bytes is refused: this server accepts up to 4294967296"),
-        (f"{DIGEST} 0 0", "A file of 0 bytes is refused"),
-        (f"{DIGEST} 5 0", "the end of the file, at 5 bytes"),
-        (f"{DIGEST} {len(CONTENT)} 9000", "the end of the file"),
-    ],
-)
-async def test_what_is_no_piece_is_refused(server, token, directory, header, message):
-    status, answer = await upload(server, token, 0, CONTENT, header=header or " ")
-    assert status == 400 and message in answer["error"]
-
-
-async def test_only_the_session_uploads_and_no_page(server, token, directory):
-    assert (await upload(server, None, 0, CONTENT))[0] == 409
-    assert (await upload(server, "0" * 32, 0, CONTENT))[0] == 409
-    assert (await upload(server, token, 0, CONTENT, headers=[(b"origin", b"http://a")]))[0] == 403
-    assert files(directory) == []
-
-
-async def test_a_server_without_room_or_directory_says_so(server, token, directory, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 10}))
-    status, answer = await upload(server, token, 0, CONTENT)
-    assert status == 507 and f"{len(CONTENT)} bytes are needed in {directory}, 10 are free" in answer["error"]
+async def test_a_session_makes_a_removed_transfer_directory_again(server, directory):
+    mark = server.gate._mark
+    for _ in range(2):
+        _, _, hang_up, held = await server.open_session()
+        assert (directory / mark).exists() and directory.stat().st_mode & 0o777 == 0o700
+        hang_up.set()
+        await held
+        shutil.rmtree(directory)
+    directory.mkdir(0o777)
     directory.chmod(0o777)
-    assert "others may write to it" in (await upload(server, token, 0, CONTENT))[1]["error"]
-    monkeypatch.delenv(TRANSFER_DIR_VARIABLE)
-    server = Server()
-    _, token, *_ = await server.open_session()
-    status, answer = await upload(server, token, 0, CONTENT)
-    assert status == 400 and "does not accept weights over HTTP" in answer["error"]
+    status, answer, _ = await server.request(SESSION_PATH, body=await server.prove())
+    assert status == 500 and "others may write to it" in answer["error"] and server.gate.session is None
 
 
-async def test_a_directory_that_something_has_removed_is_made_again(server, token, directory):
-    await upload(server, token, 0, CONTENT[:700], ends=False)
-    shutil.rmtree(directory)
-    # What was there is gone, which costs one more attempt.
-    assert (await upload(server, token, 700, CONTENT[700:]))[0] == 507
-    assert "file" in (await upload(server, token, 0, CONTENT))[1]
-    assert directory.stat().st_mode & 0o777 == 0o700
+async def test_session_and_requests_end_with_the_engine(server, monkeypatch):
+    """vLLM's server waits for both before it ends, and a call of workers that are gone has no answer."""
+    monkeypatch.setattr("trl_qarl.vllm_plugin.gate._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("trl_qarl.vllm_plugin.gate._LAST_SECONDS", 0.01)
+    _, token, hang_up, held = await server.open_session()
+    await server.publish(token)
+    application, arrived = server.gate.app, asyncio.Event()
 
+    async def never(scope, receive, send):
+        arrived.set()
+        await asyncio.Event().wait()
 
-async def test_half_files_do_not_pile_up(server, token, directory):
-    server.gate._uploads = Uploads(str(directory), limit=25_000)
-    for number in range(5):
-        content = CONTENT + bytes([number])
-        assert await upload(server, token, 0, content[:99], content=content, ends=False) is None
-    assert 1 <= len(files(directory)) <= 2
+    server.gate.app = never
+    waiting = [
+        asyncio.ensure_future(server.request(path, method=method, token=token, body={"method": "qarl_describe"}))
+        for path, method in (("/collective_rpc", "POST"), ("/weight_info", "GET"), ("/v1/completions", "POST"))
+    ]
+    await arrived.wait()
+    server.engine.errored = True
+    for request in waiting:
+        status, body, _ = await asyncio.wait_for(request, 10)
+        assert status == 500 and "engine has died" in body["error"]
+    await asyncio.wait_for(held, 10)
+    assert not hang_up.is_set() and server.gate.session is None
+    # Requests that vLLM answers itself have its answer.
+    server.gate.app = application
+    assert (await server.request("/v1/models", method="GET"))[0] == 200

@@ -100,17 +100,10 @@ def make_engine_apply(name, low_bit, dtype, shape):
         kernel = QaRLNvFp4Kernel(NvFp4LinearLayerConfig())
         layer.weight, layer.weight_global_scale = layer.weight_packed, nn.Parameter(1 / layer.weight_global_scale)
     else:
-        types = {
-            "w4a16": "uint4b8",
-            "w4a8-int8": "uint4b8",
-            "w4a16-asym": "uint4",
-            "w8a16": "uint8b128",
-            "w8a16-asym": "uint8",
-        }
-        weight_type, has_zero_points = getattr(scalar_types, types[name]), name.endswith("asym")
-        config = MPLinearLayerConfig(shape[::-1], shape[::-1], weight_type, dtype, -1, has_zero_points)
+        weight_type = scalar_types.uint8b128 if name == "w8a16" else scalar_types.uint4b8
+        config = MPLinearLayerConfig(shape[::-1], shape[::-1], weight_type, dtype, -1, False)
         assert QaRLWeightOnlyKernel.can_implement(config)[0] or weight_type.size_bits == 4
-        kernel = QaRLWeightOnlyKernel(config, "weight_packed", "weight_scale", "weight_zero_point")
+        kernel = QaRLWeightOnlyKernel(config, "weight_packed", "weight_scale")
     if name == "w4a8-int8":
         layer._humming_input_quant_config = {"num_bits": 8}
     kernel.process_weights_after_loading(layer)
@@ -119,7 +112,7 @@ def make_engine_apply(name, low_bit, dtype, shape):
 
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["w4a16", "w8a16-asym", "mxfp4a16", "nvfp4a16", "w8a16", "w8a8", "w4a8-int8"])
+@pytest.mark.parametrize("name", ["w4a16", "mxfp4a16", "nvfp4a16", "w8a16", "w8a8", "w4a8-int8"])
 def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dtype, has_native_instructions):
     monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)

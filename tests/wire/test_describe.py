@@ -23,7 +23,7 @@ def test_an_engine_for_another_grid_in_the_same_container_is_no_other_engine():
         prepare_model(model := nn.ModuleDict({"q_proj": nn.Linear(128, 128)}), name)
         return quantization_config(Inventory.of(model))
 
-    for name in ("w4a16-observer", "w3a16", "w2a16-observer"):
+    for name in ("w3a16", "w2a16"):
         assert described(name) != described("w4a16")
         assert config_differences(described(name), described("w4a16")) == []
 
@@ -65,12 +65,10 @@ def test_a_scheme_is_found_again_in_what_it_writes(name):
         group = {"weights": scheme.weight_args(size), "input_activations": scheme.activation_args}
         assert scheme_of_group(group_name(3, scheme), group) == scheme
         other = group | {"weights": group["weights"] | {"symmetric": not group["weights"]["symmetric"]}}
-        twins = {"w4a16-asym": "w4a16-observer", "w4a16-observer": "w4a16-asym"}
-        found = scheme_of_group(group_name(3, scheme), other)
-        assert (found and found.name) == twins.get(name)
+        assert scheme_of_group(group_name(3, scheme), other) is None
 
 
 def test_group_of_another_tool_is_read_as_the_grid_that_fills_the_container():
     group = {"weights": get_scheme("w3a16").weight_args(32), "input_activations": None}
-    assert scheme_of_group("group_0", group).name == "w4a16-observer"
+    assert scheme_of_group("group_0", group).name == "w4a16"
     assert scheme_of_group("group_0-int5", group) is None

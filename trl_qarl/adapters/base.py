@@ -149,6 +149,13 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
         )
     inventory = Inventory.of(model)
     layers = inventory.layers
+    head = inventory.model.get_output_embeddings()
+    if head is not None and head in layers.values():
+        name = next(name for name, layer in layers.items() if layer is head)
+        raise ValueError(
+            f"The base is a low-bit checkpoint with a quantized output head ({name!r}), but the loss multiplies by the head's weight "
+            f"itself. Quantize the base again with ignore=[{name!r}], or start from the high-precision checkpoint."
+        )
     # With one scheme, the checkpoint determines which layers have it.
     if plan.is_uniform and plan.schemes:
         ours = dict.fromkeys(layers, plan.schemes[0])
@@ -216,8 +223,8 @@ def merge_adapter(model: nn.Module) -> tuple[nn.Module, float, float]:
 
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str:
-    """Return 16 hexadecimal digits that differ for another base or scheme: over names, shapes, and scales and zero
-    points of quantized layers, or, if nothing is quantized, the first row of each layer."""
+    """Return 16 hexadecimal digits that differ for another base or scheme: over names, shapes, and scales of
+    quantized layers, or, if nothing is quantized, the first row of each layer."""
     digest = hashlib.sha256()
     inventory = Inventory.of(model)
     for layer in inventory.walk():
@@ -241,12 +248,8 @@ def base_fingerprint(model: nn.Module) -> str:
 def _add_grid(digest, weight: LowBitTensor) -> None:
     _add(digest, weight.scale)
     for operand in weight.format.operands:
-        tensor = getattr(weight, operand.name)
-        if operand.per_group:
-            _add(digest, tensor)
-        else:
-            # A base and its double may have the same codes and scales, and differ only in this number.
-            digest.update(str(tensor[0].item()).encode())
+        # A base and its double may have the same codes and scales, and differ only in this number.
+        digest.update(str(getattr(weight, operand.name)[0].item()).encode())
 
 
 def _add(digest, tensor: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from ..checkpoint.serving import engine_rank
+from ..hub import engine_rank
 from ..quantization.names import is_peft_model
 from ..quantization.storage import whole
 

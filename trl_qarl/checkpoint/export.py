@@ -5,7 +5,6 @@ Format: https://github.com/vllm-project/compressed-tensors. The tensors equal th
 bit; tensors that are not quantized are written in the dtype in which the engine runs the model.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,21 +21,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..hub import ADAPTER_FOLDER, write_card
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded, whole
-from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
-from .layout import (
-    compact,
-    iter_checkpoint_tensors,
-    loads_in_transformers,
-    problem_of_compact,
-    quantization_config,
-)
+from .layout import check_finite, iter_checkpoint_tensors, loads_in_transformers, quantization_config
 from .load import auto_class
-from .serving import ADAPTER_FOLDER
 
 
 if TYPE_CHECKING:
@@ -55,7 +47,6 @@ def export_checkpoint(
     max_shard_size: str | int = "5GB",
     card: dict[str, Any] | None = None,
     gguf: "GGUFReader | None" = None,
-    is_compact: bool = False,
 ) -> Path:
     """
     Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
@@ -69,19 +60,15 @@ def export_checkpoint(
     - `dtype`: dtype of tensors that are not quantized; by default the dtype for which the scales of prepared layers
       are rounded, else the model's.
     - `max_shard_size`: largest size of one shard.
-    - `card`: further content of README.md: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
+    - `card`: further content of README.md: arguments of [`~trl_qarl.hub.write_card`].
     - `gguf`: file of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
       copy of this file, `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
-    - `is_compact`: pack codes of 3 and 2 bits into 3 and 2 bits instead of 4
-      ([`~trl_qarl.checkpoint.layout.compact`]).
 
-    Return the folder. An earlier export in it is replaced once the new one is complete; the scores in its card stay if
-    the policy is the same. Of several processes the first writes, and if masters are sharded, which are gathered layer
-    by layer, every process has to call.
+    Return the folder. An earlier export in it is replaced once the new one is complete. Of several processes the first
+    writes, and if masters are sharded, which are gathered layer by layer, every process has to call.
 
-    `TypeError` is raised if `model` is not a model; `ValueError` if `output_dir` holds another model's weights, if the
-    model has both quantized layers and experts in high precision, or if `is_compact` is set and no codes can be packed
-    closer.
+    `TypeError` is raised if `model` is not a model; `ValueError` if `output_dir` holds another model's weights, or if
+    the model has both quantized layers and experts in high precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -109,8 +96,6 @@ def export_checkpoint(
             "experts under different names, so no checkpoint serves both. Save the masters with `save_model`, or train with "
             "scheme='bf16'."
         )
-    if is_compact and (problem := problem_of_compact(inventory)):
-        raise ValueError(f"--compact (is_compact=True): {problem}")
     is_shared = is_sharded(model)
     if is_shared and gguf is not None:
         raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
@@ -132,8 +117,6 @@ def export_checkpoint(
             pass
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
-    if is_compact:
-        compact(inventory, tensors, config.quantization_config)
     with written_as_a_whole(output_dir) as folder:
         if gguf is not None:
             export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
@@ -155,13 +138,11 @@ def export_checkpoint(
         if adapted is not None:
             # TRL may have added a copy of the initial adapter.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
-        about = {"facts": TrainingFacts(), "title": output_dir.name, "name_or_path": model.name_or_path}
+        about: dict[str, Any] = {"name": output_dir.resolve().name, "source": model.name_or_path}
         about |= {name: value for name, value in (card or {}).items() if value is not None}
-        if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
-            about["evaluated"] = output_dir
         about["loaded_by"] = auto_class(model.config).__name__
-        about["loads_in_transformers"] = loads_in_transformers(inventory) and not is_compact
-        save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
+        about["loads_in_transformers"] = loads_in_transformers(inventory)
+        write_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
             # The adapter of the earlier export belongs to another base.
             shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
@@ -183,8 +164,8 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
     try:
         yield partial
         allow_as_umask([path for path in partial.rglob("*") if path.is_file()])
-        # The new export may have fewer shards, no plot of rewards and no GGUF file.
-        for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE, folder / GGUF_FILE):
+        # The new export may have fewer shards and no GGUF file.
+        for path in (*folder.glob("*.safetensors*"), folder / GGUF_FILE):
             path.unlink(missing_ok=True)
         for path in partial.iterdir():
             if path.is_dir():
@@ -192,25 +173,6 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _is_same_policy(folder: Path, other: Path) -> bool:
-    """Return whether two exports have the same weights, configuration and adapter, if any."""
-    patterns = ("*.safetensors", "config.json", f"{ADAPTER_FOLDER}/adapter_*")
-    ours, theirs = (
-        {path.relative_to(f): _content(path) for pattern in patterns for path in f.glob(pattern)}
-        for f in (folder, other)
-    )
-    return ours == theirs
-
-
-def _content(path: Path) -> Any:
-    """Return JSON, or header and digest of a safetensors file, independent of the order of names."""
-    with path.open("rb") as file:
-        if path.suffix == ".json":
-            described = json.load(file)
-            return {name: sorted(v, key=str) if isinstance(v, list) else v for name, v in described.items()}
-        return read_header(file)[1], hashlib.file_digest(file, "sha256").digest()
 
 
 def check_export_dir(folder: str | Path) -> None:
@@ -222,8 +184,10 @@ def check_export_dir(folder: str | Path) -> None:
 
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU."""
+    """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU. `ValueError` is
+    raised if one is not finite."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    check_finite(tensors.items())
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():
         # Only transformers knows the checkpoint names of other layouts.

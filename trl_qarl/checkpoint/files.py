@@ -26,10 +26,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _held: WeakSet[TextIO] = WeakSet()
 
 
-def hold(lock: Path, option: str) -> TextIO:
-    """Hold the folder of a lock file until the returned file is closed. Folder and file are created if missing, and
-    the file names its holder. `ValueError`, with the `option` that names the folder, is raised if another trainer
-    holds it. A file system without locks only gets a warning."""
+def hold(lock: Path) -> TextIO:
+    """Hold the output directory of a lock file until the returned file is closed. Folder and file are created if
+    missing, and the file names its holder. `ValueError` is raised if another trainer holds it. A file system without
+    locks only gets a warning."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     file = lock.open("a+", encoding="utf-8")
     try:
@@ -39,14 +39,16 @@ def hold(lock: Path, option: str) -> TextIO:
         holder = file.read().strip() or "another process"
         file.close()
         raise ValueError(
-            f"{option}={str(lock.parent)!r} belongs to {holder}, which is still training. Choose another folder."
+            f"output_dir={str(lock.parent)!r} belongs to {holder}, which is still training. Choose another folder."
         ) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             file.close()
             raise
-        message = "%s=%r is on a file system without locks (%s): a second trainer that writes there is not refused."
-        logger.warning(message, option, str(lock.parent), error.strerror)
+        message = (
+            "output_dir=%r is on a file system without locks (%s): a second trainer that writes there is not refused."
+        )
+        logger.warning(message, str(lock.parent), error.strerror)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -54,10 +56,10 @@ def hold(lock: Path, option: str) -> TextIO:
     return file
 
 
-def check_free(lock: Path, option: str) -> None:
+def check_free(lock: Path) -> None:
     """Raise `ValueError` if another trainer holds the folder of a lock."""
     if lock.exists():
-        hold(lock, option).close()
+        hold(lock).close()
 
 
 def _leave_to_parent() -> None:

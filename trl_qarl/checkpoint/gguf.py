@@ -11,10 +11,11 @@ GGUF, each of 32 weights along the input, store them unchanged:
 | `mxfp4` | `MXFP4` | the scale's byte, then codes |
 
 A byte of 4-bit codes holds the codes `j` and `j + 16` of a block. A scale of more than 32 weights is repeated. Other
-matrices are written in the policy's dtype, and vectors in float32, as llama.cpp expects. Metadata and tokenizer are
-copied from the file.
+matrices are written in the policy's dtype, and vectors in float32, as llama.cpp expects. Metadata and vocabulary are
+copied from the file; chat template and special tokens are the learner's.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from ..packages import install_hint
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted
@@ -36,6 +38,8 @@ from ..quantization.tensors import LowBitTensor
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
+
+logger = logging.getLogger(__name__)
 
 GGUF_FILE = "model.gguf"
 """Name of the file in the folder of an export."""
@@ -75,7 +79,7 @@ def read_base(path: str | Path) -> "GGUFReader":
     try:
         import gguf
     except ImportError as error:
-        raise ValueError(f'A GGUF export needs the package gguf: `pip install "trl-qarl[gguf]"` ({error}).') from error
+        raise ValueError(f"A GGUF export needs the package gguf: {install_hint('gguf')} ({error}).") from error
     if not Path(path).is_file():
         raise ValueError(f"There is no file {str(path)!r}. Name a GGUF file of the model that was trained.")
     try:
@@ -104,10 +108,11 @@ def export_gguf(
     """
     Write the low-bit policy as a GGUF file to `path`, which must not be that of `base`; return `path`.
 
-    Metadata, tokenizer, factors of rotary embeddings and the order of tensors come from `base`, a file of the same
+    Metadata, vocabulary, factors of rotary embeddings and the order of tensors come from `base`, a file of the same
     base model from [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`.
-    The tokenizer of the file is compared with `processing_class`. `ValueError` is raised, and nothing written, if
-    `base` is of another model, a scheme has no GGUF type, or fp16 cannot represent a scale.
+    Chat template and special tokens are those of `processing_class`, with a warning about each that `base` has
+    otherwise. `ValueError` is raised, and nothing written, if `base` is of another model or vocabulary, a scheme has
+    no GGUF type, or fp16 cannot represent a scale.
     """
     import gguf
 
@@ -120,14 +125,20 @@ def export_gguf(
     policy = _policy_tensors(inventory)
     _check_base(base, inventory.model, policy, processing_class)
     _check_policy(policy)
+    own = _tokenizer_settings(getattr(processing_class, "tokenizer", processing_class))
+    _warn_of_differences(base, own)
     writer = gguf.GGUFWriter(path, _metadata(base, "general.architecture"))
     writer.data_alignment = base.alignment
     for field in base.fields.values():
         # Skip fields of reader and writer or about the original weights, and empty arrays, which the writer refuses.
         is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
-        if not is_about_weights and (value := field.contents()) != []:
+        if not is_about_weights and field.name not in own and (value := field.contents()) != []:
             kinds = field.types
             writer.add_key_value(field.name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    for name, value in own.items():
+        is_id = isinstance(value, int) and not isinstance(value, bool)
+        kind = gguf.GGUFValueType.UINT32 if is_id else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(name, value, kind)
     matrices = Counter(
         _kind(tensor, dtype) for name, tensor in policy.items() if ".blk." in f".{name}" and tensor.ndim == 2
     )
@@ -203,6 +214,8 @@ def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor],
     if tokenizer is not None:
         theirs, added = _metadata(base, "tokenizer.ggml.tokens", []), tokenizer.get_added_vocab()
         ours = {token: index for token, index in tokenizer.get_vocab().items() if token not in added}
+        special = {tokenizer.eos_token, tokenizer.bos_token} & added.keys()
+        ours |= {token: added[token] for token in special}
         differing = [token for token, index in ours.items() if index >= len(theirs) or theirs[index] != token]
         if differing:
             problems.append(f"{len(differing)} of {len(ours)} tokens differ, such as {differing[0]!r}")
@@ -211,6 +224,36 @@ def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor],
             f"The GGUF file is of another model than {model.name_or_path or type(model).__name__!r}: {'; '.join(problems)}. Name a file "
             "of the base model, complete and in one part."
         )
+
+
+def _tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
+    """Return chat template and special tokens of a tokenizer by their names in GGUF, without those that it lacks."""
+    if tokenizer is None:
+        return {}
+    found = {
+        "tokenizer.chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
+    }
+    if tokenizer.bos_token_id is not None:
+        found["tokenizer.ggml.add_bos_token"] = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _warn_of_differences(base: "GGUFReader", own: dict[str, Any]) -> None:
+    tokens = _metadata(base, "tokenizer.ggml.tokens", [])
+
+    def show(name: str, value: Any) -> str:
+        if name.endswith("_token_id"):
+            return f"{value} ({tokens[value]!r})" if value is not None and value < len(tokens) else str(value)
+        return "another" if name == "tokenizer.chat_template" and value is not None else repr(value)
+
+    for name, ours in own.items():
+        theirs = _metadata(base, name)
+        if theirs != ours:
+            said = "the learner's" if name == "tokenizer.chat_template" else show(name, ours)
+            logger.warning("%s in the GGUF file is %s; the base file has %s.", name, said, show(name, theirs))
 
 
 def _different_settings(base: "GGUFReader", config: Any) -> Iterator[str]:
@@ -261,9 +304,7 @@ def _check_policy(policy: dict[str, torch.Tensor]) -> None:
         scheme = weight.scheme
         if gguf_type(scheme) is None:
             fitting = [s.name for s in SCHEMES.values() if gguf_type(s) is not None]
-            raise ValueError(
-                f"{name}: scheme {scheme.name!r} has no GGUF type (Q4_0, for example, has no zero points). Schemes with a type are {fitting}."
-            )
+            raise ValueError(f"{name}: scheme {scheme.name!r} has no GGUF type. Schemes with a type are {fitting}.")
         if weight.shape[1] % _BLOCK:
             raise ValueError(
                 f"{name} has {weight.shape[1]} input features, and blocks of GGUF have {_BLOCK}. Leave the layer out with `exclude_modules`."

@@ -7,20 +7,17 @@ from itertools import chain
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import nn
 
-from ..packages import installed
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
-from ..quantization.formats.int4_packed import to_words
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import ROUTER_NAMES, Inventory, LayerWeights
 from ..quantization.names import CheckpointNames, architecture
 from ..quantization.plan import fused_layers
-from ..quantization.schemes import INT4_PACKED, SCHEMES, QuantScheme
+from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
-from ..wire.describe import group_name, scheme_of_group
+from ..wire.describe import group_name
 
 
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
@@ -92,6 +89,26 @@ def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterat
         yield stem + key.removeprefix("weight"), value.detach()
 
 
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `ValueError` if a tensor of the low-bit policy is not finite, with its name and row. A master that is not
+    finite makes the scale of its group so."""
+    for name, tensor in tensors:
+        if tensor.dtype is torch.uint8 and name.endswith("_scale"):
+            # Powers of two, of which 255 is NaN.
+            is_finite = tensor != 255
+        elif tensor.is_floating_point() and (tensor.itemsize > 1 or name.endswith("_scale")):
+            is_finite = tensor.float().isfinite() if tensor.itemsize == 1 else tensor.isfinite()
+        else:
+            continue
+        if not is_finite.all():
+            place = (~is_finite).nonzero()[0].tolist()
+            rows = place[:-1] or place
+            raise ValueError(
+                f"{name}: row {', '.join(map(str, rows))} is not finite ({tensor[tuple(place)].item()}), so a master of this layer is NaN or "
+                "infinite. Start again from an earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+            )
+
+
 def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of [`iter_checkpoint_layers`] one by one."""
     return chain.from_iterable(iter_checkpoint_layers(model, dtype))
@@ -127,10 +144,6 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
             "output_activations": None,
             "format": scheme.container.checkpoint_format,
         }
-    # transformers 5.23 with compressed-tensors 0.18 cannot keep zero points packed, but can read them into dense
-    # weights; with several groups it would use the first for all. Drop this once the upstream layout on the meta
-    # device packs them.
-    unpacked = {"dequantize": True} if len(groups) == 1 and _has_zero_points(formats) else {}
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -139,29 +152,7 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
         "config_groups": groups,
         "ignore": [names.of_tensor(n) for n, m in inventory.modules.items() if _is_matrix(n, m) and n not in formats],
         "kv_cache_scheme": None,
-        **unpacked,
     }
-
-
-def _has_zero_points(formats: Mapping[str, tuple[QuantScheme, int | None]]) -> bool:
-    return any(scheme.grid is not None and scheme.grid.has_zero_points for scheme, _ in formats.values())
-
-
-def problem_of_zero_points(inventory: Inventory | None = None) -> str | None:
-    """Return the reason why the installed transformers cannot read an export of a model with zero points, or `None`.
-    Without an inventory, assume layers that differ in scheme or group size."""
-    formats = {} if inventory is None else inventory.formats
-    if inventory is not None and (len({*formats.values()}) == 1 or not _has_zero_points(formats)):
-        return None
-    versions = installed("transformers", "compressed-tensors")
-    newest = (("transformers", "5.23"), ("compressed-tensors", "0.18"))
-    if any(Version(versions[name]) < Version(first) for name, first in newest):
-        return None
-    return (
-        f"transformers {versions['transformers']} with compressed-tensors {versions['compressed-tensors']} cannot read exports with "
-        "zero points whose layers differ in scheme or group size; vLLM and trl_qarl can. "
-        "To read them: pip install 'transformers<5.23', or 'compressed-tensors<0.18'"
-    )
 
 
 def _is_matrix(name: str, module: nn.Module) -> bool:
@@ -173,8 +164,8 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
 
 def loads_in_transformers(inventory: Inventory) -> bool:
     """Return whether transformers can read the checkpoint. For experts it supports only FP8 codes and packed codes
-    without zero points (5.17)."""
-    return problem_of_zero_points(inventory) is None and not any(
+    (5.17)."""
+    return not any(
         isinstance(layer, QuantizedExperts) and not format_of(layer.scheme.container).experts_in_transformers
         for layer in inventory.layers.values()
     )
@@ -225,43 +216,3 @@ def problem_of_mixture(inventory: Inventory) -> str | None:
 
 def _has_compared_experts(scheme: QuantScheme) -> bool:
     return scheme.is_quantized and scheme.activation in format_of(scheme.container).experts_in_vllm
-
-
-def _is_coarse(scheme: QuantScheme) -> bool:
-    return scheme.container == INT4_PACKED and scheme.grid.num_bits < scheme.container.num_bits
-
-
-def problem_of_compact(inventory: Inventory) -> str | None:
-    """Return the reason why the codes of a model cannot be packed closer, or `None`."""
-    for name, module in inventory.layers.items():
-        if isinstance(module, QuantizedExperts) and _is_coarse(module.scheme):
-            return f"experts ({name!r}) with scheme {module.scheme.name!r} can be read only in INT4's container. Remove the option."
-    schemes = [scheme for scheme, _ in inventory.formats.values()]
-    if not any(map(_is_coarse, schemes)):
-        names = list(dict.fromkeys(scheme.name for scheme in schemes))
-        return f"no layer has codes of 3 or 2 bits, only {names or ['bf16']}. Add --bits 3 or --bits 2, or remove the option."
-    return None
-
-
-def compact(inventory: Inventory, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Pack codes of 3 and 2 bits with [`~trl_qarl.quantization.formats.int4_packed.to_words`], in place: in `tensors`,
-    a model's tensors under their names in a checkpoint, and in `config`, its `quantization_config`. The model must
-    have no [`problem_of_compact`]."""
-    for name, (scheme, _) in inventory.formats.items():
-        if _is_coarse(scheme):
-            key = f"{inventory.names.of_tensor(name)}.weight_packed"
-            tensors[key] = to_words(tensors[key], scheme.grid.num_bits)
-    for name, group in config["config_groups"].items():
-        scheme = scheme_of_group(name, group)
-        if _is_coarse(scheme):
-            group["weights"]["num_bits"] = scheme.grid.num_bits
-
-
-def is_compact(config: dict[str, Any]) -> bool:
-    """Return whether a `quantization_config` was made by [`compact`]. Other checkpoints of 3 and 2 bits are left to
-    transformers."""
-    return any(
-        weights["num_bits"] < INT4_PACKED.num_bits and scheme_of_group(name, group) is not None
-        for name, group in config.get("config_groups", {}).items()
-        if (weights := group.get("weights"))
-    )

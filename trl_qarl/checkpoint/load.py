@@ -34,11 +34,10 @@ from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted
 from ..quantization.own_grid import compare_groups, masters_on_grid
-from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme
+from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
-from .layout import is_compact, problem_of_zero_points
 
 
 logger = logging.getLogger(__name__)
@@ -71,6 +70,21 @@ def skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTr
         return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the files with a folder's weights, those that transformers would load: `model.safetensors`, else the
+    shards that its index names; none without either. `ValueError` names a missing shard."""
+    folder = Path(folder)
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {missing[0]!r}, which its {index.name} names. Copy or export it again.")
+    return files
+
+
 def load_frozen_model(
     name_or_path: str,
     dtype: torch.dtype | str | None = "float32",
@@ -93,6 +107,11 @@ def load_frozen_model(
     del config.quantization_config
     # A layer's scales tell its group size.
     schemes = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
+    if any(not group["weights"].get("symmetric", True) for group in groups.values()):
+        raise ValueError(
+            f"{name_or_path} is a compressed-tensors checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
+            "the high-precision checkpoint, or quantize it again with a symmetric scheme such as W4A16."
+        )
     if not schemes or any(scheme is None for _, scheme in schemes):
         raise ValueError(
             f"{name_or_path} is a compressed-tensors checkpoint with other schemes than {[*SCHEMES][:-1]}: its groups are "
@@ -151,21 +170,21 @@ def load_shards(folder: str | Path, trust_remote_code: bool = False, **options: 
 @torch.no_grad()
 def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint, such as one of AWQ, GPTQ or AutoRound, as a model in float32 for training. Quantized
-    with the checkpoint's scheme and group size, which are logged, the model has the checkpoint's codes and scales
+    Load a low-bit checkpoint, such as one of GPTQ or AutoRound, as a model in float32 for training. Quantized with the
+    checkpoint's scheme and group size, which are logged, the model has the checkpoint's weights
     ([`trl_qarl.quantization.own_grid`]). A warning counts groups that differ. `options` and errors are those of
     [`load_frozen_model`]; weights in floating-point codes raise `ValueError` too.
     """
     model = load_frozen_model(name_or_path, **options)
     num_groups = num_moved = num_lost = 0
-    reason = "they use too few codes for masters to reproduce their scale"
+    reason = "too few codes for masters to reproduce their scale"
     layers = Inventory.of(model).layers.values()
     settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in layers)
     for layer in layers:
         for name, weight in layer.quantized_weights.items():
             theirs = weight.low_bit_weight()
             if theirs.scale.dtype == torch.float32:
-                reason = "masters reproduce a scale to 0.00014 of its value, and these scales are float32. Quantize a model in bfloat16"
+                reason = "scales in float32, which masters reproduce to 0.00014 of their value; quantize a model in bfloat16"
             masters = masters_on_grid(theirs)
             scheme = replace(weight.scheme, group_size=weight.group_size)
             same, differing = compare_groups(LowBitTensor.from_hp(masters, scheme, weight.scale_dtype), theirs)
@@ -178,8 +197,8 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     logger.info("%s: masters for %s", name_or_path, " and ".join(f"scheme={n!r}, group_size={g}" for n, g in settings))
     if num_moved or num_lost:
         message = (
-            "%s: of %d groups of weights %d start with one code changed by one, and %d with another scale and other "
-            "codes: %s."
+            "%s: of %d groups of weights %d start with one weight, their largest, changed by one step, and %d with another scale "
+            "and other codes (%s). A scheme derives a group's scale from its largest weight."
         )
         logger.warning(message, name_or_path, num_groups, num_moved, num_lost, reason)
     return model.requires_grad_(True)
@@ -187,24 +206,19 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
 
 def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Load a model in `dtype`, by default its checkpoint's, with transformers, or with [`load_frozen_model`] if
-    transformers may fail to read it (low-bit experts, zero points, compact codes)."""
+    transformers cannot read it (INT8 experts)."""
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
-        described = json.loads((folder / "config.json").read_text())["quantization_config"]
-        files = [*folder.glob("*.safetensors")]
-        groups = described["config_groups"].values()
-        has_unread = len(groups) > 1 and not all(group["weights"]["symmetric"] for group in groups)
-        if is_compact(described) or any(map(_has_unread_experts, files)) or (has_unread and problem_of_zero_points()):
+        if any(map(_has_unread_experts, weight_files(folder))):
             return load_frozen_model(str(folder), dtype)
     return auto_class(AutoConfig.from_pretrained(name_or_path)).from_pretrained(name_or_path, dtype=dtype).eval()
 
 
 def _has_unread_experts(path: Path) -> bool:
     with safe_open(path, "pt") as file:
-        is_of_expert = re.compile(r"\.experts\.\d+\.\w+\.weight(_zero_point)?$").search
-        names = filter(is_of_expert, file.keys())
-        return any(name.endswith("_zero_point") or file.get_slice(name).get_dtype() == "I8" for name in names)
+        names = filter(re.compile(r"\.experts\.\d+\.\w+\.weight$").search, file.keys())
+        return any(file.get_slice(name).get_dtype() == "I8" for name in names)
 
 
 @torch.no_grad()
@@ -215,7 +229,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     transformers' Trainer only looks for the model's names, and skips other tensors with a warning (5.17). `ValueError`
     is raised if experts are stored under unknown names.
     """
-    files = {name: path for path in Path(folder).glob("*.safetensors") for name in _names_in(path)}
+    files = {name: path for path in weight_files(folder) for name in _names_in(path)}
     if is_adapted(model) or not files:
         return
     inventory = Inventory.of(model)
@@ -261,8 +275,10 @@ def _fill(
     model: PreTrainedModel, folder: Path, schemes: list[tuple[list[str], QuantScheme]], dtype: torch.dtype
 ) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         tensors |= load_file(path)
+    if not tensors:
+        raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
     if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
         raise ValueError(
             f"{folder} was quantized with reordered columns (actorder: group), given by {reordered[0]!r}. No kernel here supports "
@@ -289,9 +305,6 @@ def _fill(
         if first not in low_bit:
             continue
         scheme = _scheme_of(first, schemes, folder)
-        if scheme.name == "w4a16-observer" and (scales[first] < 0).any():
-            # A checkpoint of AutoRound, whose groups do not say so.
-            scheme = get_scheme("w4a16")
         # The dtype of scales is the engine's, unless the container prescribes one.
         scale_dtype = scales[first].dtype if scheme.container.scale_dtype is None else model.config.dtype
         if isinstance(module, nn.Linear):

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,6 @@ def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str
         "group_size": plan.group_size,
         "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
         "scale_dtype": str(scale_dtype).removeprefix("torch."),
-        **plan.options,
     }
 
 
@@ -46,27 +45,15 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
     for a new run. `ValueError` is raised if there is no such checkpoint, if it is incomplete or damaged, or if it was
     trained with a [`scheme_record`] that differs from this run's.
     """
-    if not resume_from_checkpoint:
+    resume_from_checkpoint = folder_to_resume(resume_from_checkpoint, output_dir)
+    if resume_from_checkpoint is None:
         return None
-    if resume_from_checkpoint is True:
-        resume_from_checkpoint = last_complete_checkpoint(output_dir)
-        if resume_from_checkpoint is None:
-            raise ValueError(
-                f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
-            )
     folder = Path(resume_from_checkpoint)
-    if not folder.is_dir():
-        raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
-    if problem := problem_of(folder):
-        raise ValueError(
-            f"The checkpoint {folder} is {problem}. Resume from another one, or with `resume_from_checkpoint=True` "
-            "from the last complete one of `output_dir`."
-        )
     if not (folder / SCHEME_FILE).is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
-    theirs = json.loads((folder / SCHEME_FILE).read_text())
-    if _differing((theirs.keys() | record.keys()) - {"grids"}, theirs, record):
+    theirs = read_json(folder / SCHEME_FILE)
+    if differing((theirs.keys() | record.keys()) - {"grids"}, theirs, record):
         raise ValueError(
             f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
             "or start a new run from its masters by passing it as the model."
@@ -74,14 +61,47 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
     return resume_from_checkpoint
 
 
-def last_complete_checkpoint(output_dir: str | Path) -> str | None:
+def folder_to_resume(
+    resume_from_checkpoint: str | bool | None, output_dir: str, reads_content: bool = False
+) -> str | None:
+    """Return the checkpoint folder to resume from, `None` for a new run. `ValueError` is raised if there is no such
+    checkpoint, or if it is incomplete or damaged. With `reads_content` files are read and compared with their sums,
+    otherwise only their sizes are."""
+    if not resume_from_checkpoint:
+        return None
+    if resume_from_checkpoint is True:
+        found = last_complete_checkpoint(output_dir, reads_content)
+        if found is None:
+            raise ValueError(
+                f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
+            )
+        return found
+    folder = Path(resume_from_checkpoint)
+    if not folder.is_dir():
+        raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
+    if problem := problem_of(folder, reads_content):
+        other = last_complete_checkpoint(folder.parent, reads_content, other_than=folder)
+        advice = (
+            "There is no complete one next to it: start a new run"
+            if other is None
+            else f"Resume from {other}, the last complete one next to it"
+        )
+        raise ValueError(f"The checkpoint {folder} is {problem}. {advice}.")
+    return resume_from_checkpoint
+
+
+def last_complete_checkpoint(
+    output_dir: str | Path, reads_content: bool = False, other_than: Path | None = None
+) -> str | None:
     """Return the folder of the last complete checkpoint, or `None`; others are skipped with a warning."""
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     steps = sorted((int(f.name.rpartition("-")[2]), f) for f in folders if f.name.rpartition("-")[2].isdigit())
     for _, folder in reversed(steps):
-        problem = problem_of(folder)
+        if folder == other_than:
+            continue
+        problem = problem_of(folder, reads_content)
         if problem is None:
             return os.fspath(folder)
         logger.warning("%s is %s. It is skipped.", folder, problem)
@@ -94,19 +114,27 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
     if not path.is_file():
         logger.warning("%s has no %s: its adapter may not fit this base and scheme.", folder, SCHEME_FILE)
         return
-    theirs = json.loads(path.read_text())
-    names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
-    if differing := _differing(names, theirs, record):
+    theirs = read_json(path)
+    if changed := differing(("scheme", "group_size", "scale_dtype", "base"), theirs, record):
         raise ValueError(
-            f"The adapter in {folder} was trained over another low-bit base ({'; '.join(differing)}); `base` is a "
+            f"The adapter in {folder} was trained over another low-bit base ({'; '.join(changed)}); `base` is a "
             "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."
         )
 
 
-def _differing(names: Iterable[str], theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+def differing(names: Iterable[str], theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return a text for each of these settings that has another value in the two."""
     pairs = {name: (theirs.get(name), ours.get(name)) for name in names}
     # Compared as text, because the order of patterns of layers matters.
     return [f"{name}={a!r} there, {b!r} here" for name, (a, b) in pairs.items() if json.dumps(a) != json.dumps(b)]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a checkpoint; `ValueError` names it if it is damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}). Restore it from another checkpoint of the run.") from error
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..adapters.tensors import ADAPTER_NAME
-from ..checkpoint.serving import ENGINE_RANKS
+from ..hub import ENGINE_RANKS
 from ..quantization.inventory import Inventory, layers_around
 from ..quantization.names import base_model, base_modules
 from .refused import PATTERNS_OF_LORA, REFUSED_BY_LORA

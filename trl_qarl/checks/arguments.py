@@ -2,18 +2,19 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from datasets import IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
-from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
-from ..quantization.names import is_adapted, is_peft_model
+from ..quantization.names import base_model, is_adapted, is_peft_model
 from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
@@ -24,6 +25,7 @@ from .adapter import (
     problems_of_quantized_base,
     problems_of_start,
 )
+from .batches import fit_generation_batch, problems_of_dataset
 from .options import low_precision_masters, raise_problems
 
 
@@ -33,8 +35,8 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives that need one
-    policy throughout."""
+    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives other than TRL's
+    losses."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
@@ -46,7 +48,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
     }
     switched_off = active
     if not args.disable_dropout:
-        if not get_objective(args).needs_one_policy:
+        if get_objective(args) is None:
             return
         # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused below.
         switched_off = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
@@ -64,6 +66,82 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         raise ValueError(
             f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={active[name, key]}), so rollout, "
             f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
+        )
+
+
+def keep_attention_cap(model: nn.Module) -> None:
+    """Have a model that caps its attention's logits (Gemma 2) compute them in PyTorch operations: transformers'
+    default, PyTorch's fused attention, drops the cap, which engines apply, without a word (5.17)."""
+    model = base_model(model)
+    config = getattr(model, "config", None)
+    cap = config and getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap and config._attn_implementation == "sdpa":
+        logger.info("attn_implementation='eager': 'sdpa' would drop attn_logit_softcapping=%g of this model.", cap)
+        model.set_attn_implementation("eager")
+
+
+def check_positions(model: nn.Module, args: Any) -> None:
+    """Raise `ValueError` for an engine that computes positions unlike the learner: with LongRoPE (such as Phi-3) an
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence. From
+    now on the learner refuses sequences that would change the factors of others."""
+    inner = base_model(model)
+    layers = [
+        m for n, m in inner.named_modules() if n.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"
+    ]
+    if not layers:
+        return
+    limit = layers[0].config.rope_parameters["original_max_position_embeddings"]
+    for layer in layers:
+        layer.register_forward_pre_hook(partial(_check_longest, limit), with_kwargs=True)
+    if args.use_vllm and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
+        raise ValueError(
+            f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
+            "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
+            f"short ones with those of short ones. Set vllm_max_model_length={limit}, and start a server with --max-model-len {limit}."
+        )
+
+
+def _check_longest(limit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    if (longest := int(positions.max()) + 1) > limit:
+        raise ValueError(
+            f"A sequence has {longest} tokens, more than original_max_position_embeddings={limit}: with LongRoPE it would give shorter "
+            "sequences of its batch other positions than in their rollout. Shorten prompts or `max_completion_length`."
+        )
+
+
+@torch.no_grad()
+def check_output_head(model: nn.Module, temperature: float) -> None:
+    """Compare the log-probs of TRL's loss, which multiplies by the output head itself, with those of the model's
+    logits, once, on a few tokens in high precision. `ValueError` is raised if they differ, as for a model whose own
+    code changes its logits."""
+    layers = [layer for layer in Inventory.of(model).layers.values() if not layer.is_frozen]
+    used = {layer: layer.use_quantized_forward for layer in layers}
+    was_training = model.training
+    ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    is_rounded = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
+    try:
+        model.eval()
+        # Nothing is quantized before the first update.
+        for layer in layers:
+            layer.use_quantized_forward = False
+        # A base in 16 bits below an adapter in float32 needs it.
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_rounded):
+            fused = model(**inputs, labels=ids, fused_lm_head=True).log_probs.float()
+            logits = model(**inputs, use_cache=False).logits[:, :-1]
+    finally:
+        model.train(was_training)
+        for layer, was_used in used.items():
+            layer.use_quantized_forward = was_used
+    log_probs = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    # Logits are rounded, and their sum in tiles.
+    allowed = 4 * torch.finfo(logits.dtype).eps * logits.abs().max().item() / temperature + 1e-3
+    if (difference := (fused - log_probs).abs().max().item()) > allowed:
+        raise ValueError(
+            f"The log-probs of TRL's loss differ from those of {type(base_model(model)).__name__}'s logits by {difference:.3g} nats: its "
+            "forward changes the output head's logits, and TRL applies only `final_logit_softcapping`, `logit_scale` and their kin of "
+            "the configuration, so the loss would be that of another policy than the rollout's. Fold the change into the head's weight."
         )
 
 
@@ -85,17 +163,14 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]
-    if args.push_to_hub and exports_policy(args.hub_export):
-        yield (
-            f"push_to_hub=True with hub_export={args.hub_export!r}: with experts in high precision ({reason}) there is no low-bit "
-            "export. Use hub_export='master'."
-        )
-    if args.use_vllm or not args.allow_high_precision_experts:
+    if args.push_to_hub:
+        yield f"push_to_hub=True: with experts in high precision ({reason}) there is no low-bit export. Remove `push_to_hub`."
+    if args.use_vllm or reason != "exclude_modules":
         share = num_elements(experts.values()) / num_elements(model.parameters())
         yield (
             f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
             f"scheme={args.scheme!r} ({reason}). It has no low-bit export, which vLLM would need. Use scheme='bf16'; without "
-            "vLLM, `allow_high_precision_experts=True` quantizes only the other layers."
+            "vLLM, name the experts in `exclude_modules`, such as 'experts', to quantize only the other layers."
         )
 
 
@@ -115,12 +190,15 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         return
     if problem := problem_of_class(model):
         yield problem
-    for name, value in (("numerics", "engine"), ("exact", "require")):
-        if getattr(args, name) == value:
-            yield (
-                f"{name}={value!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in several "
-                "dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
-            )
+    if args.numerics in ("engine", "exact"):
+        yield (
+            f"numerics={args.numerics!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in "
+            "several dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
+        )
+
+
+def _count(number: int) -> str:
+    return "is 1 reward function" if number == 1 else f"are {number} reward functions"
 
 
 def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
@@ -141,11 +219,6 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
         problems += problems_of_adapted_model(model)
     elif has_adapter:
         problems += problems_of_adapter(peft_config, **served)
-    if args.hub_export == "adapter" and not has_adapter:
-        problems.append(
-            "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
-            "`peft_config`."
-        )
     if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
@@ -156,11 +229,19 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
     problems += problems_of_quantized_base(args, quantization_config, has_adapter)
-    columns = getattr(train_dataset, "column_names", None)
+    problems += problems_of_dataset(train_dataset)
+    columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
     # An environment may supply the prompts.
     if columns is not None and "prompt" not in columns and environment_factory is None:
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
+        )
+    rewards = others["reward_funcs"] or []
+    num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
+    if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
+        problems.append(
+            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
+            "one for each."
         )
     datasets = train_dataset, eval_dataset
     if videos := _columns_among({"video", "videos"}, datasets):
@@ -188,6 +269,6 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
     elif not has_adapter:
         # The command line adds `dtype` after the configuration has been checked.
         problems += low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
-    raise_problems(problems)
+    raise_problems([*problems, *fit_generation_batch(args, train_dataset)])
     if optimizers[0] is not None and args.optim == "muon":
         logger.info("`optimizers` was given, so `optim='muon'` is not used.")

@@ -16,10 +16,8 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
-from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.load import SHARDS_FOLDER
-from ..checkpoint.uploads import exports_policy
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
 from .options import raise_problems
@@ -88,10 +86,6 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     if deepspeed is not None:
         raise_problems(_problems_of_zero(deepspeed.deepspeed_config, args, is_peft_model(model)))
         keep_float32_masters(deepspeed.deepspeed_config)
-    if args.in_flight_updates and state.num_processes > 1:
-        raise NotImplementedError(
-            f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Remove it."
-        )
 
 
 def launched_precision() -> str:
@@ -167,7 +161,7 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
         )
     raise_problems(_problems_of_fsdp(plugin, args, model))
     policy = plugin.mixed_precision_policy
-    if policy is not None and args.numerics == "engine":
+    if policy is not None and args.numerics in ("engine", "exact"):
         # Engine operations round masters themselves and do not round activations between layers.
         policy = plugin.mixed_precision_policy = replace(policy, param_dtype=None, output_dtype=None)
     if policy is not None and policy.reduce_dtype not in (None, torch.float32):
@@ -220,15 +214,6 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "quantize_learner=False with FSDP2: FSDP2 gathers low-bit weights and no masters. Remove it, or launch with DDP"
         )
-    yield from _problem_of_pushes(args, "FSDP2")
-
-
-def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:
-    if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
-        yield (
-            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with {launch} and hub_export={args.hub_export!r}: only one "
-            "rank knows whether a push is still running, and all ranks gather the export. Use hub_strategy='end'"
-        )
 
 
 def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
@@ -245,8 +230,8 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
                 "an adapter with zero_stage=3: outside a forward no process has a complete factor of the adapter to add to the base. Use "
                 "zero_stage 1 or 2 with lora_mode='merged', or launch with FSDP2 or DDP"
             )
-        if args.numerics == "engine":
-            yield "numerics='engine' with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
+        if args.numerics in ("engine", "exact"):
+            yield f"numerics={args.numerics!r} with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
         if args.sync_ref_model:
             yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
         if zero.get("zero_quantized_weights"):
@@ -258,7 +243,6 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
             yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
         if args.precisions is not None:
             yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
-        yield from _problem_of_pushes(args, "zero_stage=3")
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device")
         if device not in (None, "none", "cpu"):

@@ -2,24 +2,21 @@
 `precisions`."""
 
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from inspect import formatannotation
-from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
+from transformers.trainer_utils import HubStrategy
 
-from ..checkpoint.uploads import problem_of_access, problem_of_name
+from ..hub import problem_of_push
 from ..numerics.availability import contradicting_options
-from ..objectives.registry import get_objective
-from ..options import CHOICES, own_options
+from ..options import CHOICES
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
+from .problems import raise_problems as raise_problems
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     MODEL_INIT_KWARGS_REFUSED,
@@ -28,38 +25,13 @@ from .refused import (
 )
 
 
-_CHOICES = CHOICES | {"vllm_mode": ("server", "colocate"), "importance_sampling_level": ("token", "sequence")}
-
-
-def check_types(config: Any, inherited: type) -> Iterator[str]:
-    """
-    Yield a problem for each value of `config` that its field's annotation does not allow. Fields of `inherited`, a
-    base class that checks them itself, are skipped unless the class of `config` redefines their annotation.
-
-    Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
-    """
-    hints = get_type_hints(type(config))
-    for name in own_options(type(config), inherited):
-        hint = hints[name]
-        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        value = getattr(config, name)
-        if not any(_fits(value, hint) for hint in allowed):
-            yield f"{name}={value!r} is of type {type(value).__name__}, and must be {formatannotation(hint)}."
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
-    if origin is list:
-        return (isinstance(value, str) and arguments == (str,)) or (
-            isinstance(value, list | tuple) and all(_fits(element, arguments[0]) for element in value)
-        )
-    if origin is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if origin is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-    return isinstance(value, origin)
+_CHOICES = CHOICES | {
+    "vllm_mode": ("server", "colocate"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
 
 
 def check_scheme(config) -> Iterator[str]:
@@ -95,34 +67,15 @@ def check_turns(config) -> Iterator[str]:
 
 
 def check_numerics(config) -> Iterator[str]:
-    if config.numerics == "engine":
+    if config.numerics in ("engine", "exact"):
         for problem in contradicting_options(config):
-            yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
+            yield f"{said(config, 'numerics')} contradicts {problem}, or use numerics='fast'."
 
 
 def check_choices(config) -> Iterator[str]:
     for name, known in _CHOICES.items():
         if (value := getattr(config, name)) not in known and value != getattr(type(config), name):
             yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
-
-
-def _check_transport(config) -> Iterator[str]:
-    is_server, url = config.use_vllm and config.vllm_mode == "server", config.vllm_server_base_url
-    for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
-        if getattr(config, name) not in (getattr(type(config), name), False) and not is_server:
-            yield (
-                f"{said(config, name)} is for weights that are sent to a server, but {said(config, 'use_vllm', 'vllm_mode')}: an engine in "
-                "this process gets the tensors directly. Remove it, or set vllm_mode='server'."
-            )
-    at = said(config, "vllm_server_base_url")
-    if url is not None and not re.match(r"https?://[^/]", url):
-        yield f"{at} has no URL scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
-    if config.vllm_ssl_ca_certs is not None:
-        certs = said(config, "vllm_ssl_ca_certs")
-        if not Path(config.vllm_ssl_ca_certs).is_file():
-            yield f"{certs} is not a file. Name one with certificates in PEM."
-        if is_server and not (url or "").startswith("https://"):
-            yield f"{certs} is for a server at https://, but {at}. Set `vllm_server_base_url` to the server's https:// address."
 
 
 def _check_gpu(config) -> Iterator[str]:
@@ -137,24 +90,16 @@ def _check_gpu(config) -> Iterator[str]:
 
 
 def check_vllm(config) -> Iterator[str]:
-    if config.mismatch_probe_steps < 0:
-        yield f"mismatch_probe_steps={config.mismatch_probe_steps} must be 0 (never) or a number of updates."
-    if config.mismatch_probe_steps and config.use_vllm and config.vllm_mode == "colocate":
-        for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
-            if getattr(config, name) != usual:
-                asks = f"{said(config, 'mismatch_probe_steps')} asks the engine between rollouts"
-                yield f"{asks}, which {said(config, name)} does not allow: the engine sleeps, or needs all processes. Leave out one of them."
     has_own_server = config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
     if config.vllm_token_file is not None and not has_own_server:
         but = said(config, "use_vllm", "vllm_mode", "vllm_server_autostart")
         yield f"{said(config, 'vllm_token_file')} is for a server that you start yourself, but {but}. Remove it."
-    yield from _check_transport(config)
-    for name in ("vllm_request_timeout", "vllm_generation_timeout"):
-        if not 0 < getattr(config, name) < math.inf:
-            yield (
-                f"{said(config, name)} must be a positive number of seconds: a server that never answers would block the run forever. "
-                f"The default is {getattr(type(config), name):g}."
-            )
+    url = config.vllm_server_base_url
+    if url is not None and not re.match(r"http://[^/]", url):
+        yield (
+            f"{said(config, 'vllm_server_base_url')} is not of the form 'http://HOST:PORT', the only one that a server of `trl-qarl "
+            "vllm-serve` has. For encryption, set 'http://127.0.0.1:8000' and forward that port: `ssh -N -L 8000:127.0.0.1:8000 HOST`."
+        )
     if not config.use_vllm:
         if config.vllm_server_autostart:
             yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
@@ -193,17 +138,13 @@ def check_vllm(config) -> Iterator[str]:
 
 
 def check_ahead(config) -> Iterator[str]:
-    if config.rollout_ahead < 0:
-        yield f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or a number of batches."
+    if config.rollout_ahead not in (0, 1):
+        yield (
+            f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or 1: each weight sync waits for "
+            "the batch in flight, so further batches would only be older."
+        )
         return
     if config.rollout_ahead == 0:
-        if config.old_logps != "version":
-            yield (
-                f"{said(config, 'old_logps')} is for rollouts that are drawn ahead, but rollout_ahead=0: the learner has the weights that "
-                "drew the batch. Remove it; objective='bypass' uses the sampler's log-probs."
-            )
-        if config.in_flight_updates:
-            yield "in_flight_updates=True is for rollouts that are drawn ahead, but rollout_ahead=0. Set rollout_ahead=2, or remove it."
         return
     ahead = said(config, "rollout_ahead")
     if not config.use_vllm or config.vllm_mode != "server":
@@ -214,39 +155,25 @@ def check_ahead(config) -> Iterator[str]:
     if config.precisions is not None:
         both = f"{ahead} is unsupported with {said(config, 'precisions')}"
         yield f"{both}: a batch would be drawn with the bits of the one before. Leave out one of them."
-    with suppress(ValueError):
-        # Problems of the objective itself are reported elsewhere.
-        if get_objective(config).is_on_policy:
-            yield f"{ahead} contradicts {said(config, 'objective')}: batches would come from earlier weights. Leave out one of them."
-    if config.old_logps == "version" and not config.quantize_learner:
+    if not config.quantize_learner:
         yield (
-            f"{ahead} with quantize_learner=False does not support old_logps='version': only low-bit weights are kept, and this learner "
-            "computes with masters. Use old_logps='sampler' or 'learner'."
+            f"{ahead} is unsupported with quantize_learner=False: only the low-bit weights that draw a batch are kept, and this learner "
+            "computes old log-probs with masters. Leave out one of them."
         )
-    if not config.in_flight_updates:
-        return
-    if config.rollout_ahead < 2:
-        yield f"in_flight_updates=True with {ahead}: nothing is in flight when weights are published. Use rollout_ahead=2."
-    if config.numerics != "engine" or config.exact == "warn":
-        yield (
-            f"in_flight_updates=True needs numerics='engine', and not exact='warn', but {said(config, 'numerics', 'exact')}: the tokens of "
-            "a completion come from several versions of the weights, and only log-probs that are equal bit for bit tell which. "
-            "Remove it, or set these numerics."
-        )
-    if config.old_logps == "learner":
-        yield "in_flight_updates=True is unsupported with old_logps='learner'. Use 'version'."
 
 
 def check_hub(config) -> Iterator[str]:
-    if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
-        yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is created if missing."
-    name = config.hub_model_id
-    if name is None and config.push_to_hub:
-        name = Path(config.output_dir or "trainer_output").absolute().name
-    if name is not None and (problem := problem_of_name(name, config.hub_export)):
+    if not config.push_to_hub:
+        return
+    name = config.hub_model_id or Path(config.output_dir or "trainer_output").absolute().name
+    if problem := problem_of_push(name, config.hub_token):
         yield problem
-    if config.push_to_hub and (problem := problem_of_access(config.hub_token)):
-        yield problem
+    if config.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        yield (
+            f"hub_strategy={HubStrategy(config.hub_strategy).value!r} uploads checkpoints, but only the policy is pushed, because a "
+            "repository with masters next to it loads as another model. Use 'every_save' or 'end', and upload checkpoints yourself: "
+            "hf upload USER/NAME-checkpoints out/checkpoint-10."
+        )
 
 
 def check_inherited(config) -> Iterator[str]:
@@ -295,15 +222,6 @@ def said(config: Any, *names: str) -> str:
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
 
 
-def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one `ValueError` that lists all `problems`, if there are any."""
-    problems = [*problems]
-    if len(problems) == 1:
-        raise ValueError(problems[0])
-    if problems:
-        raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
-
-
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[str]:
     """Yield the problem of masters in `dtype`; none for float32, or if the dtype is only known after loading."""
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -320,9 +238,8 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[s
         f"{config.learning_rate:g} round to nothing. {fix}; `bf16=True` still computes in bfloat16."
     )
     if dtype is torch.float16 and config.is_quantized:
-        yield f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
-    elif not config.allow_low_precision_masters:
-        yield f"{text} `allow_low_precision_masters=True` allows them."
+        text += f" Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    yield text
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:

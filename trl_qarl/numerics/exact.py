@@ -21,14 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Exactness:
-    """Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics.
-    `exact` is `"require"` to raise or `"warn"` to log each batch; `None` raises if engine numerics were configured,
-    and logs only the first such batch if they were chosen by default. After `has_differed`, the sampler's log-probs no
-    longer replace the learner's."""
+    """Reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics: raises
+    if exactness `is_required`, else logs the first such batch. After `has_differed`, the sampler's log-probs no longer
+    replace the learner's."""
 
-    def __init__(self, exact: str | None, is_asked_for: bool):
-        self.is_required = exact == "require" or (exact is None and is_asked_for)
-        self._warns_once, self.has_differed = exact is None, False
+    def __init__(self, is_required: bool):
+        self.is_required, self.has_differed = is_required, False
 
     def check(
         self, output: dict[str, Any], batch: Batch, model: nn.Module, accelerator: Any, llm=None, score=None
@@ -38,15 +36,15 @@ class Exactness:
         is required, `RuntimeError` names the token that differs."""
         largest, *_ = largest_difference(*batch.rollout)
         overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
-        if overall == 0.0 or (self.has_differed and self._warns_once):
+        if overall == 0.0 or self.has_differed:
             return
         where = describe_difference(output, batch.mask, accelerator.unwrap_model(model), llm, score)
-        message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
+        message = f"the largest mismatch is {overall:.3g} and not 0: {where}."
         if self.is_required:
-            raise RuntimeError(f"{message} Set exact='warn' to train in spite of it.")
-        if not self.has_differed:
-            message += " From the next batch on, each rollout is scored by an additional forward."
-        logger.warning(message)
+            raise RuntimeError(f"numerics='exact': {message} Set numerics='engine' to train in spite of it.")
+        logger.warning(
+            "numerics='engine': %s From the next batch on, each rollout is scored by an additional forward.", message
+        )
         self.has_differed = True
 
 
@@ -64,9 +62,9 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
     if differing:
         lines = [f"  {name}: learner {ours[name]}, engine {theirs.get(name)}\n" for name in differing]
         raise ValueError(
-            f"numerics='engine': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
+            f"numerics='exact': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
             "`trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same kind of "
-            "processor, or use numerics='fast' or exact='warn'."
+            "processor, or use numerics='engine' or 'fast'."
         )
 
 
@@ -81,34 +79,12 @@ def largest_difference(
     return difference.flatten()[index].item(), *divmod(index, difference.shape[1])
 
 
-def choose_versions(
-    by_version: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Find the version of the weights that sampled each token, for completions during which weights changed: the first
-    version, from that of the previous token on, with the sampler's log-prob, else the one with the closest log-prob.
-
-    `by_version`, `(V, B, T)`, has the log-probs by each version, in the order of publication; `mask`, `(B, T)`, is
-    true for completion tokens. Return the log-probs by the version of each token and that version's index, `(B, T)`.
-    """
-    difference = (by_version - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
-    all_places = torch.arange(len(by_version), device=mask.device)[:, None]
-    current = torch.zeros_like(mask[:, 0], dtype=torch.long)
-    places = []
-    for column in range(mask.shape[1]):
-        closest = difference[:, :, column].masked_fill(all_places < current, torch.inf).argmin(dim=0)
-        current = torch.where(mask[:, column], closest, current)
-        places.append(current)
-    chosen = torch.stack(places, dim=1)
-    return by_version.gather(0, chosen[None])[0], chosen
-
-
 def describe_difference(
     output: dict[str, Any], mask: torch.Tensor, model: nn.Module, llm: Any = None, score: Callable | None = None
 ) -> str:
     """Describe the token of a generation batch that differs most, and the first layer, or else the first token, that
     differs when the engine computes the whole sequence. `mask`, `(B, T)`, is true for completion tokens; `llm` is the
-    engine in this process, if any; `score` is `log_probs` of another [`~trl_qarl.rollout.engine.Engine`]."""
+    engine in this process, if any; `score` is that of another [`~trl_qarl.rollout.engine.Engine`]."""
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
     if largest == 0:
@@ -136,7 +112,8 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
     tokens = torch.tensor([ids], device=device)
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
     ours = token_log_probs(logits, tokens[0, 1:]).tolist()
-    theirs = [entry[token] for entry, token in zip(score([ids])[0], ids[1:], strict=True)]
+    # Of the first replica.
+    theirs = score(ids)[: len(ours)]
     differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b]
     text = "over the same tokens at once, at temperature 1,"
     if not differing:

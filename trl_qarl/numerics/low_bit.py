@@ -5,6 +5,7 @@ scheme has which product, and where it is [`~trl_qarl.quantization.gemm.low_bit_
 have to agree, so an engine reports its products ([`describe_arithmetic`]).
 """
 
+import logging
 import os
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -13,14 +14,19 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ..quantization import gemm
+from ..quantization.inventory import Inventory
 from ..quantization.quantize import SMALLEST_E4M3_SCALE, dequantize_activation, quantize_activation
 from ..quantization.schemes import E4M3, INT8, INT8_CODES, Grid, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, NORMS
 from . import cuda, ops
 from .cpu import IN_ONE_PASS, PackedLinear, pad, reason_not_to_call, vllm_version
+
+
+logger = logging.getLogger(__name__)
 
 
 def low_bit_linear(
@@ -61,6 +67,50 @@ def quantize_rows(rows: torch.Tensor, activation: Grid) -> tuple[torch.Tensor, t
     return quantize_activation(rows, get_scheme(_SCHEMES[activation]))
 
 
+_chosen = "expanded"
+
+
+def cpu_weights() -> str:
+    """
+    Return the form of weights in this process' products of 16-bit or E4M3 activations: `"expanded"` to bf16 once for
+    each version, or `"packed"` codes, which save 2 bytes per weight, take up to three times as long and give other
+    bits. The environment, such as that of a server's processes, overrides [`use_cpu_weights`].
+    """
+    return os.environ.get(CPU_WEIGHTS_VARIABLE) or _chosen
+
+
+def use_cpu_weights(form: str) -> None:
+    """Choose the form of weights in this process, for learner and engine."""
+    global _chosen
+    _chosen = form
+
+
+def choose_cpu_weights(model: nn.Module, num_copies: int = 1, is_trained: bool = False) -> str:
+    """Return `"expanded"` if `num_copies` expanded copies of the quantized layers of `model`, which may be on the meta
+    device, fit into the free memory of this host next to everything else, else `"packed"`; log the choice. Everything
+    else are gradients and two moments if the model `is_trained` here, or the rest of an engine. Processes that a
+    launcher started on this host share the memory. The environment overrides the choice."""
+    if form := os.environ.get(CPU_WEIGHTS_VARIABLE):
+        return form
+    inventory = Inventory.of(model)
+    # Layers of a base that is quantized already are known once it is loaded.
+    sizes = [
+        0 if layer.scheme.activation == INT8 else weight.shape.numel()
+        for layer in inventory.layers.values()
+        for weight in layer.quantized_weights.values()
+    ] or [module.weight.numel() for module in inventory.quantizable.values() if isinstance(module, nn.Linear)]
+    size = torch.bfloat16.itemsize if gemm.has_fast_bf16() else torch.float32.itemsize
+    needed = size * sum(sizes) * num_copies
+    reserved = sum(12 * p.requires_grad * p.numel() if is_trained else 2 * p.numel() for p in model.parameters())
+    free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    form = "expanded" if needed + reserved <= free else "packed"
+    logger.info(
+        "Weights of products on this CPU are %s: expanded they take %d MiB, with %d MiB for everything else; %d MiB are free.",
+        *(form, needed >> 20, reserved >> 20, free >> 20),
+    )
+    return form
+
+
 def describe_arithmetic() -> dict[str, Any]:
     """Return the settings that determine the bits of a process on a CPU in bfloat16."""
     from vllm import envs
@@ -74,6 +124,7 @@ def describe_arithmetic() -> dict[str, Any]:
         "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
         "attention": IN_ONE_PASS,
         "norms": NORMS,
+        "cpu_weights": cpu_weights(),
         **{f"product of {name}": getattr(product, "name", "the learner's own") for name, product in products},
     }
 
@@ -91,7 +142,7 @@ class _Expanded:
         if needed > free:
             raise MemoryError(
                 f"A weight of shape {tuple(low_bit.shape)} takes {needed >> 20} MiB to be expanded to {self.dtype} and packed, and "
-                f"{free >> 20} MiB are free. Set cpu_weights='packed' (in the environment of a server {CPU_WEIGHTS_VARIABLE}=packed): "
+                f"{free >> 20} MiB are free. Free memory, or set {CPU_WEIGHTS_VARIABLE}=packed in the environment of trainer and server: "
                 "weights then stay in low bits, and products take longer."
             )
         self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype))
@@ -175,7 +226,7 @@ def _fastest(scheme: QuantScheme) -> type | None:
     if scheme.activation == INT8:
         make = _Int8 if scheme.container == INT8_CODES else _Int4
         return make if _computes(make) else None
-    return None if os.environ.get(CPU_WEIGHTS_VARIABLE) == "packed" else _Expanded
+    return None if cpu_weights() == "packed" else _Expanded
 
 
 def _int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

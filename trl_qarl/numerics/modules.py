@@ -6,7 +6,7 @@ gradient checkpointing and sharding.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from itertools import pairwise
 from types import MethodType
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.activations import SiLUActivation
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -40,6 +40,12 @@ def window_of(module: nn.Module) -> int | None:
     if isinstance(module, (MistralAttention, MixtralAttention)):
         return module.config.sliding_window or None
     return getattr(module, "sliding_window", None) or None
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Cache | None:
+    """Return the cache of keys and values among the arguments of a forward. Its name is `past_key_values`, and from
+    transformers 5.24 on `cache`."""
+    return next((value for value in arguments.values() if isinstance(value, Cache)), None)
 
 
 class EngineOperation:
@@ -172,7 +178,7 @@ class _RotaryEmbedding(EngineOperation):
 
 
 class _Attention(EngineOperation):
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
         module = self.module
         table, positions = position_embeddings
         shape = hidden_states.shape[:-1]
@@ -186,13 +192,13 @@ class _Attention(EngineOperation):
         query, key = (ops.rotate(x.flatten(0, 1), flat, table).view_as(x).transpose(1, 2) for x in (query, key))
         value = value.transpose(1, 2)
         window = window_of(module)
-        if past_key_values is not None:
+        if (cache := cache_of(kwargs)) is not None:
             if window is not None:
                 raise ValueError(
                     f"Layers attend to a window of {window} tokens, and a cache drops older keys: engine numerics do not support "
                     "decoding with such a cache. Take rollouts from vLLM (use_vllm=True), or use the fast numerics."
                 )
-            key, value = past_key_values.update(key, value, module.layer_idx)
+            key, value = cache.update(key, value, module.layer_idx)
         options = kwargs | {"scaling": module.scaling, "position_ids": positions, "sliding_window": window}
         output, _ = _attend(module, query, key, value, attention_mask, **options)
         return module.o_proj(output.reshape(*shape, -1)), None

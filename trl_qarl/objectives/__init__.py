@@ -1,1 +1,1 @@
-"""Objectives: TBPO, and presets of TRL's losses."""
+"""Objectives: TBPO, TRL's losses, and your own."""

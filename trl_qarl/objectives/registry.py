@@ -1,68 +1,51 @@
-"""Table of objectives, and lookup of user-defined objectives by import path. The names need no torch."""
+"""Lookup of objectives by name or import path, and checks of their options. The names need no torch."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib import import_module
 from typing import Any
 
-from .objective import Objective
-from .options import LOSS_TYPES
+from .objective import LOSS_TYPES, Objective
 
 
-OBJECTIVES = (
-    "tbpo",
-    *("grpo-tis", "positive-only", "on-policy", "dual-clip", "gspo", "mis-gspo"),
-    *("icepop", "kpop", "geo-mask", "bypass", "dppo-tv", "acr"),
-    *LOSS_TYPES,
-)
-"""TBPO, the paper's comparison, methods of other projects against the mismatch, and TRL's own losses by their
-`loss_type` names."""
+OBJECTIVES = ("tbpo", *LOSS_TYPES)
+"""TBPO, and TRL's own losses by their `loss_type` names."""
+
+TBPO_OPTIONS = ("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high", "mismatch_cap")
 
 
-@cache
-def all_objectives() -> dict[str, Objective]:
-    """Return the objectives by name, in the order of [`OBJECTIVES`]."""
-    from .others import OTHERS
-    from .presets import COMPARISON, TRLS_LOSSES
-    from .tbpo import TBPO
-
-    return {objective.name: objective for objective in (TBPO, *COMPARISON, *OTHERS, *TRLS_LOSSES)}
-
-
-def get_objective(config: Any) -> Objective:
-    """Return the objective of a [`QaRLConfig`], with the errors of [`find_objective`]."""
+def get_objective(config: Any) -> Objective | None:
+    """Return the objective of a [`QaRLConfig`], with the result and the errors of [`find_objective`]."""
     return find_objective(config.objective, config.objective_kwargs)
 
 
-def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
+def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective | None:
     """
-    Return an objective by its name: one of [`OBJECTIVES`], or `"module:Name"` for an [`Objective`], or a subclass, in
-    a module that can be imported from the current folder or the environment. `options` are arguments of the class in
-    addition to `name`. `ValueError` is raised if there is no such objective, or if it does not take the options.
+    Return the objective with a name of [`OBJECTIVES`], `None` for a loss that TRL computes. `"module:Class"` names a
+    subclass of [`Objective`] in a module that can be imported from the current folder or the environment, and
+    `options` are its arguments. `ValueError` is raised if there is no such objective, or if it does not take them.
     """
     if ":" in name:
-        try:
-            text = json.dumps(dict(options or {}), sort_keys=True)
-        except TypeError as error:
-            raise ValueError(f"objective_kwargs={options!r}: {error}. Give values that JSON can hold.") from error
-        return _of_user(name, text)
+        return _of_user(name, options or {})
     if name not in OBJECTIVES:
         raise ValueError(
-            f"Unknown objective {name!r}. Choose one of {list(OBJECTIVES)}, or name your own as 'module:Name'."
+            f"objective={name!r} is unknown. Choose one of {list(OBJECTIVES)}, or name your own as 'module:Class'. GSPO is "
+            "objective='grpo' with importance_sampling_level='sequence'."
         )
     if options:
         raise ValueError(
-            f"objective_kwargs={dict(options)!r} is for an objective of your own ('module:Name'); options of objective={name!r} are "
+            f"objective_kwargs={dict(options)!r} is for an objective of your own ('module:Class'); options of objective={name!r} are "
             "those of QaRLConfig. Remove it."
         )
-    return all_objectives()[name]
+    if name in LOSS_TYPES:
+        return None
+    from .tbpo import TBPO
+
+    return TBPO()
 
 
-@cache
-def _of_user(name: str, options: str) -> Objective:
+def _of_user(name: str, options: Mapping[str, Any]) -> Objective:
     module_name, _, attribute = name.partition(":")
     # As TRL does for reward functions: an installed script does not search the current folder.
     if os.getcwd() not in sys.path:
@@ -70,32 +53,42 @@ def _of_user(name: str, options: str) -> Objective:
     try:
         found = getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"objective={name!r} cannot be imported: {error}. Write 'module:Name'.") from error
-    if isinstance(found, type) and issubclass(found, Objective):
-        try:
-            return found(name=name, **json.loads(options))
-        except TypeError as error:
-            raise ValueError(f"objective={name!r} does not take objective_kwargs={options}: {error}.") from error
-    if not isinstance(found, Objective):
+        raise ValueError(f"objective={name!r} cannot be imported: {error}. Write 'module:Class'.") from error
+    if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ValueError(
-            f"objective={name!r} is a {type(found).__name__}. It must be a `trl_qarl.objectives.objective.Objective` or a subclass."
+            f"objective={name!r} is not a class that the trainer can use. Name a subclass of `trl_qarl.objectives.objective.Objective`."
         )
-    if options != "{}":
-        raise ValueError(
-            f"objective={name!r} is an instance, which takes no objective_kwargs={options}. Name its class."
-        )
-    return found
+    try:
+        return found(**options)
+    except TypeError as error:
+        raise ValueError(f"objective={name!r} does not take objective_kwargs={dict(options)!r}: {error}.") from error
 
 
-def options_of_others(config: Any, objective: Objective) -> Iterator[str]:
-    """Yield a problem for each option that was given and is used only by other objectives."""
-    users: dict[str, list[str]] = {}
-    for other in all_objectives().values():
-        for name in other.own_options:
-            users.setdefault(name, []).append(f"objective={other.name!r}")
-    for name, owners in users.items():
-        if name not in objective.own_options and getattr(config, name) != getattr(type(config), name):
+def problems_of_objective(config: Any) -> Iterator[str]:
+    """Yield problems of a configuration's objective, and options of another one."""
+    try:
+        objective = get_objective(config)
+    except ValueError as error:
+        yield str(error)
+        return
+    if config.loss_type not in (None, config.objective):
+        yield (
+            f"loss_type={config.loss_type!r} contradicts objective={config.objective!r}, which replaces it. Remove `loss_type`; "
+            "`objective` takes the same names."
+        )
+    for name in TBPO_OPTIONS if config.objective != "tbpo" else ():
+        if getattr(config, name) != getattr(type(config), name):
             yield (
-                f"{name}={getattr(config, name)!r} belongs to {' and '.join(owners)}, but "
-                f"objective={config.objective!r}. Remove it or change the objective."
+                f"{name}={getattr(config, name)!r} belongs to objective='tbpo', but objective={config.objective!r}. "
+                "Remove it or change the objective."
             )
+    yield from _problems_of_trls_loss(config) if objective is None else objective.problems(config)
+
+
+def _problems_of_trls_loss(config: Any) -> Iterator[str]:
+    for name in ("epsilon", "epsilon_high"):
+        if not (getattr(config, name) or 0.0) >= 0.0:
+            yield f"{name}={getattr(config, name)!r} must be at least 0: it is an offset from a ratio of 1."
+    cap = config.vllm_importance_sampling_clip_max
+    if cap is not None and not cap > 0.0:
+        yield f"vllm_importance_sampling_clip_max={cap!r} must be greater than 0: it bounds a ratio of probabilities."

@@ -14,24 +14,23 @@ A completion of `L` tokens (mask `m_t = 1`) is one action; its probabilities are
 The paper prints Eq. 5 as a clip of `w`, but its bounds `[-log c, log c]` are those of `log w`, which is clipped here.
 A ratio outside its band is constant, hence the whole completion gives no gradient: it is *dropped*. The mean runs over
 all sequences, and an empty completion contributes 0, as in TRL's `loss_type="grpo"`.
-
-`trust_bands.py` estimates bands from recent updates.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from ..forward import Batch
-from .objective import Bounds, Loss, Objective
-from .options import BOUNDS_OF_MISMATCH, OF_ONE_LOSS, RESHAPES_SAMPLING, UNSET, neutral_values, trl_default
+from .objective import Loss, Objective
 from .ratios import mismatch_weight, sequence_log_ratio
-from .trust_bands import MAX_LOG_RATIO, MIN_TAIL, Bands, EstimatedBands
 
+
+# Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
+# sequence would be NaN.
+MAX_LOG_RATIO = 20.0
 
 _RESHAPES = "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ"
 
@@ -40,17 +39,24 @@ REFUSED_BY_TBPO = {
     "epsilon_high": "it bounds a token's ratio; TBPO's bound of a sequence's mean ratio is `positive_epsilon_high`, 4e-4 "
     "in the paper",
     "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
-    "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it unset",
-    **{name: f"it belongs to `objective='{name.partition('_')[0]}'`" for name in OF_ONE_LOSS},
+    "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it out",
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to `objective='sapo'`"),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to `objective='vespo'`"
+    ),
     "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
     "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
     **dict.fromkeys(
         ("entropy_coef", "use_adaptive_entropy"),
         "the entropy bonus is a token-level term; use `objective='grpo'`",
     ),
-    "vllm_importance_sampling_correction": "the mismatch weight is part of TBPO; its bound is `mismatch_cap`",
     **dict.fromkeys(
-        BOUNDS_OF_MISMATCH,
+        (
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ),
         "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
     ),
     "top_p": f"{_RESHAPES}; use 1.0",
@@ -65,7 +71,6 @@ class TBPOOutput(NamedTuple):
     """Effect of [`tbpo_loss`] on each sequence: detached tensors of shape `(B,)`; flags are `bool`."""
 
     ratio: torch.Tensor
-    log_ratio: torch.Tensor
     mismatch_weight: torch.Tensor
     dropped_positive_high: torch.Tensor
     dropped_negative_low: torch.Tensor
@@ -86,9 +91,16 @@ def trust_band_clip(
     is 1 inside the band, including its bounds, and 0 outside. If the advantage is 0, the ratio passes without
     gradient.
     """
-    positive = ratio.clamp(0.0, 1.0 + positive_epsilon_high)
-    negative = ratio.clamp(1.0 - negative_epsilon_low, 1.0 + negative_epsilon_high)
-    return torch.where(advantages > 0, positive, torch.where(advantages < 0, negative, ratio.detach()))
+    constant = ratio.detach()
+
+    def clip(low: float, high: float) -> torch.Tensor:
+        # The gradient of `clamp` at its bounds is 1 before torch 2.14 and 0 since; a fresh batch with a band of 0 is
+        # there. `clamp` of a constant keeps NaN.
+        return torch.where((ratio >= low) & (ratio <= high), ratio, constant.clamp(low, high))
+
+    positive = clip(0.0, 1.0 + positive_epsilon_high)
+    negative = clip(1.0 - negative_epsilon_low, 1.0 + negative_epsilon_high)
+    return torch.where(advantages > 0, positive, torch.where(advantages < 0, negative, constant))
 
 
 def tbpo_loss(
@@ -114,7 +126,7 @@ def tbpo_loss(
     if advantages.shape != per_token_logps.shape[:1]:
         raise ValueError(f"advantages must have shape ({len(per_token_logps)},), got {tuple(advantages.shape)}.")
     log_ratio = sequence_log_ratio(per_token_logps, old_per_token_logps.detach(), mask)  # (B,)
-    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+    ratio = torch.exp(torch.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
     clipped_ratio = trust_band_clip(
         ratio, advantages, positive_epsilon_high, negative_epsilon_low, negative_epsilon_high
     )
@@ -128,7 +140,6 @@ def tbpo_loss(
     ratio = ratio.detach()
     output = TBPOOutput(
         ratio=ratio,
-        log_ratio=log_ratio.detach(),
         mismatch_weight=weight.detach(),
         dropped_positive_high=(advantages > 0) & (ratio > 1.0 + positive_epsilon_high),
         dropped_negative_low=(advantages < 0) & (ratio < 1.0 - negative_epsilon_low),
@@ -165,143 +176,45 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
     }
 
 
-@dataclass(frozen=True)
-class _TBPO(Objective):
-    estimate: EstimatedBands | None = None
-
-    loss_type = "tbpo"
-    own_options = (*Bands._fields, "mismatch_cap", "trust_band", "trust_band_share")
-    has_own_loss = True
-    takes_options_of_trl = False
-    needs_one_policy = True
+class TBPO(Objective):
+    """Trust-Band Policy Optimization, with the options of [`QaRLConfig`]."""
 
     @override
     def loss(self, config: Any, batch: Batch) -> Loss:
         now, old = batch.per_token_logps, batch.old_per_token_logps
         assert now is not None
-        tensors = now, old, batch.sampling_per_token_logps, batch.advantages, batch.mask
-        value, output = tbpo_loss(*tensors, **self._bands(config)._asdict(), mismatch_cap=config.mismatch_cap)
-        # Evaluations do not count.
-        if self.estimate is not None and now.requires_grad:
-            self.estimate.observe(output.log_ratio, batch.advantages, output.is_empty)
-        ratio = sequence_log_ratio(now, old, batch.mask).exp().unsqueeze(1)
-        return Loss(value, ratio, tbpo_metrics(output, batch.advantages))
-
-    def _bands(self, config: Any) -> Bands:
-        if self.estimate is not None:
-            return self.estimate.bands
-        return Bands(*(getattr(config, name) for name in Bands._fields))
-
-    @override
-    def for_run(self, config: Any) -> "Objective":
-        if config.trust_band != "auto":
-            return self
-        share, batch_size = config.trust_band_share, config.generation_batch_size
-        return replace(self, estimate=EstimatedBands(share, batch_size, _updates_per_batch(config)))
-
-    @override
-    def end_update(self, gather: Callable[[torch.Tensor], torch.Tensor], is_on_policy: bool) -> dict[str, float]:
-        if self.estimate is None:
-            return {}
-        in_force = self.estimate.bands
-        self.estimate.end_update(gather, is_on_policy)
-        finite = {name: offset for name, offset in in_force._asdict().items() if math.isfinite(offset)}
-        return {f"tbpo/band/{name.replace('_epsilon', '')}": offset for name, offset in finite.items()}
-
-    @override
-    def state(self) -> dict[str, Any] | None:
-        return None if self.estimate is None else self.estimate.state()
-
-    @override
-    def load(self, state: dict[str, Any] | None) -> None:
-        theirs, ours = (
-            "trust_band='fixed'" if share is None else f"trust_band='auto' and trust_band_share={share}"
-            for share in (state and state.get("trust_band_share"), self.estimate and self.estimate.share)
+        value, output = tbpo_loss(
+            now,
+            old,
+            batch.sampling_per_token_logps,
+            batch.advantages,
+            batch.mask,
+            positive_epsilon_high=config.positive_epsilon_high,
+            negative_epsilon_low=config.negative_epsilon_low,
+            negative_epsilon_high=config.negative_epsilon_high,
+            mismatch_cap=config.mismatch_cap,
         )
-        if theirs != ours:
-            raise ValueError(
-                f"The checkpoint was trained with {theirs}, this run has {ours}. Resume with the same settings, or start a new run from "
-                "its masters by passing it as the model."
-            )
-        if self.estimate is not None and state is not None:
-            self.estimate.load(state)
-
-    @override
-    def sequence_bounds(self, config: Any) -> dict[str, tuple[Bounds, Bounds]]:
-        high, negative_low, negative_high = self._bands(config)
-        bounds = (1 + high, 1 - negative_low, 1 + negative_high)
-        high, negative_low, negative_high = (bound if math.isfinite(bound) else None for bound in bounds)
-        weight = 1 / config.mismatch_cap, config.mismatch_cap
-        return {"ratio": ((None, high), (negative_low, negative_high)), "mismatch_weight": (weight, weight)}
-
-    @override
-    def contradictions(self, config: Any) -> Iterator[str]:
-        if config.loss_type not in (None, self.loss_type):
-            yield (
-                f"loss_type={config.loss_type!r} is not honoured by objective='tbpo': TBPO replaces TRL's losses; `objective` "
-                "takes the same names."
-            )
-        for name, why in REFUSED_BY_TBPO.items():
-            value, allowed = getattr(config, name), neutral_values(name)
-            if name in UNSET and name.startswith("vllm"):
-                # A correction with TRL's default may not have been asked for; a clip offset always was.
-                allowed.append(trl_default(name))
-            # With vLLM these are refused for every objective.
-            is_refused_already = config.use_vllm and name in RESHAPES_SAMPLING
-            if value not in allowed and not is_refused_already:
-                yield f"{name}={value!r} is not honoured by objective='tbpo', only by objectives such as 'grpo': {why}."
+        ratio = sequence_log_ratio(now, old, batch.mask).exp().unsqueeze(1)
+        return Loss(value, tbpo_metrics(output, batch.advantages), ratio)
 
     @override
     def problems(self, config: Any) -> Iterator[str]:
+        from trl import GRPOConfig
+
+        for name, why in REFUSED_BY_TBPO.items():
+            value = getattr(config, name)
+            is_neutral = value == getattr(GRPOConfig, name) or (name == "min_p" and value == 0.0)
+            # With vLLM these are refused for every objective.
+            is_refused_already = config.use_vllm and why.startswith(_RESHAPES)
+            if not is_neutral and not is_refused_already:
+                yield f"{name}={value!r} is not honoured by objective='tbpo', only by objectives such as 'grpo': {why}."
         for name in ("positive_epsilon_high", "negative_epsilon_high", "negative_epsilon_low"):
             value, upper = getattr(config, name), 1.0 if name == "negative_epsilon_low" else math.inf
-            if config.trust_band == "auto" and value != getattr(type(config), name):
-                yield (
-                    f"{name}={value!r} contradicts trust_band='auto', which estimates the bands. Remove it, or remove `trust_band` to "
-                    "set the bands by hand."
-                )
             if not 0 <= value <= upper:
                 bound = "at least 0" if upper == math.inf else f"between 0 and {upper:g}"
                 yield f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1."
-        if not 0 < config.trust_band_share < 1:
-            yield (
-                f"trust_band_share={config.trust_band_share!r} must be between 0 and 1, both excluded: it is the share of completions "
-                "to drop."
-            )
-        elif config.trust_band == "fixed" and config.trust_band_share != type(config).trust_band_share:
-            yield (
-                f"trust_band_share={config.trust_band_share!r} belongs to trust_band='auto', but trust_band='fixed': the bands determine "
-                "the share. Set trust_band='auto', or remove it."
-            )
         if not config.mismatch_cap > 1:
             yield (
                 f"mismatch_cap={config.mismatch_cap!r} must be greater than 1: it bounds the weight to [1/c, c]. The "
                 "paper uses 2."
             )
-
-    @override
-    def problems_of_batch(self, config: Any) -> Iterator[str]:
-        if config.trust_band != "auto":
-            return
-        share, batch_size = config.trust_band_share, config.generation_batch_size
-        # About half of the completions have each sign.
-        least = math.ceil(2 * MIN_TAIL / min(share, 1 - share))
-        if batch_size < least:
-            yield (
-                f"generation_batch_size={batch_size} is too small for trust_band='auto' with trust_band_share={share}: this share "
-                f"cannot be estimated from fewer than {least} completions. Raise `steps_per_generation` or `per_device_train_batch_size`, "
-                "or use trust_band='fixed'."
-            )
-        if _updates_per_batch(config) == 1 and not config.rollout_ahead:
-            yield (
-                f"trust_band='auto' has nothing to estimate from: steps_per_generation={config.steps_per_generation} makes one update per "
-                "generation batch, in which every ratio is 1 and nothing is dropped. Raise `steps_per_generation`, or remove `trust_band`."
-            )
-
-
-def _updates_per_batch(config: Any) -> int:
-    return max(config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps, 1)
-
-
-# TBPO has its own mismatch weight; TRL would compute and log an unused one.
-TBPO = _TBPO("tbpo", {"vllm_importance_sampling_correction": False})

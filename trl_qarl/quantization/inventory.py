@@ -238,7 +238,7 @@ def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | N
         hits = {name for name in layers if covers(named, name, parts.get(name, []), said)}
         # A name such as `*_proj` is not a regular expression.
         with suppress(re.error):
-            expression = re.compile(pattern).fullmatch
+            expression = re.compile(pattern.removeprefix("re:")).fullmatch
             hits = hits or {name for name in layers if covers(expression, name, parts.get(name, []), said)}
         if not hits:
             raise ValueError(

@@ -23,17 +23,12 @@ _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
 
-EDGES = ("high_precision_first", "high_precision_last")
-
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order. The first
-    `high_precision_first` and last `high_precision_last` decoder layers stay in high precision despite the rules."""
+    """A scheme for every layer; made by [`get_plan`]. `rules` are patterns and their schemes, in order."""
 
     rules: tuple[tuple[str, QuantScheme], ...]
-    high_precision_first: int = 0
-    high_precision_last: int = 0
 
     @classmethod
     def of_layers(cls, schemes: Mapping[str, QuantScheme]) -> "QuantPlan":
@@ -59,7 +54,7 @@ class QuantPlan:
     @property
     def is_uniform(self) -> bool:
         """True if every layer has the same scheme."""
-        return self._is_named and not self.options
+        return len(self.rules) == 1 and self.rules[0][0] == DEFAULT
 
     @property
     def name(self) -> str:
@@ -69,12 +64,12 @@ class QuantPlan:
     @property
     def group_size(self) -> int | None:
         """Group size of a plan that is written as the name of one scheme; `None` for a mapping."""
-        return self.rules[0][1].group_size if self._is_named else None
+        return self.rules[0][1].group_size if self.is_uniform else None
 
     @property
     def written(self) -> str | dict[str, Any]:
-        """The plan without `group_size` and edges in a form for JSON, from which [`get_plan`] makes it again."""
-        if self._is_named:
+        """The plan without `group_size` in a form for JSON, from which [`get_plan`] makes it again."""
+        if self.is_uniform:
             return self.rules[0][1].name
         return {
             pattern: {"scheme": scheme.name, "group_size": scheme.group_size} if scheme.group_size else scheme.name
@@ -84,17 +79,8 @@ class QuantPlan:
     @property
     def described(self) -> dict[str, Any]:
         """Entries `scheme`, `grids` and, for a mapping, `layers`, for reports and cards."""
-        layers = {} if self._is_named else {"layers": self.written}
+        layers = {} if self.is_uniform else {"layers": self.written}
         return {"scheme": self.name, **layers, "grids": self.grids}
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Arguments of [`get_plan`] for its edges."""
-        return {name: count for name in EDGES if (count := getattr(self, name))}
-
-    @property
-    def _is_named(self) -> bool:
-        return len(self.rules) == 1 and self.rules[0][0] == DEFAULT
 
     def scheme_of(self, name: str) -> QuantScheme:
         """Return the scheme of a layer by the rules, `bf16` without a matching rule."""
@@ -113,7 +99,7 @@ class QuantPlan:
         `skipped` has the reasons of layers that are never quantized. `outside` has those of layers around a language
         model, which stay in high precision unless a pattern matches only such layers. `parts` are as in
         [`covered_names`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
-        quantized scheme only skipped layers, and if the edges leave no decoder layer.
+        quantized scheme only skipped layers.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
         hits = {}
@@ -127,7 +113,6 @@ class QuantPlan:
                     f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
                     f"{found[0]!r} ({'; '.join(left)}). Remove it."
                 )
-        kept = self._kept_edges([name for name in names if name not in outside])
         rules = dict(self.rules)
         # `re:.*mlp.*` is meant for the decoder's layers, although vision towers have MLPs too.
         rules_outside = {p: scheme for p, scheme in rules.items() if p in hits and outside.keys() >= {*hits[p]}}
@@ -138,9 +123,7 @@ class QuantPlan:
                 continue
             pattern = pattern_of(rules_outside if name in outside else rules, name, parts.get(name, ()))
             scheme = rules.get(pattern or "", _HIGH_PRECISION)
-            if name in kept:
-                reasons[name] = kept[name]
-            elif scheme.is_quantized:
+            if scheme.is_quantized:
                 schemes[name] = scheme
             elif pattern is None:
                 reasons[name] = outside.get(name, "matches no pattern")
@@ -148,72 +131,25 @@ class QuantPlan:
                 reasons[name] = f"bf16 by {pattern!r}"
         return schemes, reasons
 
-    def _kept_edges(self, names: list[str]) -> dict[str, str]:
-        if not self.options:
-            return {}
-        stacks: dict[str, dict[str, int]] = defaultdict(dict)
-        for name in names:
-            if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):
-                stacks[found[1]][name] = int(found[2])
-        # The encoder of pictures has its own stack, with another name.
-        chosen = {stack: places for stack, places in stacks.items() if stack.rpartition(".")[2] == "layers"} or stacks
-        if len(chosen) != 1:
-            raise ValueError(
-                "high_precision_first and high_precision_last count decoder layers, but the stacks found in the names of the linear "
-                f"layers are {[stack[1:] for stack in chosen]}, not one. Name the layers in `exclude_modules`."
-            )
-        [places] = chosen.values()
-        count = max(places.values()) + 1
-        if sum(self.options.values()) >= count:
-            raise ValueError(
-                f"high_precision_first={self.high_precision_first} and high_precision_last={self.high_precision_last} leave no decoder "
-                f"layer to quantize, as the model has {count}. Give smaller numbers, or scheme='bf16'."
-            )
-        kept = {}
-        for name, place in places.items():
-            if place < self.high_precision_first:
-                kept[name] = f"high_precision_first={self.high_precision_first}"
-            elif place >= count - self.high_precision_last:
-                kept[name] = f"high_precision_last={self.high_precision_last}"
-        return kept
 
-
-def get_plan(
-    scheme: "str | QuantScheme | QuantPlan | Mapping[str, Any]",
-    group_size: int | None = None,
-    high_precision_first: int | None = None,
-    high_precision_last: int | None = None,
-) -> QuantPlan:
+def get_plan(scheme: "str | QuantScheme | QuantPlan | Mapping[str, Any]", group_size: int | None = None) -> QuantPlan:
     """
-    Make a plan from one scheme for every layer, or from schemes by patterns as above. A plan is returned as it is,
-    with other edges if given. `group_size` applies to each scheme with groups that does not name its own.
-    `ValueError` is raised for an unknown scheme, a group size that no kernel accepts or no scheme takes, an invalid
-    expression, or a negative number of layers.
+    Make a plan from one scheme for every layer, or from schemes by patterns as above. A plan is returned as it is.
+    `group_size` applies to each scheme with groups that does not name its own. `ValueError` is raised for an unknown
+    scheme, a group size that no kernel accepts or no scheme takes, or an invalid expression.
     """
-    for option, count in zip(EDGES, (high_precision_first, high_precision_last), strict=True):
-        if count is not None and (type(count) is not int or count < 0):
-            raise ValueError(f"{option}={count!r} must be a number of decoder layers, 0 or more.")
     if isinstance(scheme, QuantPlan):
         if group_size is not None:
             raise ValueError(f"group_size={group_size}: the schemes of a plan have theirs. Remove it.")
-        rules = scheme.rules
-        if high_precision_first is None:
-            high_precision_first = scheme.high_precision_first
-        if high_precision_last is None:
-            high_precision_last = scheme.high_precision_last
-    elif isinstance(scheme, Mapping):
-        rules = tuple(_rules(scheme, group_size))
-    else:
-        if not isinstance(scheme, str | QuantScheme):
-            raise ValueError(
-                f"scheme={scheme!r} is neither the name of a scheme nor a mapping from patterns to names. Choose one of "
-                f"{sorted(SCHEMES)}."
-            )
-        rules = ((DEFAULT, get_scheme(scheme, group_size)),)
-    plan = QuantPlan(rules, high_precision_first or 0, high_precision_last or 0)
-    if plan.options and not plan.is_quantized:
-        raise ValueError(f"{', '.join(plan.options)} given, but scheme 'bf16' quantizes nothing. Remove it.")
-    return plan
+        return scheme
+    if isinstance(scheme, Mapping):
+        return QuantPlan(tuple(_rules(scheme, group_size)))
+    if not isinstance(scheme, str | QuantScheme):
+        raise ValueError(
+            f"scheme={scheme!r} is neither the name of a scheme nor a mapping from patterns to names. Choose one of "
+            f"{sorted(SCHEMES)}."
+        )
+    return QuantPlan(((DEFAULT, get_scheme(scheme, group_size)),))
 
 
 def parse_scheme(text: Any) -> Any:
@@ -282,8 +218,7 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:
     """Return the plan in a command's options or in a record."""
-    edges = {name: options.get(name) for name in EDGES}
-    return get_plan(options["scheme"], options.get("group_size"), **edges)
+    return get_plan(options["scheme"], options.get("group_size"))
 
 
 def check_pattern(pattern: Any, option: str) -> None:

@@ -16,13 +16,13 @@ from operator import mul
 from typing import Any
 
 from .plan import QuantPlan, check_pattern, covered_names, pattern_of
-from .schemes import GRIDS, SCHEMES, QuantScheme
+from .schemes import SCHEMES, QuantScheme
 
 
 Precision = int | dict[str, int]
 Precisions = list[Precision] | dict[int, Precision]
-NESTING_BITS = tuple(sorted({grid.num_bits for grid in GRIDS.values() if grid.has_signed_scales}, reverse=True))
-"""Bits of the grids that nest, most first."""
+NESTING_BITS = tuple(sorted((scheme.grid.num_bits for scheme in SCHEMES.values() if scheme.nests), reverse=True))
+"""Bits of the schemes that nest, most first."""
 
 
 def parse_precisions(value: Any) -> Precisions | None:
@@ -76,12 +76,11 @@ def bits_of(precisions: Precisions) -> list[int]:
 
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:
     """Yield problems of `precisions` with the schemes of `plan` and with `max_steps` updates, -1 for any number."""
-    nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.has_signed_scales]
+    nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.nests]
     if not nesting:
-        signed = [name for name, scheme in SCHEMES.items() if scheme.has_signed_scales]
+        nested = [name for name, scheme in SCHEMES.items() if scheme.nests]
         yield (
-            f"precisions={precisions} with scheme {plan.name!r}: no grid of fewer bits nests in its grid; only grids with signed scales "
-            f"nest. Choose one of {signed}."
+            f"precisions={precisions} with scheme {plan.name!r}: no scheme of fewer bits nests in it. Choose one of {nested}."
         )
         return
     allowed = sorted(bits for bits in NESTING_BITS if bits <= max(nesting))
@@ -100,7 +99,7 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
 
 def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantScheme]) -> Iterator[str]:
     """Yield the patterns of `precisions` that change nothing in a model whose quantized layers have `schemes`."""
-    nesting = [name for name, scheme in schemes.items() if scheme.has_signed_scales]
+    nesting = [name for name, scheme in schemes.items() if scheme.nests]
     for pattern in _patterns(precisions):
         try:
             covered_names(pattern, "precisions", nesting, "layers whose bits can change")
@@ -117,13 +116,10 @@ def precision_at(precisions: Precisions, update: int, updates_per_batch: int) ->
 
 def at_bits(scheme: QuantScheme, bits: int) -> QuantScheme:
     """Return `scheme` with the grid of `bits` bits that nests in its own; `scheme` itself without such a grid."""
-    grid = scheme.grid
-    if not scheme.has_signed_scales or grid.num_bits <= bits:
+    if not scheme.nests or scheme.grid.num_bits <= bits:
         return scheme
-    coarser = next(other for other in GRIDS.values() if replace(grid, name=other.name, num_bits=bits) == other)
-    parts = (coarser, scheme.container, scheme.activation)
-    name = next(name for name, other in SCHEMES.items() if (other.grid, other.container, other.activation) == parts)
-    return replace(scheme, name=name, grid=coarser)
+    coarser = next(other for other in SCHEMES.values() if other.nests and other.grid.num_bits == bits)
+    return replace(coarser, group_size=scheme.group_size)
 
 
 def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
@@ -134,7 +130,7 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
 def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
     """Return the mean bits of the weights in quantized `layers` whose grids nest, and whether they differ."""
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
-    nesting = [weight for weight in weights if weight.scheme.has_signed_scales]
+    nesting = [weight for weight in weights if weight.scheme.nests]
     bits = [weight.scheme.grid.num_bits for weight in nesting]
     sizes = [weight.shape.numel() for weight in nesting]
     return sum(map(mul, sizes, bits)) / sum(sizes), len(set(bits)) > 1

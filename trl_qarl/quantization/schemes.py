@@ -22,8 +22,7 @@ class Grid:
     Codes to which numbers are rounded, and the rule that gives the scale of the numbers that share it.
 
     By default the largest magnitude is half the range of codes. With `has_signed_scales` the number of largest
-    magnitude, with its sign, is the smallest code. With `has_zero_points` codes go from the smallest number to the
-    largest, and the numbers share the code of zero too. `type` is compressed-tensors' term for the codes, which have
+    magnitude, with its sign, is the smallest code. `type` is compressed-tensors' term for the codes, which have
     `num_bits` bits.
     """
 
@@ -31,7 +30,6 @@ class Grid:
     type: Literal["int", "float"]
     num_bits: int
     has_signed_scales: bool = False
-    has_zero_points: bool = False
 
     @property
     def quant_range(self) -> tuple[float, float]:
@@ -44,20 +42,16 @@ class Grid:
     def scale_divisor(self) -> float:
         """
         Divisor that turns the largest number into the scale: half the code range, as in compressed-tensors (7.5 for
-        INT4, 127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code with signed scales (-8 for INT4). With
-        zero points the distance between smallest and largest number is divided by the whole range (15 for INT4).
+        INT4, 127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code with signed scales (-8 for INT4).
         """
         qmin, qmax = self.quant_range
-        whole = qmax - qmin
-        return whole if self.has_zero_points else qmin if self.has_signed_scales else whole / 2
+        return qmin if self.has_signed_scales else (qmax - qmin) / 2
 
 
-INT2, INT3, INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (2, 3, 4, 8))
+INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (4, 8))
 INT2_SIGNED, INT3_SIGNED, INT4_SIGNED = (Grid(f"int{bits}-signed", "int", bits, True) for bits in (2, 3, 4))
-INT4_ASYM, INT8_ASYM = (Grid(f"int{bits}-asym", "int", bits, has_zero_points=True) for bits in (4, 8))
 E2M1, E4M3 = Grid("e2m1", "float", 4), Grid("e4m3", "float", 8)
-_GRIDS = (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT4_ASYM, INT8, INT8_ASYM, E2M1, E4M3)
-GRIDS = {grid.name: grid for grid in _GRIDS}
+GRIDS = {grid.name: grid for grid in (INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E2M1, E4M3)}
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,6 @@ class Container:
     - `word_size`: codes in a word of the checkpoint. Rows fill whole words.
     - `group_sizes`: sizes that its kernels accept, largest first; empty for one scale per output channel.
     - `activations`: grids of activations that its kernels take; `None` for activations in 16 bits.
-    - `has_zero_points`: true if it holds only grids with zero points.
     - `has_global_scale`: true if one number divides all scales of a matrix of the engine.
     - `takes_signed_scales`: true if all its kernels for 16-bit activations multiply by negative scales correctly.
     - `scale_dtype`: dtype of the scales; `None` if it depends on the scheme.
@@ -84,7 +77,6 @@ class Container:
     word_size: int = 1
     group_sizes: tuple[int, ...] = ()
     activations: tuple[Grid | None, ...] = (None,)
-    has_zero_points: bool = False
     has_global_scale: bool = False
     takes_signed_scales: bool = False
     scale_dtype: str | None = None
@@ -93,7 +85,7 @@ class Container:
         """Return whether the container has every code of `grid`, with `None` for weights in high precision."""
         if grid is None or self.type is None:
             return grid is None and self.type is None
-        if (grid.has_signed_scales and not self.takes_signed_scales) or grid.has_zero_points != self.has_zero_points:
+        if grid.has_signed_scales and not self.takes_signed_scales:
             return False
         # Integers of fewer bits are integers of more; floating-point codes of fewer are not.
         return grid.type == self.type and (
@@ -104,8 +96,6 @@ class Container:
 INT4_PACKED = Container(
     "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3, INT8), takes_signed_scales=True
 )
-INT4_ZERO_POINTS = Container("int4-zero-points", "int", 4, "pack-quantized", 8, GROUP_SIZES, has_zero_points=True)
-INT8_ZERO_POINTS = Container("int8-zero-points", "int", 8, "pack-quantized", 4, GROUP_SIZES, has_zero_points=True)
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
 MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,), scale_dtype="uint8")
@@ -114,8 +104,8 @@ NVFP4 = Container(
 )
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
 DENSE = Container("dense", None, 16, "dense")
-_INTEGERS = (INT4_PACKED, INT4_ZERO_POINTS, INT8_PACKED, INT8_ZERO_POINTS, INT8_CODES)
-CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVFP4, E4M3_CODES, DENSE)}
+_CONTAINERS = (INT4_PACKED, INT8_PACKED, INT8_CODES, MXFP4, NVFP4, E4M3_CODES, DENSE)
+CONTAINERS = {container.name: container for container in _CONTAINERS}
 
 
 @dataclass(frozen=True)
@@ -171,9 +161,9 @@ class QuantScheme:
         return self.grid is not None
 
     @property
-    def has_signed_scales(self) -> bool:
-        """True if the grid has signed scales, so that grids of fewer bits nest in it."""
-        return self.grid is not None and self.grid.has_signed_scales
+    def nests(self) -> bool:
+        """True if schemes of fewer bits nest in it: their scales are multiples of its own, in the same container."""
+        return self.grid is not None and self.grid.has_signed_scales and self.activation is None
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -224,7 +214,7 @@ class QuantScheme:
         args = {
             "num_bits": container.num_bits,
             "type": container.type,
-            "symmetric": not container.has_zero_points,
+            "symmetric": True,
             "dynamic": False,
             "strategy": strategy,
             "group_size": group_size,
@@ -259,13 +249,6 @@ SCHEMES = {
         QuantScheme("w3a16", INT3_SIGNED, INT4_PACKED, 128),
         QuantScheme("w2a16", INT2_SIGNED, INT4_PACKED, 128),
         QuantScheme("w4a8-int8", INT4_SIGNED, INT4_PACKED, 128, INT8),
-        QuantScheme("w3a8-int8", INT3_SIGNED, INT4_PACKED, 128, INT8),
-        QuantScheme("w2a8-int8", INT2_SIGNED, INT4_PACKED, 128, INT8),
-        QuantScheme("w4a16-observer", INT4, INT4_PACKED, 128),
-        QuantScheme("w3a16-observer", INT3, INT4_PACKED, 128),
-        QuantScheme("w2a16-observer", INT2, INT4_PACKED, 128),
-        QuantScheme("w4a16-asym", INT4_ASYM, INT4_ZERO_POINTS, 128),
-        QuantScheme("w8a16-asym", INT8_ASYM, INT8_ZERO_POINTS, 128),
         QuantScheme("bf16", None, DENSE),
     )
 }
@@ -276,7 +259,7 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
     `ValueError` is raised for an unknown name, or a group size that the scheme's kernels do not take."""
     if isinstance(scheme, str):
         if scheme not in SCHEMES:
-            # compressed-tensors spells it `W4A16_ASYM`.
+            # compressed-tensors spells it `W4A16`.
             name = scheme.lower().replace("_", "-")
             stem = name.partition("-")[0]
             meant = [n for n in (name, stem) if n in SCHEMES] or get_close_matches(name, SCHEMES, n=1)
@@ -286,11 +269,8 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
                     " Activations of 4 bits are unsupported: their scale is a calibrated constant, from which a policy in training "
                     "moves away, and no engine on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
                 )
-            elif "asym" in name and name not in SCHEMES:
-                hint = (
-                    " Zero points are for integer weights of 4 or 8 bits with 16-bit activations: no kernel takes other activations, "
-                    "and grids with zero points do not nest. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
-                )
+            elif "asym" in name:
+                hint = " Zero points are unsupported. Use 'w4a16' or 'w8a16'."
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]
     if group_size is None:

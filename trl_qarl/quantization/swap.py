@@ -267,8 +267,7 @@ def low_bit_bytes(weight: QuantizedWeight) -> int:
     num_scales = columns // (weight.group_size or columns) * num_rows
     container, fixed = weight.scheme.container, weight.scheme.scale_dtype
     scale_dtype = weight.scale_dtype if fixed is None else getattr(torch, fixed)
-    operands = format_of(container).operands
-    of_operands = sum(o.dtype.itemsize * (num_scales if o.per_group else num_rows) for o in operands)
+    of_operands = num_rows * sum(operand.dtype.itemsize for operand in format_of(container).operands)
     return weight.shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + of_operands
 
 

@@ -134,8 +134,7 @@ class LowBitTensor(TorchAOBaseTensor):
     @property
     def shared_scale(self) -> float | None:
         """Number that divides all its scales; `None` for a format without one."""
-        shared = (getattr(self, operand.name) for operand in self.format.operands if not operand.per_group)
-        return next((tensor[0].item() for tensor in shared), None)
+        return next((getattr(self, operand.name)[0].item() for operand in self.format.operands), None)
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -153,7 +152,7 @@ class LowBitTensor(TorchAOBaseTensor):
         or if the larger scales overflow their dtype."""
         ours, theirs = self.scheme.grid, scheme.grid
         if (
-            not (self.scheme.has_signed_scales and scheme.has_signed_scales)
+            not (self.scheme.nests and scheme.nests)
             or self.scheme.container != scheme.container
             or theirs.num_bits > ours.num_bits
         ):

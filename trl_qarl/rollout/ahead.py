@@ -8,17 +8,13 @@ Rollouts that a server draws while the learner trains on the previous ones.
                             wait for t, publish the weights, ask for t+1
 
 Between two generation batches nothing is in flight: the learner waits for the engine, publishes, and has a thread
-request more completions. With `in_flight_updates` the learner waits only for its next batch, and other requests in
-flight continue with the newly published weights. docs/async.md explains the consequences.
+request the completions of the next batch. docs/vllm.md explains the consequences.
 """
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -33,26 +29,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Pending:
-    """A generation batch of this process that is drawn before its turn. `versions` are the update whose weights draw
-    the batch, and these weights, followed by versions that were published meanwhile. Completions and log-probs are
-    there once they have arrived; only the main process knows the engine's `seconds`."""
+    """A generation batch of this process that is drawn before its turn, by the `weights` of the update `version`.
+    Completions and log-probs are there once they have arrived; only the main process knows the engine's `seconds`."""
 
     prompt_ids: list[list[int]]
-    versions: list[tuple[int, KeptVersion]]
+    version: int
+    weights: KeptVersion
     completion_ids: list[list[int]] | None = None
     logps: list[list[float | None]] | None = None
     seconds: float = 0.0
     in_flight: BackgroundCall | None = None
-
-    @property
-    def version(self) -> int:
-        """The update whose weights began to draw the batch."""
-        return self.versions[0][0]
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the batch was not drawn and is not in flight."""
-        return self.completion_ids is None and self.in_flight is None
 
     def keep(self, output: tuple) -> None:
         """Store the result of [`~trl_qarl.rollout.generation.QaRLVLLMGeneration.generate`]."""
@@ -103,16 +89,13 @@ class NextPrompts:
 
 class Ahead:
     """
-    Generation batches that are drawn before their turn by `generation`, a
-    [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, and the weights that draw them. All processes
-    have to make the same calls. `pending` are batches in the order of their turns, `drawn` is the batch in progress
-    until it is scored, if it was drawn ahead.
+    The generation batch that `generation`, a [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, draws
+    before its turn, `pending`, and the weights that draw it. All processes have to make the same calls.
     """
 
     def __init__(self, generation: Any, args: Any):
         self.generation, self.args = generation, args
-        self.pending: deque[Pending] = deque()
-        self.drawn: Pending | None = None
+        self.pending: Pending | None = None
         self._coming: NextPrompts | None = None
         self._wait_seconds = 0.0
 
@@ -124,123 +107,89 @@ class Ahead:
         processes = accelerator.num_processes, accelerator.process_index
         self._coming = NextPrompts(sampler, dataset, num_repeats, args.gradient_accumulation_steps, *processes)
 
-    def wait(self, number: int | None = None) -> None:
-        """Wait for requests in flight, or for those of the next `number` batches. A failed batch stays pending."""
-        start = time.perf_counter()
-        for batch in islice(self.pending, number):
-            if batch.in_flight is None:
-                continue
-            in_flight = batch.in_flight
-            try:
-                batch.keep(self.generation.collect(in_flight, batch.prompt_ids, self.args.num_generations))
-            except EngineLost as lost:
-                batch.in_flight = None
-                logger.warning("A generation batch was lost while it was drawn ahead: %s", lost)
-            batch.seconds = in_flight.seconds
+    def wait(self) -> None:
+        """Wait for the request in flight. A failed batch stays pending."""
+        batch = self.pending
+        if batch is None or batch.in_flight is None:
+            return
+        start, in_flight = time.perf_counter(), batch.in_flight
+        try:
+            batch.keep(self.generation.collect(in_flight, batch.prompt_ids, self.args.num_generations))
+        except EngineLost as lost:
+            batch.in_flight = None
+            logger.warning("A generation batch was lost while it was drawn ahead: %s", lost)
+        batch.seconds = in_flight.seconds
         self._wait_seconds += time.perf_counter() - start
 
-    def collect(self, is_training: bool) -> bool:
-        """
-        Wait for requests in flight; in training with `in_flight_updates`, only for the next batch. Lost batches are
-        drawn again with the weights that were to draw them, which are published again. Return `True` if that happened:
-        the engine then no longer has the learner's weights. [`EngineLost`] is raised on every process if the engine
-        cannot be brought back.
-        """
-        self.wait(1 if is_training and self.args.in_flight_updates else None)
-        if any(batch.is_lost for batch in self.pending):
-            # Requests in flight must not continue with earlier weights.
-            self.wait()
-        lost = [batch for batch in self.pending if batch.is_lost]
-        for batch in lost:
-            start = time.perf_counter()
-            del batch.versions[:-1]
-            with at_version(self.generation.model, batch.versions[0][1]):
-                self.generation.sync_weights()
-                batch.keep(self.generation.generate(batch.prompt_ids, None, self.args.num_generations))
-            batch.seconds = time.perf_counter() - start
-            self._wait_seconds += batch.seconds
-        return bool(lost)
+    def collect(self) -> None:
+        """Wait for the request in flight. A lost batch is drawn again with the weights that were to draw it, which are
+        published for it. [`EngineLost`] is raised on every process if the engine cannot be brought back."""
+        self.wait()
+        batch = self.pending
+        if batch is None or batch.completion_ids is not None:
+            return
+        start = time.perf_counter()
+        with at_version(self.generation.model, batch.weights):
+            self.generation.sync_weights()
+            batch.keep(self.generation.generate(batch.prompt_ids, None, self.args.num_generations))
+        # The engine no longer has the learner's weights.
+        self.generation.forget_published()
+        batch.seconds = time.perf_counter() - start
+        self._wait_seconds += batch.seconds
 
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
-        """Return the batch whose turn it is, if it was drawn from these prompts; other prompts drop all batches."""
-        if not self.pending:
-            return None
-        batch = self.pending.popleft()
-        if not all(gather_object([batch.prompt_ids == prompt_ids])):
+        """Return the pending batch, whose turn it is, if it was drawn from these prompts; others drop it."""
+        batch, self.pending = self.pending, None
+        if batch is not None and not all(gather_object([batch.prompt_ids == prompt_ids])):
             logger.warning(
                 "The prompts are not those that were drawn ahead: something other than `seed` orders them. They are drawn now, and "
-                "batches that were drawn ahead are dropped."
+                "the batch that was drawn ahead is dropped."
             )
-            self.forget()
             return None
-        self.drawn = batch
         return batch
 
-    def measure(self, now: int, seconds: float) -> dict[str, float]:
-        """Return metrics of the batch in progress, which begins at update `now` and took the engine `seconds`."""
+    def measure(self, drawn: Pending | None, now: int, seconds: float) -> dict[str, float]:
+        """Return metrics of a batch, `drawn` before its turn or now, which begins at update `now` and took the engine
+        `seconds`."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
-            "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),
+            "rollout/age_updates": 0.0 if drawn is None else float(now - drawn.version),
             "rollout/engine_seconds": seconds,
-            "rollout/wait_seconds": waited + (seconds if self.drawn is None else 0.0),
+            "rollout/wait_seconds": waited + (seconds if drawn is None else 0.0),
         }
 
     def draw(self, place: tuple[int, int], state: Any, tokenize: Callable[[list], tuple]) -> None:
         """
-        Have the engine, which holds the learner's weights, draw the next batches, up to the end of the training, and
-        keep these weights. `place` is the epoch and its next micro-batch; `state` has the update whose weights the
+        Have the engine, which holds the learner's weights, draw the next batch, unless the training ends before it,
+        and keep these weights. `place` is the epoch and its next micro-batch; `state` has the update whose weights the
         learner has, and the last update; `tokenize` turns prompts into token ids and pictures.
         """
-        number, prompts = self._coming.number_at(*place), []
+        number = self._coming.number_at(*place) + 1
+        if self._coming.updates_before(number) >= state.max_steps:
+            return
         # An error in one process' prompts must not leave the others waiting.
         with all_or_none(self.generation.accelerator):
-            for later in range(number + len(self.pending) + 1, number + self.args.rollout_ahead + 1):
-                if self._coming.updates_before(later) < state.max_steps:
-                    prompt_ids, images, _ = tokenize(self._coming.prompts(later))
-                    if images is not None:
-                        raise ValueError(
-                            f"rollout_ahead={self.args.rollout_ahead} is unsupported with pictures. Remove it."
-                        )
-                    prompts.append(prompt_ids)
-        in_flight = [batch for batch in self.pending if batch.in_flight is not None]
-        if prompts or in_flight:
-            version = state.global_step, kept_version(self.generation.model)
-        for batch in in_flight:
-            batch.versions.append(version)
-        for prompt_ids in prompts:
-            launched = self.generation.launch(prompt_ids, self.args.num_generations)
-            self.pending.append(Pending(prompt_ids, [version], in_flight=launched))
+            prompt_ids, images, _ = tokenize(self._coming.prompts(number))
+            if images is not None:
+                raise ValueError("rollout_ahead=1 is unsupported with pictures. Remove it.")
+        weights = kept_version(self.generation.model)
+        launched = self.generation.launch(prompt_ids, self.args.num_generations)
+        self.pending = Pending(prompt_ids, state.global_step, weights, in_flight=launched)
 
-    def at_drawn(self) -> AbstractContextManager:
-        """While open, the learner has the weights that drew, or began to draw, the batch in progress."""
-        return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.versions[0][1])
-
-    def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
-        """Return this process' pending batches in a form for files, and the weights that draw them: a shard if the
-        model is sharded, else the same on all processes."""
+    def state(self) -> tuple[tuple | None, dict[str, Any] | None]:
+        """Return this process' pending batch in a form for files, and the weights that draw it: a shard if the model
+        is sharded, else the same on all processes. Both are `None` if there is no batch."""
         self.wait()
-        kept = {id(version): version for batch in self.pending for _, version in batch.versions}
-        places = list(kept)
-        batches = []
-        for batch in self.pending:
-            drawn_by = [(update, places.index(id(version))) for update, version in batch.versions]
-            batches.append((batch.prompt_ids, drawn_by, batch.completion_ids, batch.logps, batch.seconds))
-        return batches, [version.state() for version in kept.values()]
+        batch = self.pending
+        if batch is None:
+            return None, None
+        drawn = batch.completion_ids, batch.logps, batch.seconds
+        return (batch.prompt_ids, batch.version, *drawn), batch.weights.state()
 
-    def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
-        """Continue from [`~Ahead.state`]. `ValueError` is raised if a batch was drawn by the weights of several
-        updates, and this run expects those of one."""
-        if not self.args.in_flight_updates and any(len(drawn_by) > 1 for _, drawn_by, *_ in batches):
-            raise ValueError(
-                "The checkpoint has completions that were drawn with in_flight_updates=True, by the weights of several updates. "
-                "Resume with the same option."
-            )
-        self.forget()
-        kept = [KeptVersion.of_state(state, self.generation.model) for state in versions]
-        for prompt_ids, drawn_by, *drawn in batches:
-            self.pending.append(Pending(prompt_ids, [(update, kept[index]) for update, index in drawn_by], *drawn))
-
-    def forget(self) -> None:
-        """Drop pending batches, whose turn will not come."""
-        self.pending.clear()
-        self.drawn = None
+    def load(self, batch: tuple | None, weights: dict[str, Any] | None) -> None:
+        """Continue from [`~Ahead.state`]."""
+        self.pending = None
+        if batch is not None:
+            prompt_ids, version, *drawn = batch
+            kept = KeptVersion.of_state(weights, self.generation.model)
+            self.pending = Pending(prompt_ids, version, kept, *drawn)

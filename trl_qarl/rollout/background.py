@@ -63,3 +63,10 @@ class BackgroundCall:
         self.seconds = time.perf_counter() - start
         with suppress(InvalidStateError):
             outcome.set_result(answer)
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return the result of `function`, called in a thread, or raise `TimeoutError`. The thread may go on."""
+    call = BackgroundCall()
+    call.start(function)
+    return call.answer(seconds)

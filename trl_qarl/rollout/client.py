@@ -3,11 +3,9 @@
 import os
 import secrets
 import socket
-import ssl
-import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,16 @@ from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
 
 from ..wire.handshake import is_proof, json_object, proof, read_token_file
-from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH
-from .background import BackgroundCall
+from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, values_of
+from .background import BackgroundCall, within
 from .http_session import CheckedSession, ServerLost, check_finished, error_text, json_of, refusals
 from .pictures import PICTURE_PATH, complete_prompts
 
 
 _HEALTH_SECONDS = 10
+# Time for all requests of a handshake. Those of `requests` begin anew with each byte that arrives, so whoever has
+# taken the port could hold the trainer for ever.
+_HANDSHAKE_SECONDS = 60.0
 # A server detects a closed session within milliseconds.
 _REFUSAL_SECONDS = 10.0
 
@@ -44,21 +45,19 @@ class QaRLClient(VLLMClient):
     Args:
         base_url, group_port:
             Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
-        connection_timeout, request_timeout, generation_timeout:
-            Seconds to wait for the server, for the answer to a request, and for completions.
+        connection_timeout:
+            Seconds to wait for the server.
         token, token_file:
             The secret of a server that was started here, or a file that contains it. Defaults to the file that the
             server names, which only the same user can read.
-        ca_certs, start_command:
-            File with the certificates that sign an https server's, by default those of `requests`, and the command
-            that starts a server, for the error if none answers.
+        start_command:
+            Command that starts a server, for the error if none answers.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
         RuntimeError: if the server was started in another way, works for another trainer, has another secret or does
             not prove that it knows the secret.
-        ValueError: if the token file cannot be read or other users can read it, or the server's certificate is not
-            trusted.
+        ValueError: if the token file cannot be read or other users can read it.
     """
 
     session: CheckedSession
@@ -73,18 +72,13 @@ class QaRLClient(VLLMClient):
         base_url: str,
         group_port: int = 51216,
         connection_timeout: float = 0.0,
-        request_timeout: float = 300.0,
-        generation_timeout: float = 1800.0,
         token: str | None = None,
         token_file: str | Path | None = None,
-        ca_certs: str | Path | None = None,
         start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
     ):
-        self._settings = request_timeout, generation_timeout, ca_certs
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
-        self._reading = threading.Lock()
         self.instance = self.transfer_dir = self.transfer_mark = None
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
@@ -97,22 +91,40 @@ class QaRLClient(VLLMClient):
     @override
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
         """Waits for the server and opens its session. The constructor calls this before its first request."""
-        self.session = CheckedSession(*self._settings)
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
+        self.session = CheckedSession()
+        self.session.mount("http://", _SessionAdapter(self, pool_maxsize=64))
         deadline = time.monotonic() + total_timeout
         while True:
             try:
-                self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+                self._ask_for_health()
                 return self.open_session()
             except ServerLost:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(retry_interval)
 
+    def _in_time(self, function: Callable[[], Any]) -> Any:
+        try:
+            return within(_HANDSHAKE_SECONDS, function)
+        except TimeoutError as error:
+            raise ServerLost(
+                f"The process at {self.base_url} did not end its answer within {_HANDSHAKE_SECONDS:g} s. It may not be a server: "
+                "identify it with `ss -ltnp`."
+            ) from error
+
+    def _ask_for_health(self) -> None:
+        self._in_time(partial(self.session.get, f"{self.base_url}/health", timeout=_HEALTH_SECONDS))
+
     def open_session(self) -> None:
         """Become the trainer of this server. An earlier session of this client is closed."""
         self.close_session()
+        self._held, self._lines, state = self._in_time(self._shake_hands)
+        self.session.headers[SESSION_HEADER] = state["session"]
+        self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
+        self.transfer_mark = state.get("transfer_mark")
+
+    def _shake_hands(self) -> tuple[requests.Response, Iterator[bytes], dict[str, Any]]:
+        """Return the open response of a session, its lines, and what the server says of itself."""
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
         # Redirections would lead to another server.
         opening = {"expected": range(200, 500), "allow_redirects": False}
@@ -150,10 +162,7 @@ class QaRLClient(VLLMClient):
                 f"the trainer has from {source}. It may have taken the port while the server was down, so it gets no weights. "
                 "Identify it (`ss -ltnp`), end it and start the server again."
             )
-        self._held, self._lines = held, lines
-        self.session.headers[SESSION_HEADER] = state["session"]
-        self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
-        self.transfer_mark = state.get("transfer_mark")
+        return held, lines, state
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
         """Return the secret and its source in words. A file is read each time: a restarted server may have another."""
@@ -179,18 +188,16 @@ class QaRLClient(VLLMClient):
         sock = None if held is None else getattr(held.raw.connection, "sock", None)
         if sock is None:
             return False
-        # Requests come from many threads, which must not read from one TLS connection at a time.
-        with self._reading:
-            sock.settimeout(0)
-            try:
-                # Meanwhile the server writes empty lines to keep the connection alive.
-                while sock.recv(4096):
-                    pass
-            except (BlockingIOError, ssl.SSLWantReadError):
-                return False
-            except OSError:
+        sock.settimeout(0)
+        try:
+            # Meanwhile the server writes empty lines to keep the connection alive.
+            while sock.recv(4096):
                 pass
-            return True
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def close_session(self) -> None:
         """Let another trainer use the server. From now on only a new handshake is sent."""
@@ -229,7 +236,7 @@ class QaRLClient(VLLMClient):
     def is_healthy(self) -> bool:
         """Return whether the server answers and its engine lives."""
         try:
-            self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+            self._ask_for_health()
             return True
         except ServerLost:
             return False
@@ -242,8 +249,11 @@ class QaRLClient(VLLMClient):
             return self.session.post(f"{self.base_url}{path}", json=body or {}, headers=headers)
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of [`~trl_qarl.vllm_plugin.worker.WorkerExtension`] on every worker and return the results."""
-        return json_of(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
+        """Call a method of [`~trl_qarl.vllm_plugin.worker.WorkerExtension`] on every worker and return the results;
+        errors are raised as by [`values_of`]."""
+        call = secrets.token_hex(4)
+        answer = self.control("/collective_rpc", {"method": method, "kwargs": {**kwargs, "call": call}})
+        return values_of(json_of(answer)["results"], call)
 
     def weight_version(self) -> str:
         """Return the version that the server stamps on what it generates."""

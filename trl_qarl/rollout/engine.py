@@ -4,14 +4,13 @@ Interface of engines for the trainer, and of channels, which carry tensors to an
 | when | methods of an engine | called by |
 |---|---|---|
 | connected | `describe` | [`Publisher`][trl_qarl.rollout.publisher] |
-| weight sync | `begin`, `keep_copy` if only changes are sent, `send` for each chunk, `finish` | `Publisher` |
+| weight sync | `begin`, `send` for each chunk, `finish` | `Publisher` |
 | after a weight sync | `score`; `clear_cache` if the log-probs are wrong | [`Canary`][trl_qarl.rollout.canary] |
 | rollout | `generate`, `weight_version` | [`QaRLVLLMGeneration`][trl_qarl.rollout.generation] |
-| mismatch probe | `log_probs` | [`Recorder`][trl_qarl.telemetry.recorder] |
 
 The other side uses the same names: a worker of vLLM implements `describe` as `qarl_describe`
 ([`trl_qarl.vllm_plugin.worker`]), and a `FileChannel` here sends to the `FileChannel` in
-[`trl_qarl.vllm_plugin.weight_transfer`]. Tensors sent over HTTP become a file first.
+[`trl_qarl.vllm_plugin.weight_transfer`].
 """
 
 from collections.abc import Sequence
@@ -41,10 +40,6 @@ class Engine(Protocol):
         """Start a weight sync, during which the engine does not generate, and return the names of tensors that the
         engine no longer holds as they were published."""
 
-    def keep_copy(self) -> str:
-        """Have the engine keep a copy of received tensors, to which changes can be applied. Return the digest of the
-        fingerprints of this copy; the empty string if it is empty, or if ranks differ."""
-
     def send(self, tensors: Tensors) -> None:
         """Deliver a chunk."""
 
@@ -64,10 +59,6 @@ class Engine(Protocol):
         """Return the engine's log-probs of the tokens from the second on, replica by replica; NaN if one is missing.
         With `pictures` the tokens are an [`~trl_qarl.rollout.pictures.ExpandedPrompt`]; [`PublishError`] is raised if
         the engine expands the prompt differently."""
-
-    def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
-        """Return `{token id: log-prob}` for each position of `sequences` from the second token on: of the token at
-        this position and of the `num_top` likeliest ones, at temperature 1."""
 
     def clear_cache(self) -> None:
         """Set all keys and values that the engine holds to 0."""

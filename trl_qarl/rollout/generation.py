@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -15,14 +16,14 @@ from typing_extensions import override
 from ..quantization.storage import is_sharded, writes_to
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .background import BackgroundCall
-from .channels import choose_channel, sends_changes
+from .channels import choose_channel
 from .client import QaRLClient
 from .engine import Engine
 from .failures import EngineLost, all_or_none, as_lost, persistently
-from .http_session import ServerLost
+from .http_session import ServerLost, is_local
 from .in_process import make_engine, share_engine
 from .pictures import placeholders_of, takes_pictures, with_pictures
-from .publisher import Publisher, largest_chunk
+from .publisher import Publisher, check_ranks, largest_chunk
 from .server import ServerEngine, server_process, start_command
 from .server_process import ServerProcess
 from .spec import EngineSpec
@@ -35,6 +36,11 @@ BACKOFF_SECONDS = 2.0
 
 _GATHERS = "the main process gathers what it publishes"
 """Message to the other processes before the outcome of a publication: they take part in it."""
+
+_IN_CLEAR = (
+    "Whoever reads that network also reads the session's token, with which it could change the weights. On a network that others "
+    "can read, forward the port with `ssh -N -L 8000:127.0.0.1:8000 HOST` and connect to 127.0.0.1."
+)
 
 _GENERATING, _PUBLISHING = "Generating with vLLM", "Publishing to vLLM"
 
@@ -58,9 +64,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: Any = None
         self.description: dict[str, Any] = {}
-        self._published_parameters: list[tuple[int, ...]] | None = None
+        self._published: tuple[str, list[tuple[int, ...]]] | None = None
         self._in_flight: BackgroundCall | None = None
-        self._launched: list[BackgroundCall] = []
+        self._launched: BackgroundCall | None = None
         # False while a `rollout_func` asks, possibly for text or other log-probs; its result is checked later.
         self._is_generating = False
         super().__init__(*args, **kwargs)
@@ -80,30 +86,27 @@ class QaRLVLLMGeneration(VLLMGeneration):
         options, spec = self.options, EngineSpec.of(self.model, self.dtype)
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if options.vllm_server_autostart:
-            self.server = server_process(options, spec, largest_chunk(self.model, self.dtype))
+            if self.accelerator.device.type != "cpu":
+                check_ranks(self.model, spec.quantization_config, options.vllm_tensor_parallel_size)
+            self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = client = QaRLClient(
             base_url,
             self.group_port,
             self.server_timeout,
-            options.vllm_request_timeout,
-            options.vllm_generation_timeout,
             token=None if self.server is None else self.server.token,
             token_file=options.vllm_token_file,
-            ca_certs=options.vllm_ssl_ca_certs,
             start_command=start_command(options, spec),
         )
         try:
             client.placeholders = placeholders_of(self.processing_class)
-            device, allow_plain_http = self.accelerator.device, options.vllm_allow_plain_http
-            channel, reason = choose_channel(client, options.vllm_transport, allow_plain_http, device)
+            channel, reason = choose_channel(client, self.accelerator.device)
             logger.info("Weights reach the server by %s: %s.", type(channel).__name__, reason)
-            delta = sends_changes(channel, options.vllm_delta_sync)
+            if not is_local(urlsplit(base_url).hostname):
+                logger.warning("Nothing between this host and %s is encrypted. %s", base_url, _IN_CLEAR)
             channel.connect()
-            engine = ServerEngine(client, channel)
-            engine.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
-            self._use(engine, delta)
+            self._use(ServerEngine(client, channel))
         except BaseException:
             # A trainer that does not fit must not keep the server until it is garbage-collected.
             client.close_session()
@@ -112,11 +115,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
         client.generate = self._completions
 
     def _build_engine(self) -> None:
+        spec = EngineSpec.of(self.model, self.dtype)
+        check_ranks(self.model, spec.quantization_config, self.tensor_parallel_size)
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
         if group is not None:
             self.tp_group = group
         engine = make_engine(
-            EngineSpec.of(self.model, self.dtype),
+            spec,
             **shared,
             on_cpu=self.accelerator.device.type == "cpu",
             gpu_memory_utilization=self.gpu_memory_utilization,
@@ -139,9 +144,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._llm_weights_sleeping = self.enable_sleep_mode
         self._use(engine)
 
-    def _use(self, engine: Engine, delta: bool = False) -> None:
+    def _use(self, engine: Engine) -> None:
         self.engine = engine
-        self.publisher = Publisher(self.model, self.dtype, engine, self.processing_class, delta)
+        self.publisher = Publisher(self.model, self.dtype, engine, self.processing_class)
         self.description = self.publisher.check_engine()
         if self.description["device"] == "cpu" and "seed" in self.generation_kwargs:
             raise ValueError(
@@ -153,22 +158,26 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors. Without `in_flight_updates` no request may be in flight: vLLM would
-        cut it short and report success. A failure raises [`EngineLost`], with a server on every process.
+        Publishes the learner's low-bit tensors, when no request is in flight: vLLM would cut it short and report
+        success. A failure raises [`EngineLost`], with a server on every process.
         """
         if self.mode == "colocate":
             self._publish_directly()
         else:
             persistently(_PUBLISHING, self._publish_to_server)
-        self._published_parameters = self._parameter_versions()
+        self._published = self._learner_state()
 
     def is_published(self) -> bool:
-        """Return whether no parameter of any process was written to since the last publication, except through
-        `.data`, which is not seen."""
-        return all(gather_object([self._parameter_versions() == self._published_parameters]))
+        """Return whether the last publication was of this update, and no parameter of any process was written to
+        since, except through `.data`, which is not seen."""
+        return all(gather_object([self._learner_state() == self._published]))
 
-    def _parameter_versions(self) -> list[tuple[int, ...]]:
-        return [writes_to(parameter) for parameter in self.model.parameters()]
+    def forget_published(self) -> None:
+        """Have [`~QaRLVLLMGeneration.is_published`] return `False` until the next publication."""
+        self._published = None
+
+    def _learner_state(self) -> tuple[str, list[tuple[int, ...]]]:
+        return self.weight_version(), [writes_to(parameter) for parameter in self.model.parameters()]
 
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
@@ -274,8 +283,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _publish_to_server(self, failed: int) -> None:
         """Publish from the main process, after getting the server back if attempts have failed. All processes gather
         sharded masters together, and raise the main process' error."""
-        while self._launched and not self.options.in_flight_updates:
-            self._launched.pop().wait()
+        if self._launched is not None:
+            self._launched.wait()
         outcome: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
@@ -299,21 +308,16 @@ class QaRLVLLMGeneration(VLLMGeneration):
         """Return completions, or an error in their place so that every process raises it. A launched request has no
         completions yet."""
         is_own, in_flight = self._is_generating, self._in_flight
-        # A thread does not know which versions are published meanwhile.
-        checks_version = in_flight is None or not self.options.in_flight_updates
-        request = partial(self._ask, is_own, checks_version, *args, **kwargs)
+        request = partial(self._ask, is_own, *args, **kwargs)
         try:
             if not is_own:
                 return persistently(_GENERATING, partial(self._ask_alone, request))
             if in_flight is None:
                 return request()
             if in_flight.is_started:
-                completions = in_flight.answer()
-                if self.options.in_flight_updates:
-                    self._check_weight_version()
-                return completions
+                return in_flight.answer()
             in_flight.start(request)
-            self._launched = [*(other for other in self._launched if other.is_running), in_flight]
+            self._launched = in_flight
             return dict.fromkeys(_ANSWER, ())
         except Exception as error:
             return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
@@ -329,7 +333,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self._publish()
         return request()
 
-    def _ask(self, is_own: bool, checks_version: bool, prompts, features=None, *args, **sampling) -> dict[str, Any]:
+    def _ask(self, is_own: bool, prompts, features=None, *args, **sampling) -> dict[str, Any]:
         try:
             completions = self.engine.generate(prompts, features, *args, **sampling)
             if is_own:
@@ -340,8 +344,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             # TRL's client does not check the answer before it takes it apart.
             raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
         # Check now: nothing else is asked of the server before the completions have been rewarded.
-        if checks_version:
-            self._check_weight_version()
+        self._check_weight_version()
         return completions
 
     def _recover(self, failed: int) -> None:

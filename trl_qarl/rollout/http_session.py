@@ -1,10 +1,8 @@
 """HTTP requests that raise an error unless the server answers in time with an expected status."""
 
 import ipaddress
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +14,15 @@ from ..wire.protocol import PublishError
 
 
 _CONNECT_SECONDS = 10
+
+REQUEST_SECONDS = 300.0
+"""Wait for an answer to a request that does not generate. The longest of them loads a chunk of weights, or compares
+all tensors of a large model, which takes a slow CPU a minute or two."""
+
+GENERATION_SECONDS = 7200.0
+"""Wait for the completions of a whole generation batch, which one request asks for and which on a CPU may take an
+hour. Only an engine that hangs costs this time: one that dies ends the request."""
+
 _GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
@@ -42,41 +49,22 @@ def refusals() -> Iterator[None]:
 class CheckedSession(requests.Session):
     """
     Session whose requests, including TRL's, either get one of the `expected` statuses in time or raise [`ServerLost`].
-    The arguments are those of [`~trl_qarl.rollout.client.QaRLClient`]. Proxies and certificates of the environment
-    are not used for addresses of this machine. `ValueError` is raised for a certificate that is not trusted.
+    Proxies of the environment are not used for addresses of this machine.
     """
-
-    def __init__(self, request_timeout: float, generation_timeout: float, ca_certs: str | Path | None = None):
-        super().__init__()
-        self.ca_certs = None if ca_certs is None else str(ca_certs)
-        self.request_timeout = request_timeout
-        self.generation_timeout = generation_timeout
 
     @override
     def request(self, method, url, *, expected: Collection[int] = (200,), **kwargs):
         parts = urlsplit(url)
         self.trust_env = not is_local(parts.hostname)
         generates = method == "POST" and parts.path.endswith(_GENERATING_PATHS)
-        seconds = self.generation_timeout if generates else self.request_timeout
-        kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
-        if self.ca_certs is not None:
-            # Set per request: REQUESTS_CA_BUNDLE would override the session's.
-            kwargs.setdefault("verify", self.ca_certs)
+        kwargs.setdefault("timeout", (_CONNECT_SECONDS, GENERATION_SECONDS if generates else REQUEST_SECONDS))
         try:
             response = super().request(method, url, **kwargs)
         except requests.ReadTimeout as error:
-            option = "vllm_generation_timeout" if generates else "vllm_request_timeout"
             waited = kwargs["timeout"][1] if isinstance(kwargs["timeout"], tuple) else kwargs["timeout"]
+            remedy = "Generate fewer or shorter completions in a batch, or see" if generates else "See"
             raise ServerLost(
-                f"The vLLM server did not answer {url} within {waited:g} s. If it only needs more time, raise `{option}`."
-            ) from error
-        except requests.exceptions.SSLError as error:
-            if "CERTIFICATE_VERIFY_FAILED" not in str(error):
-                raise ServerLost(f"The vLLM server did not answer {url}: {error}") from error
-            reason = re.search(r"certificate verify failed: ([^(]*)", str(error))
-            raise ValueError(
-                f"The certificate of the server at {url} is not trusted: {reason[1].strip() if reason else error}. If it is your own, set "
-                "`vllm_ssl_ca_certs` to a file with this certificate, or with its issuer's."
+                f"The vLLM server did not answer {url} within {waited:g} s. {remedy} the log of the server for what holds it up."
             ) from error
         except requests.RequestException as error:
             # The innermost reason, without the wrappers of requests and urllib3.

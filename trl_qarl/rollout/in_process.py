@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from ..checkpoint.export import is_export
 from ..numerics import cuda
-from ..wire.protocol import FILE_BACKEND, PublishError
+from ..wire.protocol import FILE_BACKEND, PublishError, values_of
 from .engine import Tensors
 from .pictures import check_prompt, sent_ids
 from .server_command import cpu_environment
@@ -33,19 +33,16 @@ class InProcessEngine:
         self._worker = getattr(worker, "worker", worker)
 
     def describe(self) -> dict[str, Any]:
-        return self._worker.qarl_describe()
+        return self._call("qarl_describe")
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return values_of([getattr(self._worker, method)(*args)])[0]
 
     def begin(self) -> list[str]:
         self._abort_requests()
-        try:
-            changed = self._worker.qarl_begin()
-        except RuntimeError as error:
-            raise PublishError(str(error)) from error
+        changed = self._call("qarl_begin")
         self._worker.start_weight_update()
         return changed
-
-    def keep_copy(self) -> str:
-        return self._worker.qarl_keep_copy()
 
     def _abort_requests(self) -> None:
         """Abort requests of an interrupted rollout: vLLM would return their completions with the next ones."""
@@ -74,11 +71,8 @@ class InProcessEngine:
                 ) from error
 
     def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
-        self._worker.qarl_finish(fingerprints)
-        try:
-            self._worker.finish_weight_update()
-        except RuntimeError as error:
-            raise PublishError(str(error)) from error
+        self._call("qarl_finish", fingerprints)
+        self._worker.finish_weight_update()
         self.llm.update_weight_version(weight_version)
 
     def weight_version(self) -> str:
@@ -107,36 +101,24 @@ class InProcessEngine:
         }
 
     def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
+        from vllm import SamplingParams
+
         if self.llm.llm_engine.is_sleeping():
             # The weights are awake; the rollout that follows a publication needs the cache too.
             self.llm.wake_up(tags=["kv_cache"])
         # Greedy: sampling would advance the random state of the rollout.
-        (output,) = self._read([_prompt(token_ids, pictures)], temperature=0.0)
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+        (output,) = self.llm.generate([_prompt(token_ids, pictures)], parameters, use_tqdm=False)
         check_prompt(output.prompt_token_ids, token_ids)
         return [
             entry[token].logprob if entry else math.nan
             for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         ]
 
-    def log_probs(
-        self, sequences: list[list[int]], num_top: int = 0, lora_request: Any = None
-    ) -> list[list[dict[int, float]]]:
-        prompts = [_prompt(ids) for ids in sequences]
-        return [
-            [{token: value.logprob for token, value in entry.items()} for entry in output.prompt_logprobs[1:]]
-            for output in self._read(prompts, num_top, lora_request=lora_request)
-        ]
-
-    def _read(self, prompts: list[dict[str, Any]], num_top: int = 0, lora_request: Any = None, **sampling: Any):
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(max_tokens=1, prompt_logprobs=num_top, **sampling)
-        return self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora_request)
-
     def clear_cache(self) -> None:
         # Sleep mode has discarded the cache and freed its memory.
         if not self.llm.llm_engine.is_sleeping():
-            self._worker.qarl_clear_cache()
+            self._call("qarl_clear_cache")
 
     def close(self) -> None:
         """Shut down the engine."""

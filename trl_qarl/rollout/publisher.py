@@ -19,12 +19,11 @@ import torch
 from torch import nn
 
 from ..adapters.tensors import adapter_problems, iter_adapter_tensors
-from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quantization_config
+from ..checkpoint.layout import check_finite, iter_checkpoint_layers, problem_of_mixture, quantization_config
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.storage import is_sharded
-from ..wire.delta import DELTA_PREFIX, base_digest
 from ..wire.describe import (
     PICTURE_OPTIONS,
     config_differences,
@@ -34,7 +33,6 @@ from ..wire.describe import (
     differences,
 )
 from ..wire.fingerprint import fingerprints as fingerprints_of
-from ..wire.patches import PatchBook
 from ..wire.protocol import is_adapter_tensor, load_order
 from .background import BackgroundCall
 from .canary import Canary
@@ -46,6 +44,9 @@ CHUNK_BYTES = 128 * 2**20
 """Size at which a chunk is sent; larger only if a single decoder layer is. Two chunks can exist at once, one being
 sent and the next one."""
 
+# Layers whose inputs vLLM divides among ranks, by their last names.
+_SPLIT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj")
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,14 +56,11 @@ class Publisher:
 
     `model` is a learner, prepared by [`prepare_model`] or unquantized; tensors that are not quantized are rounded to
     the engine's `dtype`. A process that only takes part in gathering ([`~Publisher.join`]) has no `engine`. A
-    `tokenizer` or processor is compared with the engine's, and log-probs after each publication. With `delta` only
-    changes within a layer are sent ([`~trl_qarl.wire.patches.PatchBook`]). `NotImplementedError` is raised for a model
-    with a [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
+    `tokenizer` or processor is compared with the engine's, and log-probs after each publication. `NotImplementedError`
+    is raised for a model with a [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
     """
 
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, engine: Engine | None, tokenizer=None, delta: bool = False
-    ):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, engine: Engine | None, tokenizer=None):
         if problem := problem_of_mixture(Inventory.of(model)):
             raise NotImplementedError(problem)
         self.model = model
@@ -72,7 +70,6 @@ class Publisher:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.canary = Canary(model, dtype, tokenizer)
         self._published: dict[str, str] = {}
-        self._patches = PatchBook() if delta else None
 
     def forget(self) -> None:
         """Make the next publication send everything, because the engine is new or its state is unknown."""
@@ -101,12 +98,7 @@ class Publisher:
             *adapter_problems(self.model, theirs),
             *_kernel_problems(inventory, theirs),
         ]
-        has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in inventory.layers.values())
-        if has_fp8_scales and theirs["tensor_parallel_size"] != 1:
-            problems.append(
-                f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {theirs['tensor_parallel_size']}: vLLM would round the "
-                "scales of each shard separately"
-            )
+        problems += problems_of_ranks(inventory, quantization_config(inventory), theirs["tensor_parallel_size"])
         if problems:
             listed = "\n  ".join(problems)
             raise ValueError(
@@ -122,14 +114,13 @@ class Publisher:
 
         Returns:
             `publish/seconds`; `publish/audit_seconds`, the part that the learner spent on fingerprints;
-            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with `delta`
-            `publish/delta_seconds`, the part spent on finding and compressing changes; with a tokenizer the results of
-            [`Canary`].
+            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with a
+            tokenizer the results of [`Canary`].
 
         Raises:
             PublishError: if the engine does not hold the weights. The next call sends everything.
         """
-        start, self._audit_seconds, self._delta_seconds = time.perf_counter(), 0.0, 0.0
+        start, self._audit_seconds = time.perf_counter(), 0.0
         fingerprints: dict[str, str] = {}
         # First: it gathers, and the other ranks must not wait for this one if anything else fails.
         learner = self.canary.score()
@@ -152,7 +143,6 @@ class Publisher:
             "publish/megabytes": num_bytes / 2**20,
             "publish/tensors": num_tensors,
             "publish/unchanged_tensors": len(fingerprints) - num_tensors,
-            **({} if self._patches is None else {"publish/delta_seconds": self._delta_seconds}),
             **canary,
         }
 
@@ -173,8 +163,6 @@ class Publisher:
             call.start(self.engine.begin)
             first = _take_while_running(call, layers)
             lost = call.answer() or []
-            if self._patches is not None:
-                published = self._begin_patches(published)
             self._send_again(lost, published)
             chunk: Tensors = []
             for layer, current in chain((first.popleft() for _ in range(len(first))), layers):
@@ -183,7 +171,6 @@ class Publisher:
                 if all(published.get(name) == value for name, value in current.items()):
                     continue
                 num_tensors += len(layer)
-                layer = self._pack(layer)
                 if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
                     call.answer()
                     call.start(partial(self.engine.send, chunk))
@@ -207,31 +194,11 @@ class Publisher:
             # The cache may hold NaN from corrupt weights. Attention reads whole blocks of it, and 0 times NaN is NaN.
             self.engine.clear_cache()
 
-    def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
-        """Return `published`, or nothing, so that everything is sent, unless the engine holds exactly that."""
-        if self.engine.keep_copy() != base_digest(published):
-            published = {}
-        self._patches.confirm(published)
-        return published
-
-    def _pack(self, layer: Tensors) -> Tensors:
-        if self._patches is None:
-            return layer
-        start = time.perf_counter()
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in layer}
-        block, whole = self._patches.make(tensors)
-        for name, tensor in tensors.items():
-            self._patches.keep(name, tensor)
-        packed = [(name, tensor) for name, tensor in layer if name in whole]
-        if block is not None:
-            packed.append((DELTA_PREFIX + _unit_of(layer[0][0]), block))
-        self._delta_seconds += time.perf_counter() - start
-        return packed
-
     def _with_fingerprints(self, layers: Iterator[Tensors]) -> Iterator[tuple[Tensors, dict[str, str]]]:
         for layer in layers:
             layer.sort(key=lambda item: load_order(item[0]))
             start = time.perf_counter()
+            check_finite(layer)
             current = fingerprints_of(layer)
             self._audit_seconds += time.perf_counter() - start
             yield layer, current
@@ -263,6 +230,41 @@ def _take_while_running(
         taken.append(layer)
         num_bytes += num_bytes_of(layer[0])
     return taken
+
+
+def check_ranks(model: nn.Module, config: Mapping[str, Any] | None, size: int) -> None:
+    """Raise `ValueError` for [`problems_of_ranks`] of a model, before its engine is started."""
+    if problems := [*problems_of_ranks(Inventory.of(model), config or {}, size)]:
+        raise ValueError("\n".join(f"{problem}." for problem in problems))
+
+
+def problems_of_ranks(inventory: Inventory, config: Mapping[str, Any], size: int) -> Iterator[str]:
+    """Yield reasons why an engine of `size` tensor-parallel ranks, with the `quantization_config` of an inventory,
+    cannot compute what the learner does."""
+    if size == 1:
+        return
+    if any(group.get("input_activations") for group in config.get("config_groups", {}).values()):
+        yield (
+            f"tensor_parallel_size={size} with 8-bit activations: each rank would round its part of the inputs of `o_proj` and `down_proj` "
+            "with a scale of its own, and the learner rounds whole rows. Use replicas (`--data-parallel-size`), or a scheme with "
+            "16-bit activations such as 'w4a16' or 'w8a16'"
+        )
+    seen = set()
+    for name, layer in inventory.layers.items():
+        for leaf, weight in layer.quantized_weights.items():
+            last = leaf if isinstance(layer, QuantizedExperts) else name.rpartition(".")[2]
+            inputs, group_size = weight.shape[-1], weight.group_size
+            is_split = last in _SPLIT_BY_INPUTS and group_size and inputs % (size * group_size)
+            if not is_split or (inputs, group_size) in seen:
+                continue
+            seen.add((inputs, group_size))
+            sizes = [ranks for ranks in range(1, inputs // group_size + 1) if inputs % (ranks * group_size) == 0]
+            groups = [smaller for smaller in weight.scheme.group_sizes if inputs % (size * smaller) == 0]
+            yield (
+                f"tensor_parallel_size={size} splits groups of {group_size}: {name} has {inputs} inputs. Use tensor_parallel_size "
+                f"{' or '.join(map(str, sizes))}"
+                + (f", or group_size {' or '.join(map(str, groups))}" if groups else "")
+            )
 
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:

@@ -4,13 +4,16 @@ import json
 import math
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..wire.protocol import PublishError
+from ..numerics.attach import has_engine_numerics
+from ..numerics.low_bit import choose_cpu_weights
+from ..wire.protocol import CPU_WEIGHTS_VARIABLE, PublishError
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .engine import Channel, Tensors
 from .http_session import json_of
@@ -21,12 +24,10 @@ from .spec import EngineSpec
 
 
 class ServerEngine:
-    """The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas. `is_drawing` returns whether this
-    trainer has requests in flight that will continue with newly published weights."""
+    """The [`~trl_qarl.rollout.engine.Engine`] of a server with identical replicas."""
 
     def __init__(self, client, channel: Channel):
         self.client, self.channel = client, channel
-        self.is_drawing: Callable[[], bool] = lambda: False
         self.works_meanwhile = channel.works_meanwhile
         self._replicas = 1
 
@@ -44,17 +45,12 @@ class ServerEngine:
 
     def begin(self) -> list[str]:
         self.channel.begin()
-        # Abort other clients' requests, which must finish with the weights they began with. For kept requests vLLM
-        # recomputes keys and values with the new weights.
-        self.client.control(f"/pause?mode={'keep' if self.is_drawing() else 'abort'}")
+        # Abort other clients' requests, which would go on with the new weights.
+        self.client.control("/pause?mode=abort")
         # Union over ranks.
         changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
         self.client.control("/start_weight_update")
         return sorted(changed)
-
-    def keep_copy(self) -> str:
-        held = set(self.client.call_workers("qarl_keep_copy"))
-        return held.pop() if len(held) == 1 else ""
 
     def send(self, tensors: Tensors) -> None:
         self.channel.send(tensors)
@@ -99,12 +95,6 @@ class ServerEngine:
                 scores.append(math.nan if value is None else value)
         return scores
 
-    def log_probs(self, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
-        body = {"model": self.client.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": num_top}
-        choices = self.client._post(f"{self.client.base_url}/v1/completions", json=body)["choices"]
-        rows = [choice["prompt_logprobs"][1:] for choice in choices]
-        return [[{int(token): value["logprob"] for token, value in entry.items()} for entry in row] for row in rows]
-
     def clear_cache(self) -> None:
         self.client.call_workers("qarl_clear_cache")
 
@@ -122,11 +112,9 @@ def start_command(args, spec: EngineSpec) -> str:
         "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
         "group_size": args.group_size if isinstance(args.scheme, str) else None,
         "exclude_modules": args.exclude_modules,
-        **args.plan.options,
         "dtype": spec.dtype,
         "max_lora_rank": spec.lora.get("max_lora_rank"),
         "numerics": None if spec.numerics == "fast" else spec.numerics,
-        "cpu_weights": None if args.cpu_weights == "expanded" else args.cpu_weights,
         "port": None if args.vllm_server_base_url else args.vllm_server_port,
     }
     argv = ["trl-qarl", "vllm-serve"]
@@ -136,9 +124,14 @@ def start_command(args, spec: EngineSpec) -> str:
     return shlex.join(argv)
 
 
-def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
-    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner of a [`QaRLConfig`] that
-    sends chunks of at most `chunk_bytes`."""
+def cpu_weights_variable(model: nn.Module, *args, **kwargs) -> dict[str, str]:
+    """Return [`~trl_qarl.numerics.low_bit.choose_cpu_weights`] as a variable for the environment of a server."""
+    return {CPU_WEIGHTS_VARIABLE: choose_cpu_weights(model, *args, **kwargs)}
+
+
+def server_process(args, spec: EngineSpec, model: nn.Module, chunk_bytes: int) -> ServerProcess:
+    """Return the server of `vllm_server_autostart=True`, not yet started, for the learner `model` of a [`QaRLConfig`]
+    that sends chunks of at most `chunk_bytes`."""
     vllm_args = []
     if args.vllm_max_model_length is not None:
         vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
@@ -160,4 +153,6 @@ def server_process(args, spec: EngineSpec, chunk_bytes: int) -> ServerProcess:
         transfer_dir=default_transfer_dir(args.vllm_server_port, chunk_bytes).with_name(name),
         vllm_args=vllm_args,
     )
+    if on_cpu:
+        environment |= cpu_weights_variable(model, 1 + has_engine_numerics(model), is_trained=True)
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

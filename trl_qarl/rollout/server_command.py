@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,17 @@ _REASONS = {
         "--data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-hybrid-lb -dph "
         "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm"
     ),
-    "Ray starts processes that do not know where weights arrive": "--data-parallel-backend -dpb",
+    "the trainer speaks plain HTTP; forward the port through SSH instead (docs/vllm.md)": (
+        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --enable-ssl-refresh"
+    ),
+    "Ray starts processes that do not know where weights arrive; vLLM's own processes need no option": (
+        "--data-parallel-backend -dpb --distributed-executor-backend"
+    ),
+    "an engine is audited on one host; several hosts may hold replicas (docs/vllm.md)": (
+        "--nnodes -n --node-rank -r --master-addr --master-port"
+    ),
+    "no web page may use this server": "--allowed-origins --allowed-methods --allowed-headers --allow-credentials",
+    "the server may not fetch what a request names": "--allowed-media-domains --allowed-local-media-path",
 }
 _IMPOSED = {option: reason for reason, options in _REASONS.items() for option in options.split()}
 
@@ -113,6 +124,10 @@ def build_server_command(
         "max_logprobs": -1,
         "weight_transfer_config": {"backend": FILE_BACKEND if transport == "file" else NCCL_BACKEND},
         "middleware": GATE,
+        # vLLM's default lets every page read answers.
+        "allowed_origins": "[]",
+        # By default vLLM fetches any address that a prompt names. An empty list would allow all.
+        "allowed_media_domains": ["nothing.invalid"],
     }
     if spec.pictures:
         # Adds the path for token ids with pictures.
@@ -130,6 +145,14 @@ def build_server_command(
     for name, value in arguments.items():
         argv += _as_option(name.replace("_", "-"), value)
     return [*argv, *vllm_args], environment
+
+
+def tensor_parallel_size(vllm_args: Sequence[str]) -> int:
+    """Return the number of ranks of each replica in arguments of `vllm serve`."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    args = [argument.replace("_", "-") if argument.startswith("--") else argument for argument in vllm_args]
+    return parser.parse_known_args(args)[0].tensor_parallel_size
 
 
 def _as_option(name: str, value: Any) -> list[str]:

@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ..processes import as_child, exit_on_signals
 from ..wire.handshake import TOKEN_VARIABLE
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
+from .background import within
 from .http_session import CheckedSession, ServerLost
 
 
@@ -83,17 +85,17 @@ class ServerProcess:
     def wait(self, url: str, timeout: float) -> None:
         """Wait until the server answers, with progress on the terminal. `RuntimeError`, with the end of the log, is
         raised if the server ends or does not answer in time."""
-        session = CheckedSession(request_timeout=5.0, generation_timeout=5.0)
+        session = CheckedSession()
         assert self._process is not None
         print(f"Starting a vLLM server; its log is {self.log_file}", flush=True)
         start = time.monotonic()
         while True:
             waited = time.monotonic() - start
             try:
-                session.get(f"{url}/health", timeout=5.0)
+                within(10.0, partial(session.get, f"{url}/health", timeout=5.0))
                 print(f"\rvLLM server ready after {waited:.0f} s          ", flush=True)
                 return
-            except ServerLost:
+            except (ServerLost, TimeoutError):
                 pass
             if not self.is_running or waited > timeout:
                 state = f"ended with code {self._process.returncode}" if not self.is_running else "did not answer"

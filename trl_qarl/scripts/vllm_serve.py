@@ -7,9 +7,9 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
 from ..quantization.plan import plan_of
-from ..rollout.server_command import LOCAL_HOSTS, build_server_command
+from ..rollout.server_command import LOCAL_HOSTS, build_server_command, tensor_parallel_size
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
+from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
 from .command_line import add_plan_options, configuration_errors
 
@@ -48,18 +48,12 @@ def make_parser(prog: str) -> ArgumentParser:
         help="the learner's; `engine` makes an engine on a GPU slower and repeatable, and has no effect on a CPU, where every "
         "engine is repeatable (default: %(default)s)",
     )
-    add(
-        "--cpu_weights",
-        default="expanded",
-        choices=["expanded", "packed"],
-        help="the learner's: on a CPU, weights as bf16 numbers or, slower and with less memory, as codes (default: %(default)s)",
-    )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     add(
         "--transport",
         choices=["file", "nccl"],
-        help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, else file)",
+        help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, unless --transfer_dir is given, else file)",
     )
     add(
         "--transfer_dir",
@@ -82,7 +76,8 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..adapters.tensors import arguments_for
         from ..doctor.memory import shapes_of
         from ..rollout.pictures import engine_arguments
-        from ..rollout.publisher import largest_chunk
+        from ..rollout.publisher import check_ranks, largest_chunk
+        from ..rollout.server import cpu_weights_variable
         from ..rollout.spec import EngineSpec
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
@@ -102,16 +97,18 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         spec = EngineSpec(
             args.model, _quantization_config(args, model), args.dtype, lora, pictures, numerics=args.numerics
         )
+        check_ranks(model, spec.quantization_config, tensor_parallel_size(vllm_args))
         argv, environment = build_server_command(
             spec,
             host=args.host,
             port=args.port,
             on_cpu=not torch.cuda.is_available(),
-            transport=args.transport,
+            transport=args.transport or ("file" if args.transfer_dir else None),
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, chunk),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
-    environment[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
+        if not torch.cuda.is_available():
+            environment |= cpu_weights_variable(model)
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
     token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))
     environment[TOKEN_FILE_VARIABLE] = token_file
@@ -120,12 +117,10 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     if args.print_command:
         return 0
     if args.host not in LOCAL_HOSTS:
-        has_tls = any(argument.replace("_", "-").startswith("--ssl-certfile") for argument in vllm_args)
         print(
-            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Changing its weights needs the "
-            f"secret in {token_file}, but everybody on the network can generate"
-            f"{'' if has_tls else ', and nothing is encrypted (--ssl-certfile, --ssl-keyfile)'}; "
-            "keep the network closed.",
+            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Opening a session that changes its weights "
+            f"needs the secret in {token_file}, but everybody on the network can generate, and nothing is encrypted. Keep the "
+            "network closed, or leave out --host and forward the port through SSH.",
             file=sys.stderr,
             flush=True,
         )

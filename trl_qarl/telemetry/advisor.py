@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..options import ObjectiveOptions
+from ..objectives.objective import LOSS_TYPES
 from ..quantization.plan import get_plan
 from ..quantization.schemes import QuantScheme
 
@@ -26,8 +26,6 @@ EFFECTIVE_FINE, EFFECTIVE_BAD = 0.90, 0.75
 ENTROPY_LEFT, ENTROPY_UP, ENTROPY_FAR_UP = 0.10, 2.0, 4.0
 UNSOUND_WATCH, UNSOUND_BAD = 0.05, 0.20
 ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD = 0.50, 0.90
-# Objectives that do not correct the mismatch, at least of rollouts without vLLM.
-_UNCORRECTED = ("gspo", "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 Rows = Iterable[Mapping[str, float | None]]
 Judged = tuple[str, str, str, str]
@@ -87,10 +85,10 @@ def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding
 def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
     Return two mean differences of log-probs (nats per token): up to the first it is rounding, above the second the
-    policies differ. `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do
+    policies differ. Engine numerics promise 0. Activations of 8 bits amplify rounding, weight-only schemes do
     not.
     """
-    if settings.get("numerics") == "engine":
+    if settings.get("numerics") in ("engine", "exact"):
         return 0.0, 0.0
     return (0.3, 0.6) if any(scheme.activation is not None for scheme in _schemes(settings)) else (0.06, 0.3)
 
@@ -116,7 +114,7 @@ def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     threshold = f"first and last quarter; to rise by more than its noise, {noise:.2g}"
     level = "fine" if change > noise else "watch" if change >= -noise else "bad"
     advice = (
-        "The reward falls. Lower `learning_rate`, look at the entropy and at the worst completions, and go back to a checkpoint "
+        "The reward falls. Lower `learning_rate`, look at the entropy and at completions (`log_completions`), and go back to a checkpoint "
         "from before."
     )
     return level, value, threshold, advice if level == "bad" else ""
@@ -133,18 +131,19 @@ def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
 
 
 def _realign(settings: Mapping[str, Any]) -> str:
-    if settings.get("numerics") == "engine":
-        return "Set exact='require': it names the first token and layer that differ."
+    if settings.get("numerics") in ("engine", "exact"):
+        return "The log names the first token and layer that differ."
     if settings.get("quantize_learner") is False and settings.get("scheme") != "bf16":
         return "The learner differentiates another policy than the one that samples. Set `quantize_learner=True`."
-    if settings.get("objective") in _UNCORRECTED:
+    if settings.get("objective") in LOSS_TYPES:
+        # TRL corrects the mismatch of vLLM rollouts only.
         return (
-            "Use an objective that corrects the mismatch (`tbpo`, `grpo-tis`), and compare with the table of your scheme on the "
-            "page about alignment."
+            "Use an objective that corrects the mismatch (`tbpo`), and compare with the table of your scheme on the page about "
+            "alignment."
         )
     return (
-        "Compare with the table of your scheme on the page about alignment, look at the worst completions, and take a scheme "
-        "without 8-bit activations or, on a CPU, numerics='engine'."
+        "Compare with the table of your scheme on the page about alignment, and take a scheme without "
+        "8-bit activations or, on a CPU, numerics='engine'."
     )
 
 
@@ -155,10 +154,6 @@ def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     if len(values) < 4 or (ratios and max(abs(ratio - 1) for ratio in ratios) < 1e-6):
         return None
     share, (low, high) = statistics.fmean(values), DROPPED_AIM
-    if settings.get("trust_band") == "auto":
-        wanted = settings.get("trust_band_share", ObjectiveOptions.trust_band_share)
-        aim = f"aim {wanted:.0%} of all but the first updates of a batch, by automatic bands"
-        return "fine", f"dropped {share:.0%}", aim, ""
     # The first batches, under a warm-up, are not representative.
     if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:
         return None
@@ -212,14 +207,11 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     value, threshold = f"{first:.3g} → {last:.3g}", f"{ENTROPY_LEFT:g} to {ENTROPY_UP:g} times that of the start"
     if last > ENTROPY_UP * first:
         level = "bad" if last > ENTROPY_FAR_UP * first else "watch"
-        advice = (
-            "The text falls apart. Look at the worst completions and at the repetition, and lower `learning_rate`."
-        )
+        advice = "The text falls apart. Look at completions (`log_completions`) and at the repetition, and lower `learning_rate`."
         return level, value, threshold, advice
-    wider = "lower `trust_band_share`" if settings.get("trust_band") == "auto" else "raise `positive_epsilon_high`"
     advice = (
         "Completions become copies of each other. If the reward has stopped below what is possible, raise `temperature` or "
-        f"{wider}."
+        "`positive_epsilon_high`."
     )
     return "watch" if last < ENTROPY_LEFT * first else "fine", value, threshold, advice
 
@@ -235,7 +227,7 @@ def _text(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     level = _rising(max(shares.values()), UNSOUND_WATCH, UNSOUND_BAD)
     value = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     advice = (
-        "Read the worst completions. Lower `learning_rate` or `max_completion_length`, and check that the reward does not pay "
+        "Read completions (`log_completions`). Lower `learning_rate` or `max_completion_length`, and check that the reward does not pay "
         "for length."
     )
     return level, value, f"up to {UNSOUND_WATCH:.0%}", advice

@@ -4,8 +4,6 @@ import math
 
 import torch
 
-from .run_files import LOG_EDGES
-
 
 ERROR_PROBABILITY = 1e-3
 """A token whose probability is below this under learner and sampler alike counts as an error token."""
@@ -79,21 +77,3 @@ def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor | None = None
             share = chosen.sum().square() / chosen.square().sum() / len(chosen)
             metrics[f"mismatch/effective_sample_size{part}"] = share.item()
     return metrics
-
-
-def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """
-    Return histograms of ratios over [`HISTOGRAM_EDGES`], `(2 Q, 49)` int64. `log_ratios`, `(Q, N)`, are the logs, in
-    nats, of `Q` quantities of each sequence or token. Each quantity has a histogram for positive `advantages`, `(N,)`,
-    followed by one for negative ones. Values beyond the edges go to the outermost bins. NaN, advantages of 0 and
-    values that are False in `counts`, `(N,)`, are left out.
-    """
-    edges = torch.tensor(LOG_EDGES, dtype=torch.float64, device=log_ratios.device)
-    rows = []
-    for values in log_ratios.double():
-        for sign in (1, -1):
-            chosen = values[counts & (advantages.sign() == sign) & ~values.isnan()]
-            # Bins are closed on the left, as in `numpy.histogram`.
-            bins = torch.bucketize(chosen, edges[1:-1], right=True)
-            rows.append(torch.bincount(bins, minlength=len(edges) - 1))
-    return torch.stack(rows)

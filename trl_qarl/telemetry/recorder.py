@@ -3,28 +3,24 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import override
 
-from ..forward import FORWARD_KEYS, Batch, learner_log_probs
-from ..objectives.objective import Objective, reduce_metrics
-from ..objectives.ratios import mismatch_weight, sequence_log_ratio
+from ..forward import Batch
+from ..objectives.objective import reduce_metrics
+from ..objectives.ratios import mismatch_weight
 from ..quantization.inventory import Inventory
 from ..quantization.storage import is_sharded
-from ..quantization.swap import quantized_forward
 from ..quantization.weight import QuantizedWeight
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
-from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, weight_metrics
-from .probe import MAX_SCORED, NUM_PROBES, TOP_K, compare_positions, likeliest, probe_metrics
-from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, WORST_FILE
-from .text import completion_text, has_loop, is_garbled, without_padding, worst_examples
+from .mismatch import mismatch_metrics, mismatch_sums, weight_metrics
+from .text import completion_text, has_loop, is_garbled
 
 
 logger = logging.getLogger(__name__)
@@ -38,11 +34,10 @@ _BY_BITS = ("reward", "mismatch/abs_logp_mean", "quant/sqnr")
 
 class Recorder(TrainerCallback):
     """
-    Counters, timers and histograms of one run.
+    Counters and timers of one run.
 
     Measurements go into `metrics`, lists of values by name for `"train"` and `"eval"`, which TRL averages and logs.
-    Rows for files wait for [`~Recorder.pop`]. `accelerator` adds up over the processes, all of which have to call;
-    `decode` converts token ids to text.
+    Rows for files wait for [`~Recorder.pop`]. `accelerator` adds up over the processes, all of which have to call.
     """
 
     def __init__(
@@ -51,17 +46,11 @@ class Recorder(TrainerCallback):
         accelerator,
         model: nn.Module,
         metrics: Mapping[str, dict[str, list[float]]],
-        decode: Callable[[Sequence[int]], str],
-        objective: Objective,
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
-        self._metrics, self._decode = metrics, decode
-        self._objective = objective
-        self._histograms: torch.Tensor | None = None
-        self._worst: list[dict[str, Any]] = []
+        self._metrics = metrics
         self._batches: list[dict[str, float]] = []
         self._precision: str | None = None
-        self._next_probe = 0
         self._seconds: dict[str, float] = defaultdict(float)
         self._seconds_inside = 0.0
         self._step_start = 0.0
@@ -157,20 +146,12 @@ class Recorder(TrainerCallback):
         `output` is TRL's batch, `batch` its log-probs, advantages and mask."""
         mismatch = self._compare(*batch.rollout, batch.advantages)
         ratio = output.get("importance_sampling_ratio")
-        if ratio is not None and self._objective.rejects(self.args):
+        if ratio is not None and self.args.vllm_importance_sampling_mode.endswith("mask"):
             counts = batch.mask.bool() if ratio.shape == batch.mask.shape else torch.ones_like(ratio)
             mismatch["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
         self.log(mismatch)
-        if not self.model.training:
-            return
-        self._add_to_row(mismatch)
-        self._worst += worst_examples(
-            *batch.rollout,
-            batch.advantages,
-            without_padding(output["prompt_ids"], output["prompt_mask"]),
-            without_padding(output["completion_ids"], output["completion_mask"]),
-            self._decode,
-        )
+        if self.model.training:
+            self._add_to_row(mismatch)
 
     def observe_staleness(self, now: torch.Tensor, batch: Batch) -> None:
         """Measure the distance of the learner from the weights that drew a batch. `now`, `(B, T)`, are the learner's
@@ -197,80 +178,6 @@ class Recorder(TrainerCallback):
         advantages = None if advantages is None else self.accelerator.gather(advantages)
         metrics = mismatch_metrics(sums, counts, maxima)
         return metrics | weight_metrics(weights, advantages) if sums[0, -1] else metrics
-
-    def probe(self, output: dict[str, Any], step: int, engine: Any) -> None:
-        """
-        Compare learner and engine over the whole vocabulary on the first few completions of a generation batch, if a
-        probe is due after `step` updates. Without an `engine` ([`~trl_qarl.rollout.engine.Engine`]) the learner
-        generates.
-        """
-        every = self.args.mismatch_probe_steps
-        is_server = self.args.use_vllm and self.args.vllm_mode == "server"
-        is_due = every and self.model.training and step >= self._next_probe
-        # A server answers only the main process; with sharded masters the others join the learner's forward.
-        asks = not is_server or self.accelerator.is_main_process
-        is_shared = is_sharded(self.model)
-        if not is_due or not (asks or is_shared):
-            return
-        self._next_probe = step + every
-        if any(output.get(key) is not None for key in FORWARD_KEYS):
-            logger.warning("The mismatch was not probed: the prompts contain more than text.")
-            return
-        prompts = without_padding(output["prompt_ids"], output["prompt_mask"])[:NUM_PROBES]
-        completions = without_padding(output["completion_ids"], output["completion_mask"])[:NUM_PROBES]
-        # Leave out the last token: the engine generates one more, for which a full context has no room.
-        completions = [ids[:-1][:MAX_SCORED] for ids in completions]
-        sequences = [(p + c, len(c)) for p, c in zip(prompts, completions, strict=True) if c]
-        if is_shared:
-            sequences = sequences[: min(gather_object([len(sequences)]))]
-        if not sequences:
-            return
-        # The learner computes first: the request to the engine may fail in one process.
-        learner = [self._learner_log_probs(*sequence) if is_shared else None for sequence in sequences]
-        if not asks:
-            return
-        try:
-            pairs = zip(sequences, learner, strict=True)
-            self.log(probe_metrics([self._compare_with_engine(*sequence, engine, logps) for sequence, logps in pairs]))
-        except ConnectionError as error:
-            # The next publication or rollout reconnects to the server.
-            logger.warning("The mismatch was not probed: %s", error)
-
-    def _learner_log_probs(self, ids: list[int], count: int) -> torch.Tensor:
-        with self.accelerator.autocast():
-            return learner_log_probs(self.model, torch.tensor(ids, device=self.accelerator.device), count)
-
-    def _compare_with_engine(
-        self, ids: list[int], count: int, engine: Any, learner_logps: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if learner_logps is None:
-            learner_logps = self._learner_log_probs(ids, count)
-        if engine is not None:
-            top = likeliest(engine.log_probs([ids], TOP_K)[0][-count:])
-        else:
-            with quantized_forward(self.model):
-                logps = self._learner_log_probs(ids, count)
-            top = logps.topk(min(TOP_K, logps.shape[-1]))
-        return compare_positions(*(each.to(self.accelerator.device) for each in top), learner_logps)
-
-    @torch.no_grad()
-    def observe_update(self, batch: Batch) -> None:
-        """Add the ratios of a micro-batch, which has the learner's log-probs now, to the histograms."""
-        if not self.model.training:
-            return
-        # Automatic bands change with each update.
-        self._bounds = self._objective.histogram_bounds(self.args)
-        old, sampling, advantages, mask, per_token_logps = batch
-        tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
-        advantages_of_tokens = advantages.unsqueeze(1).expand_as(old).flatten()
-        counts = ratio_histograms(tokens, advantages_of_tokens, mask.bool().flatten())
-        if self._objective.sequence_bounds(self.args) is not None:
-            log_weight = sequence_log_ratio(old, sampling, mask)
-            if self._objective.rejects_by_product(self.args):
-                log_weight = log_weight * mask.sum(-1)
-            sequences = torch.stack([sequence_log_ratio(per_token_logps, old, mask), log_weight])
-            counts = torch.cat([counts, ratio_histograms(sequences, advantages, mask.bool().any(-1))])
-        self._histograms = counts if self._histograms is None else self._histograms + counts
 
     @contextmanager
     def steps_within(self, engine: Any) -> Iterator[None]:
@@ -320,17 +227,7 @@ class Recorder(TrainerCallback):
         # With an adapter the base does not change.
         return ((name, layer) for name, layer in Inventory.of(self.model).weights() if layer.is_trained)
 
-    def pop(self) -> dict[str, list[dict[str, Any]]]:
-        """
-        Return the rows since the last call, by file: generation batches and worst completions of this process, and the
-        histograms of an update, added up over all processes and micro-batches. Every process has to call this.
-        """
-        rows = {WORST_FILE: self._worst, BATCHES_FILE: self._batches, DISTRIBUTIONS_FILE: []}
-        counts, self._histograms, self._worst, self._batches = self._histograms, None, [], []
-        if counts is not None:
-            counts = self.accelerator.reduce(counts, reduction="sum").tolist()
-            rows[DISTRIBUTIONS_FILE] = [
-                {"name": name, "sign": sign, "edges": HISTOGRAM_EDGES, "counts": row, "bounds": bounds}
-                for (name, sign, bounds), row in zip(self._bounds, counts, strict=True)
-            ]
+    def pop(self) -> list[dict[str, Any]]:
+        """Return the rows of the generation batches of this process since the last call."""
+        rows, self._batches = self._batches, []
         return rows

@@ -1,4 +1,4 @@
-"""Files of a run that can be read without a tracker (docs/compare.md). A resumed run appends; a new run in the same
+"""Files of a run that can be read without a tracker (docs/health.md). A resumed run appends; a new run in the same
 directory keeps the previous ones as `*.previous.jsonl`."""
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing_extensions import override
 from .._version import __version__
 from ..packages import installed
 from .recorder import Recorder
-from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
+from .run_files import BATCHES_FILE, METRICS_FILE, RUN_FILE
 
 
 _RECORDED = (
@@ -73,7 +73,7 @@ class RunLog(TrainerCallback):
             return
         if state.global_step == 0:
             written_before = self._written_before or set()
-            for name in {METRICS_FILE, BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - written_before:
+            for name in {METRICS_FILE, BATCHES_FILE} - written_before:
                 path = self.folder / name
                 if path.exists():
                     path.replace(path.with_suffix(f".previous{path.suffix}"))
@@ -89,13 +89,9 @@ class RunLog(TrainerCallback):
 
     @override
     def on_step_end(self, args, state, control, **kwargs):
-        # Every process calls this, because counts are added up over processes.
-        files = self.recorder.pop()
-        for name, rows in files.items() if state.is_world_process_zero else ():
-            for row in rows:
-                is_timed = name == BATCHES_FILE
-                row = to_row(state.global_step, time.time(), row) if is_timed else {"step": state.global_step, **row}
-                self._append(name, row)
+        rows = self.recorder.pop()
+        for row in rows if state.is_world_process_zero else ():
+            self._append(BATCHES_FILE, to_row(state.global_step, time.time(), row))
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

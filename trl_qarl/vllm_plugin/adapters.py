@@ -142,13 +142,16 @@ class PublishedAdapter:
         return problems + [f"{name}: the engine has no adapter there" for name, _ in sent.values()]
 
 
-def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: PublishedAdapter) -> None:
-    """Have a worker apply `adapter` to every request, if its engine has LoRA; calling it again changes nothing.
-    `activate` is called after vLLM has dropped all adapters at the end of a weight update."""
-    if model_runner.lora_config is None or hasattr(model_runner, "_qarl_execute_model"):
-        return
-    execute_model = model_runner._qarl_execute_model = model_runner.execute_model
-    reset_lora_state = model_runner.reset_lora_state
+def serve_adapter(model_runner: Any, adapter: PublishedAdapter) -> Callable[[], None]:
+    """Have a worker apply `adapter` to every request, if its engine has LoRA, and return vLLM's function that drops
+    all adapters after base weights were replaced. vLLM no longer calls it at the end of a weight update, where the
+    adapter is in place already. Calling this again changes nothing."""
+    if model_runner.lora_config is None:
+        return model_runner.reset_lora_state
+    if hasattr(model_runner, "_qarl_reset_lora_state"):
+        return model_runner._qarl_reset_lora_state
+    execute_model = model_runner.execute_model
+    model_runner._qarl_reset_lora_state = model_runner.reset_lora_state
 
     def execute_with_adapter(scheduler_output, *args, **kwargs):
         if adapter.tensors:
@@ -156,12 +159,9 @@ def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: Publ
                 request.lora_request = _REQUEST
         return execute_model(scheduler_output, *args, **kwargs)
 
-    def reset_and_activate():
-        reset_lora_state()
-        activate()
-
     model_runner.execute_model = execute_with_adapter
-    model_runner.reset_lora_state = reset_and_activate
+    model_runner.reset_lora_state = lambda: None
+    return model_runner._qarl_reset_lora_state
 
 
 def _wrapped_layers(model: nn.Module) -> list[tuple[str, Any]]:

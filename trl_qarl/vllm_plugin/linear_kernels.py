@@ -119,20 +119,12 @@ class LowBitKernel:
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
 
-_WEIGHT_ONLY = {
-    (scalar_types.uint2b2, False): "w2a16",
-    (scalar_types.uint3b4, False): "w3a16",
-    (scalar_types.uint4b8, False): "w4a16",
-    (scalar_types.uint4, True): "w4a16-asym",
-    (scalar_types.uint8b128, False): "w8a16",
-    (scalar_types.uint8, True): "w8a16-asym",
-}
-"""Schemes by vLLM's weight types, and whether they have zero points."""
+_WEIGHT_ONLY = {scalar_types.uint4b8: "w4a16", scalar_types.uint8b128: "w8a16"}
+"""Schemes by vLLM's weight types."""
 
 
 class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
-    """INT4 and INT8 weights, with and without zero points, and compact weights of 3 and 2 bits, with 16- or 32-bit
-    activations; also symmetric INT4 weights with INT8 activations."""
+    """INT4 and INT8 weights with 16- or 32-bit activations, and INT4 weights with INT8 activations."""
 
     serves_any_engine = True
     codes_name = "weight_packed"
@@ -145,12 +137,12 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
 
     @classmethod
     def _reason_against(cls, c: MPLinearLayerConfig) -> str | None:
-        if (c.weight_type, c.zero_points) not in _WEIGHT_ONLY:
-            return f"weight type {c.weight_type} is none of INT8, INT4 and, without zero points, 3 and 2 bits"
+        if c.weight_type not in _WEIGHT_ONLY or c.zero_points:
+            return f"weight type {c.weight_type} is neither INT8 nor INT4 without zero points"
         if (
             not is_our_engine()
             and not _has_activations("int")
-            and c.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
+            and c.weight_type == scalar_types.uint4b8
             and c.act_type in (torch.bfloat16, torch.float16)
             and torch.cpu._is_avx512_supported()
             and CPUWNA16LinearKernel.can_implement(c)[0]
@@ -166,7 +158,7 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
                 "activations, and the kernel of trl_qarl reads only pack-quantized compressed-tensors checkpoints without "
                 f"activation reordering. {self._remedy}"
             )
-        self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
+        self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type])
         # vLLM's only hint at quantized activations, intended for another kernel.
         if hasattr(layer, "_humming_input_quant_config"):
             kind = self.config.weight_type
@@ -176,10 +168,7 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
 
     def _make_low_bit(self, layer, dtype):
         # A coarser grid in the same container has the same product.
-        names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
-        tensors = {name: getattr(layer, name).data for name in names}
-        # vLLM keeps only one shape for fused layers.
-        tensors["weight_shape"] = torch.tensor(self.config.partition_weight_shape[::-1])
+        tensors = {name: getattr(layer, name).data for name in (self.w_q_name, self.w_s_name)}
         return LowBitTensor.from_checkpoint(tensors, self._scheme, tensors["weight_scale"].dtype)
 
 
@@ -292,7 +281,7 @@ class RepeatableInt4Kernel(_Repeatable, QaRLWeightOnlyKernel):
     @classmethod
     def _reason_against(cls, c: MPLinearLayerConfig) -> str | None:
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
-            return f"weight type {c.weight_type} is not symmetric INT4"
+            return f"weight type {c.weight_type} is not INT4 without zero points"
         return None if c.act_type is torch.bfloat16 else f"activations are {c.act_type}, not bfloat16"
 
 

@@ -6,14 +6,14 @@ A publication is `start_weight_update`, one `update_weights` per chunk, `WorkerE
 fingerprints of all tensors, and `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a
 layer in checkpoint format, repacks it for its kernel and copies the result into the running tensors.
 
-`finish_weight_update` raises, and the server's gate stays closed, unless all checks of docs/reliability.md ("Weights")
-pass. Names may have been received in an earlier publication that is still valid. For tensors that are not repacked,
+`qarl_finish` refuses, and the server's gate stays closed, unless all checks of docs/reliability.md ("Weights") pass.
+Names may have been received in an earlier publication that is still valid. For tensors that are not repacked,
 and with `tensor_parallel_size` above 1, the received tensor is compared with the learner's, and a tensor for which
 nothing was sent must keep its value. Requests to load a file are untrusted.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
-from ..wire.patches import PatchBook
 from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
 from ..wire.transfer_dir import confined_path
 from .adapters import PublishedAdapter, on_bare_model
@@ -82,7 +81,6 @@ class AuditedReload:
         self._engine_name = partial(engine_name, self.model)
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
-        self.copy = PatchBook(is_kept=False)
         self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         self._addresses: Addresses | None = None
         # Buffers that dummy loading has filled with noise, and that quantized layers do not make themselves.
@@ -100,10 +98,13 @@ class AuditedReload:
                     self._noisy += [f"{prefix}.{name}" if prefix else name for name in names]
         if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
             cuda.use_one_tiling()
+        # Whether the update in progress has passed all checks.
+        self._is_audited = False
         self._forget()
 
     def _forget(self) -> None:
-        self._expected: dict[str, str] | None = None
+        # The reason why a chunk could not be loaded.
+        self._refusal: str | None = None
         self._arrived: dict[str, str] = {}
         # Names and shapes of received tensors, by engine names.
         self._received: dict[str, tuple[str, torch.Size]] = {}
@@ -141,7 +142,7 @@ class AuditedReload:
     def start_weight_update(self) -> None:
         before = self._before or live_fingerprints(self.model, self._rows)
         self.abandon()
-        self._before = before
+        self._before, self._is_audited = before, False
         # With LoRA most updates contain only an adapter and need no reload.
         if not hasattr(self.model, "lora_manager"):
             self._start_reload()
@@ -181,46 +182,51 @@ class AuditedReload:
         with self._watched_loading():
             self.model.load_weights(tensors)
 
-    def expect(self, fingerprints: Mapping[str, str]) -> None:
-        """Announce the tensors of a complete publication, with which `finish_weight_update` compares."""
-        self._expected = dict(fingerprints)
+    def audit(self, expected: Mapping[str, str], drop_adapters: Callable[[], None]) -> None:
+        """Reload the layers that have arrived, compare all tensors of a complete publication with the fingerprints
+        that are `expected`, and replace the adapter after `drop_adapters`. `RuntimeError` names what differs."""
+        try:
+            self._compare(dict(expected))
+            drop_adapters()
+            self.adapter.activate()
+        except Exception:
+            self._distrust()
+            raise
+        finally:
+            self._forget()
+        self._is_audited = True
+
+    def finish_weight_update(self) -> None:
+        if not self._is_audited:
+            raise RuntimeError("The update was not compared with the learner's tensors: `qarl_finish` has not passed.")
+        self._is_audited = False
 
     @on_bare_model
-    def finish_weight_update(self) -> None:
-        if self._expected is None:
-            raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
+    def _compare(self, expected: dict[str, str]) -> None:
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
         if self._is_loading:
             self._finalize()
             problems = [] if self._addresses is None else self._addresses.restore()
             live = live_fingerprints(self.model, self._rows)
             self._loaded += [(name, live[rows]) for rows, name in self._filled.items()]
-            problems += self._problems(self._expected) + self._live_problems(self._expected, live)
+            problems += self._problems(expected) + self._live_problems(expected, live)
         else:
             # Only an adapter. Its base was compared when the update began.
             live = self._before
-            problems = fingerprint_differences(self._expected, self._kept() | self._arrived)
+            problems = fingerprint_differences(expected, self._kept() | self._arrived)
         if problems:
-            self._distrust()
             size = self.parallel_config.tensor_parallel_size
             rank = "" if self._is_whole else f" on rank {self.parallel_config.rank} of {size}"
             raise RuntimeError(f"The published weights are not the learner's{rank}:\n" + "\n".join(problems))
         if self._owned:
-            originals = {self._engine_name(name): name for name in self._expected}
+            originals = {self._engine_name(name): name for name in expected}
             self._sources = {
                 module: [originals[name] for name in names if name in originals]
                 for module, names in names_by_module(self._owned).items()
             }
-        self.published, self._live = self._expected, live
-        self.adapter.accept(filter(is_adapter_tensor, self._expected))
-        self._forget()
-
-    def activate_adapter(self) -> None:
-        """Call [`~trl_qarl.vllm_plugin.adapters.PublishedAdapter.activate`]."""
-        try:
-            self.adapter.activate()
-        except RuntimeError:
-            self._distrust()
-            raise
+        self.published, self._live = expected, live
+        self.adapter.accept(filter(is_adapter_tensor, expected))
 
     def _kept(self) -> dict[str, str]:
         """Return the valid fingerprints of earlier publications, without an adapter that is replaced."""
@@ -278,7 +284,9 @@ class AuditedReload:
                 # Its loader may convert the tensor of the checkpoint, or take a shard of it.
                 wanted = value
             else:
-                wanted = learner.get(*self._owned.get(path, [path])[:1], value)
+                # A shard of a fused tensor, half of each part, can have the shape of its first part.
+                parts = self._owned.get(path, [path])
+                wanted = learner.get(parts[0], value) if len(parts) == 1 else value
             if _dtype_and_shape(wanted) == _dtype_and_shape(value):
                 problems += [
                     f"{entry}: {loaded} was loaded, but the engine runs with {now}"
@@ -291,8 +299,7 @@ class AuditedReload:
         load_weights = self.model.load_weights
 
         def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            patched = self.copy.take(tensors, self.published, self._arrived)
-            weights = self.adapter.take(((name, t.to(self.device)) for name, t in patched), self._arrived)
+            weights = self.adapter.take(((name, t.to(self.device)) for name, t in tensors), self._arrived)
             first = next(weights, None)
             if first is None:
                 return set()
@@ -398,10 +405,16 @@ class FileChannel(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, Fi
         """Do nothing: the directory is the server's."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one file. The base class would synchronize an accelerator, also on a CPU."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        """Load one file. An error is kept for `audit`, because a rank that raises here leaves the others' replies in
+        their queues. The base class would also synchronize an accelerator on a CPU."""
+        if self._refusal is not None:
+            return
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        except Exception as error:
+            self._refusal = f"The engine could not load {update_info}: {type(error).__name__}: {error}"
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         path = confined_path(self._directory, update_info.file)

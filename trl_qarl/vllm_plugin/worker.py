@@ -1,9 +1,13 @@
 """Methods of a worker that trainers call in addition to vLLM's own for weight updates."""
 
+import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import vllm
 from vllm import ir
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import meta
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -21,9 +25,36 @@ from .engine_tensors import kernels_in_use
 meta.SKIP_TENSORS.discard("bias")
 
 
+logger = logging.getLogger(__name__)
+
+
+def replying(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """
+    Decorate a method of a worker to return its result, or the text of its error, in a reply with the number of the
+    call, for [`~trl_qarl.wire.protocol.values_of`].
+
+    It may not raise: vLLM's `collective_rpc` stops at the first rank that fails and leaves the replies of the others
+    in their queues, where the next call would find them (vllm#57846).
+    """
+
+    @wraps(method)
+    def reply(self, *args: Any, call: str = "", **kwargs: Any) -> dict[str, Any]:
+        answer = {"call": call, "replica": self.vllm_config.parallel_config.data_parallel_index}
+        try:
+            return answer | {"value": method(self, *args, **kwargs)}
+        except RuntimeError as error:
+            return answer | {"refused": str(error)}
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            return answer | {"refused": f"{method.__name__} failed: {type(error).__name__}: {error}"}
+
+    return reply
+
+
 class WorkerExtension:
     """Methods for `--worker-extension-cls`, called by `/collective_rpc` or `LLM.collective_rpc`."""
 
+    @replying
     def qarl_describe(self) -> dict[str, Any]:
         """Return the engine's settings, which are compared with the learner's before the first publication."""
         config = self.vllm_config
@@ -85,6 +116,7 @@ class WorkerExtension:
         norms = ir.ops.fused_add_rms_norm.get_priority()[0]
         return describe_arithmetic() | {"attention": describe_attention(self.model_runner), "norms": norms}
 
+    @replying
     def qarl_begin(self) -> list[str]:
         """Abandon an earlier trainer's unfinished update, and return the names of tensors that changed since the last
         publication."""
@@ -93,11 +125,7 @@ class WorkerExtension:
         self.weight_transfer_engine.abandon()
         return self.weight_transfer_engine.changed()
 
-    def qarl_keep_copy(self) -> str:
-        """Keep published tensors in a [`PatchBook`] from now on, and return the digest of those kept already."""
-        engine = self.weight_transfer_engine
-        return engine.copy.confirm(engine.published)
-
+    @replying
     def qarl_clear_cache(self) -> None:
         """Set keys and values to 0: attention on a CPU multiplies unused slots by 0, which does not remove NaN."""
         for cache in self.model_runner.kv_caches:
@@ -105,8 +133,10 @@ class WorkerExtension:
             for tensor in cache if isinstance(cache, list | tuple) else [cache]:
                 tensor.zero_()
 
+    @replying
     def qarl_finish(self, fingerprints: dict[str, str]) -> None:
-        """Announce the fingerprints of a complete publication."""
+        """Compare a complete publication with its fingerprints, and put its adapter into place. vLLM's
+        `finish_weight_update`, which comes next, then finds nothing to refuse."""
         engine = self.weight_transfer_engine
-        serve_adapter(self.model_runner, engine.activate_adapter, engine.adapter)
-        engine.expect(fingerprints)
+        with set_current_vllm_config(self.vllm_config):
+            engine.audit(fingerprints, serve_adapter(self.model_runner, engine.adapter))

@@ -51,17 +51,16 @@ def _without_nothing(value: Any) -> Any:
 
 
 def group_name(index: int, scheme: QuantScheme) -> str:
-    """Return the key of a group of a `quantization_config`, which readers ignore. It names the grid if that is not the
-    container's default."""
+    """Return the key of a group of a `quantization_config`, which readers ignore. It names a grid of fewer bits than
+    the container's."""
     grid = scheme.grid
-    if grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales):
-        return f"group_{index}"
-    return f"group_{index}-{grid.name}"
+    is_coarse = grid is not None and grid.num_bits < scheme.container.num_bits
+    return f"group_{index}-{grid.name}" if is_coarse else f"group_{index}"
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
     """Return the scheme of a group of a `quantization_config` with its [`group_name`]; `None` if it is not in
-    [`SCHEMES`]. The bits are those of the container or, after `trl-qarl export --compact`, of the grid."""
+    [`SCHEMES`]."""
 
     def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
         if not ours or not theirs:
@@ -71,11 +70,10 @@ def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
     weights = group["weights"]
     for scheme in SCHEMES.values():
         size = weights.get("group_size") if scheme.group_size is not None else None
-        num_bits = (scheme.container.num_bits, scheme.grid.num_bits) if scheme.is_quantized else ()
         if (
-            weights.get("num_bits") in num_bits
+            scheme.is_quantized
             and group_name(0, scheme).partition("-")[2] == name.partition("-")[2]
-            and fits(weights, scheme.weight_args(size) | {"num_bits": weights["num_bits"]})
+            and fits(weights, scheme.weight_args(size))
             and fits(group.get("input_activations"), scheme.activation_args)
             and (scheme.group_size is None or size in scheme.group_sizes)
         ):

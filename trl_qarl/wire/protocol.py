@@ -1,10 +1,8 @@
-"""Names, paths, headers and the error of a weight sync, for trainer, server and vLLM's processes. No imports."""
+"""Names, paths, replies and the error of a weight sync, for trainer, server and vLLM's processes. No imports."""
 
 SESSION_PATH = "/qarl/session"
 STATE_PATH = "/qarl/state"
-UPLOAD_PATH = "/qarl/upload"
 SESSION_HEADER = "x-qarl-session"
-UPLOAD_HEADER = "x-qarl-upload"
 TRANSFER_DIR_VARIABLE = "TRL_QARL_TRANSFER_DIR"
 CPU_WEIGHTS_VARIABLE = "TRL_QARL_CPU_WEIGHTS"
 
@@ -16,6 +14,26 @@ NORMS = "trl_qarl"
 
 class PublishError(RuntimeError):
     """A publication failed; the engine does not generate until a complete one succeeds."""
+
+
+def values_of(replies: list, call: str = "") -> list:
+    """
+    Return the values in workers' replies ([`~trl_qarl.vllm_plugin.worker.replying`]) to the call with this number.
+    [`PublishError`] is raised for refusals, and for replies to another call.
+    """
+    if not all(isinstance(reply, dict) and reply.get("call") == call for reply in replies):
+        raise PublishError(
+            "A worker of the server has replied to an earlier call: one of vLLM's own methods has failed on another rank, "
+            "which leaves replies in a queue (vllm#57846). The server's log names the failure. Start the server again."
+        )
+    num_replicas = len({reply["replica"] for reply in replies})
+    if refusals := [
+        f"Replica {reply['replica']} of {num_replicas}: {reply['refused']}" if num_replicas > 1 else reply["refused"]
+        for reply in replies
+        if "refused" in reply
+    ]:
+        raise PublishError("\n".join(dict.fromkeys(refusals)))
+    return [reply["value"] for reply in replies]
 
 
 GATE = "trl_qarl.vllm_plugin.gate.PublicationGate"

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from trl_qarl.quantization.formats.fp4 import MAGNITUDES
-from trl_qarl.quantization.formats.int4_packed import Int4Packed, to_words
 from trl_qarl.quantization.formats.registry import format_of
-from trl_qarl.quantization.formats.zero_points import Int4ZeroPoints, Int8ZeroPoints
 from trl_qarl.quantization.schemes import CONTAINERS, GRIDS, SCHEMES
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -38,11 +35,7 @@ def test_codes_come_back_from_memory_and_from_a_checkpoint(container, grid):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         unpacked = functions.unpack(qdata, dtype)
         assert unpacked.dtype is dtype and torch.equal(unpacked.float(), codes)
-    codes_of_zero = torch.arange(48).remainder(16).sub(8).unsqueeze(1)
-    others = [
-        codes_of_zero.to(operand.dtype) if operand.per_group else torch.full((48, 1), 8192, dtype=operand.dtype)
-        for operand in functions.operands
-    ]
+    others = [torch.full((48, 1), 8192, dtype=operand.dtype) for operand in functions.operands]
     tensors = functions.to_checkpoint(qdata, scale, *others)
     assert (*tensors,) == functions.checkpoint_names
     again, scale_again, *others_again = functions.from_checkpoint(tensors)
@@ -71,40 +64,8 @@ def test_flips_are_counted_one_by_one(container, grid):
 def test_every_tensor_has_a_row_for_each_of_the_weight_and_is_as_declared(container):
     scheme = next(scheme for scheme in SCHEMES.values() if scheme.container == container)
     weight = LowBitTensor.from_hp(torch.randn(48, 256), scheme, torch.bfloat16)
-    _, scale, *tensors = weight.parts()
+    _, _, *tensors = weight.parts()
     assert {len(part) for part in weight.parts()} == {48}
-    declared = [(o.dtype, scale.shape if o.per_group else (48, 1)) for o in weight.format.operands]
+    declared = [(operand.dtype, (48, 1)) for operand in weight.format.operands]
     assert [(tensor.dtype, tensor.shape) for tensor in tensors] == declared
     assert torch.equal(weight.take(slice(16)).dequantize(), weight.dequantize()[:16])
-
-
-@pytest.mark.parametrize("num_bits", [2, 3])
-def test_codes_of_fewer_bits_fill_words_without_gaps(num_bits):
-    half = 2 ** (num_bits - 1)
-    codes = torch.randint(-half, half, (5, 96), generator=torch.Generator().manual_seed(num_bits), dtype=torch.int8)
-    codes[0], codes[1] = -half, half - 1
-    words = to_words(Int4Packed().pack(codes), num_bits)
-    assert words.dtype == torch.int32 and words.shape == (5, num_bits * 96 // 32)
-    for row, packed in zip(codes.tolist(), words.tolist(), strict=True):
-        # A row as one number, its first code in the lowest bits.
-        number = sum((code + half) << (num_bits * place) for place, code in enumerate(row))
-        assert number == sum((word % 2**32) << (32 * place) for place, word in enumerate(packed))
-    tensors = {"weight_packed": words, "weight_scale": torch.ones(5, 3), "weight_shape": torch.tensor([5, 96])}
-    assert torch.equal(Int4Packed().from_checkpoint(tensors)[0], Int4Packed().pack(codes))
-    if num_bits == 2:
-        # compressed-tensors 0.17 has gaps at 3 bits alone.
-        assert torch.equal(words, pack_to_int32(codes, 2))
-
-
-@pytest.mark.parametrize("num_groups", [1, 4])
-@pytest.mark.parametrize("num_rows", [1, 8, 12, 14, 48])
-@pytest.mark.parametrize(("container", "bits"), [(Int4ZeroPoints(), 4), (Int8ZeroPoints(), 8)])
-def test_zero_points_of_any_number_of_rows_are_compressed_tensors(container, bits, num_rows, num_groups):
-    zero_point = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (num_rows, num_groups), dtype=torch.int8)
-    qdata, scale = container.pack(torch.zeros(num_rows, 32 * num_groups)), torch.rand(num_rows, num_groups)
-    tensors = container.to_checkpoint(qdata, scale, zero_point)
-    assert torch.equal(tensors["weight_zero_point"], pack_to_int32(zero_point, bits, packed_dim=0))
-    again = container.from_checkpoint(tensors)[2]
-    assert torch.equal(again, zero_point)
-    # A single row or column may have strides that cannot be seen as bytes.
-    assert again.stride() == tensors["weight_zero_point"].stride() == (num_groups, 1)

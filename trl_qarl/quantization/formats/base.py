@@ -4,14 +4,14 @@
 A weight is a tuple of tensors: `qdata`, `scale` and the format's `operands`, in this order. Each tensor has one row
 for each row of the weight, so stacking, sharding and moving a weight need no further knowledge of them.
 
-The arithmetic here is for symmetric grids, with one scale per output channel or per group of input features:
+The arithmetic here has one scale per output channel or per group of input features:
 
     scale = amax(|w|) / d,  q = round(clamp(w / scale, qmin, qmax)),  w' = scale * q
 
-with `d` half the range of the grid: 1.5 for 2 bits (codes -2..1), 3.5 for 3 (codes -4..3), 7.5 for INT4 (codes -8..7),
-127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as zero (an all-zero group) is replaced
-by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for bit
-(https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`).
+with `d` half the range of the grid: 7.5 for INT4 (codes -8..7), 127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3.
+A scale that comes out as zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is
+compressed-tensors' arithmetic, bit for bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams`
+and `quantize`).
 
 A grid with *signed scales* puts the largest weight on the smallest code, -2, -4 or -8 (docs/schemes.md):
 
@@ -36,11 +36,10 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Operand(NamedTuple):
-    """A tensor in addition to codes and scales; its shape is that of `scale` if `per_group`, else `(N, 1)`."""
+    """A tensor `(N, 1)` in addition to codes and scales, with one value for the whole matrix."""
 
     name: str
     dtype: torch.dtype
-    per_group: bool
 
 
 @dataclass(frozen=True)
@@ -100,23 +99,22 @@ class Format:
         if scheme.scale_dtype is not None:
             scale_dtype = getattr(torch, scheme.scale_dtype)
             weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
-        if grid.has_signed_scales or grid.has_zero_points:
+        if grid.has_signed_scales:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         groups = in_groups(weight, scheme)
-        scale, *operands = self.choose_scales(groups, scheme)
-        scale = scale.to(scale_dtype)
+        scale = self.choose_scales(groups, scheme).to(scale_dtype)
         scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
-        codes = self.quotients(groups, scale, *operands).clamp_(*grid.quant_range).view(weight.shape)
+        codes = (groups / scale.unsqueeze(-1)).clamp_(*grid.quant_range).view(weight.shape)
         if grid.type == "int":
             codes = codes.round_()
-        return self.pack(codes), scale, *operands
+        return self.pack(codes), scale
 
     def choose_global_scale(self, weight: torch.Tensor) -> float | None:
         """Return the number that divides all scales of a matrix; `None` for formats without one."""
         return None
 
-    def choose_scales(self, groups: torch.Tensor, scheme: QuantScheme) -> Tensors:
-        """Return scales of `groups`, `(N, groups, group_size)`, in their dtype, and the operands."""
+    def choose_scales(self, groups: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+        """Return scales of `groups`, `(N, groups, group_size)`, in their dtype."""
         if scheme.grid.has_signed_scales:
             # `argmax` finds any of several; `aminmax` is several times slower on a CPU.
             lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
@@ -124,11 +122,7 @@ class Format:
         else:
             # Without a copy of the magnitudes.
             largest = torch.maximum(groups.amax(dim=-1), -groups.amin(dim=-1))
-        return (largest / scheme.grid.scale_divisor,)
-
-    def quotients(self, groups: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-        """Return the codes of `groups` before they are clamped and rounded."""
-        return groups / scale.unsqueeze(-1)
+        return largest / scheme.grid.scale_divisor
 
     def dequantize(
         self, dtype: torch.dtype, qdata: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor
@@ -138,12 +132,9 @@ class Format:
         # A wider scale must not be rounded before the product.
         dense = self.unpack(qdata, scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype)
         # Without rows, `-1` would be undetermined.
-        self.multiply_by_scales(dense.view(*scale.shape, dense.shape[1] // scale.shape[1]), scale, *operands)
-        return dense.to(dtype)
-
-    def multiply_by_scales(self, groups: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor) -> None:
-        """Turn codes `(N, groups, group_size)` into weights, in place."""
+        groups = dense.view(*scale.shape, dense.shape[1] // scale.shape[1])
         groups.mul_(self.scale_values(groups.dtype, scale, *operands).unsqueeze(-1))
+        return dense.to(dtype)
 
     def scale_values(self, dtype: torch.dtype, scale: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
         """Return the scales as numbers, in `dtype` if they are stored in another form."""

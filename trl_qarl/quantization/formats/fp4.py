@@ -27,7 +27,7 @@ import math
 
 import torch
 
-from .base import KernelChoice, Operand, in_groups
+from .base import KernelChoice, Operand, Tensors, in_groups
 from .int4_packed import HalfBytes, look_up
 
 
@@ -43,11 +43,12 @@ class Mxfp4(HalfBytes):
 
     def quantize(self, weight, scheme, scale_dtype, global_scale):
         groups = in_groups(weight.float(), scheme)
-        scale, *operands = self.choose_scales(groups, scheme, global_scale)
+        scale, *operands = self.choose_parts(groups, global_scale)
         codes = groups / self.scale_values(torch.float32, scale, *operands).unsqueeze(-1)
         return self.pack(codes.view(weight.shape)), scale, *operands
 
-    def choose_scales(self, groups, scheme, global_scale=None):
+    def choose_parts(self, groups: torch.Tensor, global_scale: float | None) -> Tensors:
+        """Return the scales of float32 `groups`, `(N, groups, group_size)`, and the operands."""
         # The exponent of `amax`, and one more from 1.75 on: a quarter carries over into it.
         amax = groups.abs().amax(dim=-1)
         exponent = (amax.view(torch.int32) + (1 << 21)) >> 23
@@ -81,7 +82,7 @@ class Mxfp4(HalfBytes):
 class Nvfp4(Mxfp4):
     """FP4 weights in groups of 16 with 16-bit activations."""
 
-    operands = (Operand("global_scale", torch.float32, per_group=False),)
+    operands = (Operand("global_scale", torch.float32),)
     checkpoint_names = ("weight_packed", "weight_scale", "weight_global_scale")
     gguf_type = None
 
@@ -91,7 +92,7 @@ class Nvfp4(Mxfp4):
         # Scales of 2^-9 to 448 divided by it are numbers in bf16.
         return 2.0 ** max(-100, min(exponent, 100))
 
-    def choose_scales(self, groups, scheme, global_scale=None):
+    def choose_parts(self, groups, global_scale):
         scale = global_scale * (groups.abs().amax(dim=-1) / 6.0)
         if scale.numel() and (largest := scale.max().item()) > 448.0:
             raise ValueError(

@@ -43,10 +43,7 @@ class HalfBytes(Format):
         return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
 
     def from_checkpoint(self, tensors):
-        """Return codes and scales of a layer's tensors. `weight_shape` shows if codes have fewer bits."""
-        words, scale = tensors["weight_packed"], tensors["weight_scale"]
-        num_codes = int(tensors["weight_shape"][1]) if "weight_shape" in tensors else self.in_features(words)
-        return (words if num_codes == self.in_features(words) else _from_words(words, num_codes)), scale
+        return tensors["weight_packed"], tensors["weight_scale"]
 
 
 class Int4Packed(HalfBytes):
@@ -57,8 +54,8 @@ class Int4Packed(HalfBytes):
     experts_in_vllm = (None, INT8)
 
     def choose_scales(self, groups, scheme):
-        (scale,) = super().choose_scales(groups, scheme)
-        return (_fp8_exact_scales(scale) if scheme.has_fp8_scales else scale,)
+        scale = super().choose_scales(groups, scheme)
+        return _fp8_exact_scales(scale) if scheme.has_fp8_scales else scale
 
     def multiply(self, x, weight, row_invariant):
         if not (fits_cpu_kernels(x, weight) and (row_invariant or len(x) <= KERNEL_MAX_ROWS)):
@@ -123,27 +120,6 @@ def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) 
 def unsigned_codes(qdata: torch.Tensor) -> torch.Tensor:
     """Return the codes + 8, 0 to 15, `(N, K)` int32."""
     return (HalfBytes().unpack(qdata, torch.float32) + 8).int()
-
-
-def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Pack codes of 2 or 3 bits without gaps into words, int32 `(N, num_bits K / 32)`, for `K` a multiple of 32: code
-    `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of the row. vLLM, and compressed-tensors from 0.19 on, have
-    this layout (https://github.com/vllm-project/compressed-tensors/pull/732)."""
-    places = torch.arange(8, device=qdata.device)
-    eights = (unsigned_codes(qdata) - 8 + 2 ** (num_bits - 1)).unflatten(1, (-1, 8)) << num_bits * places
-    # Eight codes fill as many bytes as each has bits.
-    eight_bytes = eights.sum(dim=-1, keepdim=True) >> 8 * places[:num_bits]
-    return (eight_bytes & 0xFF).to(torch.uint8).flatten(1).view(torch.int32)
-
-
-def _from_words(words: torch.Tensor, num_codes: int) -> torch.Tensor:
-    """Return the inverse of [`to_words`] for rows of `num_codes` codes."""
-    num_bits = 32 * words.shape[1] // num_codes
-    places = torch.arange(8, device=words.device)
-    eight_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, num_bits)).long()
-    eights = (eight_bytes << 8 * places[:num_bits]).sum(dim=-1, keepdim=True)
-    codes = (eights >> num_bits * places) & (2**num_bits - 1)
-    return HalfBytes().pack(codes.flatten(1) - 2 ** (num_bits - 1))
 
 
 @lru_cache(maxsize=8)

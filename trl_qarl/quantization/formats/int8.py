@@ -32,10 +32,11 @@ class Int8(Format):
         return KernelChoice(("CutlassInt8ScaledMMLinearKernel",), ("TritonExperts",))
 
 
-class Words(Format):
-    """Storage of 8-bit codes in the words of a checkpoint."""
+class Int8Packed(Format):
+    """INT8 weights with 16-bit activations."""
 
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
+    gguf_type = "Q8_0"
 
     def to_checkpoint(self, qdata, scale, *operands):
         # Adding 128 to a two's complement byte flips its top bit.
@@ -44,12 +45,6 @@ class Words(Format):
 
     def from_checkpoint(self, tensors):
         return (tensors["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8), tensors["weight_scale"]
-
-
-class Int8Packed(Words):
-    """INT8 weights with 16-bit activations."""
-
-    gguf_type = "Q8_0"
 
     def multiply(self, x, weight, row_invariant):
         codes = weight.qdata

@@ -6,15 +6,12 @@ from .e4m3 import Fp8
 from .fp4 import Mxfp4, Nvfp4
 from .int4_packed import Int4Packed
 from .int8 import Int8, Int8Packed
-from .zero_points import Int4ZeroPoints, Int8ZeroPoints
 
 
 FORMATS: dict[str, Format] = {
     "int4-packed": Int4Packed(),
-    "int4-zero-points": Int4ZeroPoints(),
     "int8": Int8(),
     "int8-packed": Int8Packed(),
-    "int8-zero-points": Int8ZeroPoints(),
     "mxfp4": Mxfp4(),
     "nvfp4": Nvfp4(),
     "e4m3": Fp8(),

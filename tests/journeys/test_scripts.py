@@ -1,0 +1,166 @@
+"""
+Scripts as people copy them, with QaRLConfig and QaRLTrainer in the place of TRL's classes: the first start names all
+that has to change, and the mended script trains a policy that deploys.
+"""
+
+import json
+import sys
+
+import pytest
+
+
+pytestmark = [
+    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
+    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
+]
+
+SCRIPT = """
+import json
+from datasets import Dataset
+from rewards import digits
+from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer
+
+rows = [json.loads(line) for line in open("problems.json")]
+messages = [[{"role": "system", "content": "Answer."}, {"role": "user", "content": row["prompt"]}] for row in rows]
+dataset = Dataset.from_dict({"prompt": messages, "answer": [row["solution"] for row in rows]})
+
+
+def contains(completions, answer, **kwargs):
+    return [float(expected in each[0]["content"]) for each, expected in zip(completions, answer, strict=True)]
+
+
+def varied(completions, **kwargs):
+    return digits([each[0]["content"] for each in completions], **kwargs)
+
+
+trainer = GRPOTrainer(model="model", reward_funcs=[contains, varied], args=GRPOConfig(**OPTIONS), train_dataset=dataset)
+trainer.train()
+trainer.save_model()
+trainer.export_model("policy")
+"""
+
+# GSM8K with Qwen2.5 and vLLM, in hundreds of copies: https://gist.github.com/willccbb/4676755236bb08cab5f4e54a0475d6fb
+GSM8K = {
+    "output_dir": "out",
+    "run_name": "grpo-gsm8k",
+    "learning_rate": 5e-6,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "weight_decay": 0.1,
+    "warmup_ratio": 0.1,
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 1,
+    "bf16": True,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+    "num_generations": 16,
+    "max_prompt_length": 256,
+    "max_completion_length": 4,
+    "num_train_epochs": 1,
+    "save_steps": 100,
+    "max_grad_norm": 0.1,
+    "log_on_each_node": False,
+    "use_vllm": True,
+    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_device": "cuda:0",
+    "report_to": "none",
+}
+# The reasoning notebooks of Unsloth, which hand options of vLLM through its own configuration.
+UNSLOTH = {
+    "output_dir": "out",
+    "temperature": 1.0,
+    "learning_rate": 5e-6,
+    "weight_decay": 0.001,
+    "warmup_ratio": 0.1,
+    "lr_scheduler_type": "linear",
+    "optim": "adamw_8bit",
+    "logging_steps": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 4,
+    "max_prompt_length": 64,
+    "max_completion_length": 4,
+    "max_steps": 2,
+    "save_steps": 100,
+    "report_to": "none",
+    "vllm_sampling_params": {"min_p": 0.1, "seed": 3407},
+}
+
+
+def write_script(user, options) -> None:
+    (user.folder / "train.py").write_text(SCRIPT.replace("**OPTIONS", f"**{options!r}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "unknown", "renamed"),
+    [
+        pytest.param(GSM8K, ("max_prompt_length", "vllm_device"), {"warmup_ratio": "warmup_steps"}, id="gsm8k"),
+        pytest.param(
+            UNSLOTH, ("max_prompt_length", "vllm_sampling_params"), {"warmup_ratio": "warmup_steps"}, id="unsloth"
+        ),
+    ],
+)
+def test_a_copied_script_is_mended_once_and_deploys(user, options, unknown, renamed):
+    write_script(user, options)
+    output = user.run(sys.executable, "train.py", code=1)
+    message = output[output.rindex(" problems:") :]
+    for name in (*unknown, *renamed):
+        assert message.count(f"{name}=") == 1, (name, message)
+    assert message.count("\n- ") == len(unknown) + len(renamed), message
+    mended = {renamed.get(name, name): value for name, value in options.items() if name not in unknown}
+    # What a laptop cannot do is not the script's fault: GPUs, and an engine beside every other test.
+    write_script(user, mended | {"use_vllm": False, "learning_rate": 1e-2})
+    user.run(sys.executable, "train.py")
+    user.assert_deployed("policy", engines=("transformers",))
+
+
+TRLS_SCRIPT = """
+import json
+from datasets import load_dataset
+from rewards import digits
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer
+
+script_args, training_args, model_args = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
+dataset = load_dataset("json", data_files=script_args.dataset_name, split="train")
+trainer = GRPOTrainer(
+    model=model_args.model_name_or_path,
+    reward_funcs=[digits],
+    args=training_args,
+    train_dataset=dataset,
+    peft_config=get_peft_config(model_args),
+)
+trainer.train()
+trainer.save_model(training_args.output_dir)
+trainer.export_model("policy")
+"""
+
+
+def test_a_script_in_the_form_of_trls_examples_trains_lora(user):
+    (user.folder / "train.py").write_text(TRLS_SCRIPT)
+    words = (
+        "--model_name_or_path model --dataset_name problems.json --output_dir out --learning_rate 3e-2 --max_steps 2"
+    )
+    words += " --max_completion_length 4 --per_device_train_batch_size 1 --gradient_accumulation_steps 2"
+    words += " --num_generations 2 --use_peft --lora_target_modules q_proj v_proj --log_completions --report_to none"
+    user.run(sys.executable, "train.py", *words.split())
+    user.assert_deployed("policy", engines=("transformers",))
+
+
+MAKES_REWARD_MODEL = """
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+config = AutoConfig.from_pretrained("model", num_labels=1, pad_token_id=0)
+AutoModelForSequenceClassification.from_config(config).save_pretrained("reward")
+AutoTokenizer.from_pretrained("model").save_pretrained("reward")
+"""
+
+
+def test_a_reward_model_from_disk_teaches_a_policy(user):
+    (user.folder / "make.py").write_text(MAKES_REWARD_MODEL)
+    user.run(sys.executable, "make.py")
+    name = user.write_recipe(reward_funcs=[], reward_model_name_or_path="reward")
+    user.run("trl-qarl", "train", "--config", name)
+    rows = [json.loads(line) for line in (user.folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("reward_std") for row in rows)
+    user.assert_deployed("out/w4a16", engines=("transformers",))

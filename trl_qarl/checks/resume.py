@@ -1,0 +1,146 @@
+"""Checks that a run can go on from a checkpoint: settings that its states and its generation batch depend on."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
+
+from ..adapters.tensors import is_adapter_folder
+from ..checkpoint.record import SCHEME_FILE, differing, folder_to_resume, read_json
+
+
+RESUME_FILE = "resume.json"
+"""File of a checkpoint with the settings that its states depend on."""
+
+_SHAPES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts"),
+    *("n_routed_experts", "moe_intermediate_size"),
+)
+_ADAPTER = (
+    *("peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "use_dora", "bias"),
+)
+_SAME_STATE = {"adamw_torch_fused": "adamw_torch"}
+_WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")
+
+# Options of TRL and of this package that change neither the content of a generation batch nor its meaning: of the loss
+# alone, of the connection to an engine, of logs and uploads.
+_NOT_OF_A_BATCH = {
+    *("epsilon", "epsilon_high", "delta", "entropy_coef", "entropy_coef_min", "entropy_coef_max"),
+    *("entropy_coef_delta", "entropy_target", "use_adaptive_entropy", "top_entropy_quantile"),
+    *("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"),
+    *("sapo_temperature_neg", "sapo_temperature_pos", "router_aux_loss_coef", "off_policy_mask_threshold"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "generation_batch_size"),
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+    *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_server_autostart", "vllm_token_file"),
+    *("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
+    *("log_completions_hub_repo", "rollout_ahead", "num_generations_eval", "model_init_kwargs", "trust_remote_code"),
+}
+
+
+def batch_settings(args: Any) -> dict[str, Any]:
+    """Return the options that decide what a generation batch contains and means. An option that is not known here
+    counts as one of them: a batch that is dropped without need is only drawn again."""
+    inherited = {option.name for option in fields(TrainingArguments)} | _NOT_OF_A_BATCH
+    return {option.name: _plain(getattr(args, option.name)) for option in fields(args) if option.name not in inherited}
+
+
+def state_settings(args: Any, config: Any, adapter: Mapping[str, Any] | None, optimizer: Any = None) -> dict[str, Any]:
+    """Return the settings that the states of a checkpoint depend on: of the model with this `config`, of its
+    `adapter`'s configuration, and of the optimizer, which is `optimizer` if the user has made it."""
+    name = str(getattr(args.optim, "value", args.optim))
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    settings: dict[str, Any] = {
+        "optim": _SAME_STATE.get(name, name) if optimizer is None else type(optimizer).__name__,
+        "lr_scheduler_type": schedule if schedule in _WITH_OWN_STATE else "a function of the update",
+    }
+    if config is not None:
+        text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+        settings |= {key: getattr(text, key) for key in _SHAPES if getattr(text, key, None) is not None}
+    settings["adapter"] = adapter and {key: _plain(adapter[key]) for key in _ADAPTER if adapter.get(key)}
+    return settings
+
+
+def check_states(folder: str | Path, settings: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if the states of the checkpoint in `folder` are of other [`state_settings`]; settings that
+    only one side knows are not compared."""
+    folder = Path(folder)
+    if (folder / RESUME_FILE).is_file():
+        theirs = read_json(folder / RESUME_FILE)
+        _raise(folder, differing(theirs.keys() & settings.keys(), theirs, settings))
+
+
+def check_before_loading(args: Any, model: Any, peft_config: Any, optimizer: Any) -> None:
+    """Compare the checkpoint of `args.resume_from_checkpoint` with the arguments of a trainer, before a model is
+    loaded or a server started. `ValueError` is raised if there is no such checkpoint, or if it does not fit."""
+    folder = folder_to_resume(resume_option(args.resume_from_checkpoint), args.output_dir)
+    if folder is None:
+        return
+    folder = Path(folder)
+    is_new = isinstance(model, str) and not is_adapter_folder(model)
+    config = _config_of(model, args) if is_new else getattr(model, "config", None)
+    ours = state_settings(args, config, None, optimizer)
+    if peft_config is not None:
+        ours["adapter"] = state_settings(args, None, peft_config.to_dict())["adapter"]
+        if ours["adapter"].get("target_modules") == "all-linear":
+            # PEFT has replaced it by names of layers.
+            ours["adapter"]["target_modules"] = _saved_targets(folder)
+    elif not is_new:
+        # The model may have an adapter.
+        del ours["adapter"]
+    problems = []
+    if (folder / RESUME_FILE).is_file():
+        theirs = read_json(folder / RESUME_FILE)
+        problems += differing(theirs.keys() & ours.keys(), theirs, ours)
+    if (folder / SCHEME_FILE).is_file():
+        ours = {"scheme": args.plan.written, "quantize_learner": args.quantize_learner}
+        ours |= {"group_size": args.plan.group_size, "exclude_modules": _plain(args.exclude_modules)}
+        problems += differing(ours, read_json(folder / SCHEME_FILE), ours)
+    _raise(folder, problems)
+
+
+def resume_option(value: Any) -> str | bool | None:
+    """Return `True` (the last checkpoint) for `"true"` and `"last"`, `None` for `"false"`, and a path unchanged."""
+    return {"true": True, "last": True, "false": None}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _config_of(model: str, args: Any) -> Any:
+    given = args.model_init_kwargs or {}
+    names = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
+    try:
+        return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})
+    except (OSError, ValueError):
+        # The model cannot be loaded either, which is reported then.
+        return None
+
+
+def _saved_targets(folder: Path) -> Any:
+    path = folder / RESUME_FILE
+    adapter = read_json(path).get("adapter") if path.is_file() else None
+    return (adapter or {}).get("target_modules")
+
+
+def _raise(folder: Path, problems: list[str]) -> None:
+    if not problems:
+        return
+    names = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+    has_weights = any((folder / name).exists() for name in names)
+    advice = f", or start a new run from its weights: give {folder} as the model, without `resume_from_checkpoint`"
+    raise ValueError(
+        f"The checkpoint {folder} was trained with other settings ({'; '.join(problems)}), and its states do not fit. Resume "
+        f"with the same values{advice if has_weights else ''}."
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON, and `torch.load` of weights alone, give it back."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, list | tuple):
+        return [*map(_plain, value)]
+    return value if value is None or type(value) in (bool, int, float, str) else str(getattr(value, "value", value))

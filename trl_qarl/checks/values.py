@@ -1,0 +1,114 @@
+"""Types and ranges of option values, before any other check reads them."""
+
+import math
+from collections.abc import Callable, Iterator
+from inspect import formatannotation
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ..options import own_options
+
+
+RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
+    ("num_generations",): ("at least 2", lambda x: x >= 2, "advantages compare the completions of a prompt"),
+    ("num_iterations",): ("at least 1", lambda x: x >= 1, "batches that are never used train nothing"),
+    (
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        *("steps_per_generation", "generation_batch_size", "num_generations_eval", "ref_model_sync_steps"),
+        *("max_completion_length", "vllm_max_model_length", "vllm_tensor_parallel_size", "ddp_timeout"),
+    ): ("at least 1", lambda x: x >= 1, "it counts something that there must be"),
+    (
+        *("learning_rate", "weight_decay", "max_grad_norm", "beta", "adam_epsilon", "warmup_steps", "eval_delay"),
+        *("router_aux_loss_coef", "save_steps", "eval_steps", "logging_steps", "dataloader_num_workers", "seed"),
+    ): ("at least 0", lambda x: x >= 0, "a negative value has no meaning"),
+    ("adam_beta1", "adam_beta2"): ("at least 0 and below 1", lambda x: 0 <= x < 1, "it is the decay of a mean"),
+    ("top_p",): ("above 0 and at most 1", lambda x: 0 < x <= 1, "it is the probability of the tokens that are kept"),
+    ("min_p",): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share of the largest probability"),
+    ("top_k",): ("at least 0, or -1", lambda x: x >= -1, "it counts tokens, and 0 and -1 keep all"),
+    ("repetition_penalty", "num_train_epochs", "vllm_server_timeout"): (
+        "greater than 0",
+        lambda x: x > 0,
+        "0 would leave nothing",
+    ),
+    ("max_steps",): ("at least 1, or -1", lambda x: x >= 1 or x == -1, "-1 trains for `num_train_epochs`"),
+    ("top_entropy_quantile", "ref_model_mixup_alpha"): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share"),
+    ("vllm_server_port", "vllm_group_port"): ("from 1 to 65535", lambda x: 1 <= x <= 65535, "it is a port"),
+    ("vllm_gpu_memory_utilization",): (
+        "above 0 and at most 1",
+        lambda x: 0 < x <= 1,
+        "it is the share of a GPU's memory that vLLM takes",
+    ),
+}
+"""Ranges of numbers with reasons: text, test and reason of several options."""
+
+_RANGE_OF = {name: range_ for names, range_ in RANGES.items() for name in names}
+
+_MAY_BE_INFINITE = (
+    *("max_grad_norm", "delta", "vllm_importance_sampling_clip_max", "mismatch_cap"),
+    *("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"),
+)
+_SIMPLE = {int, float, bool, NoneType, list[float]}
+
+
+def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]]:
+    """
+    Yield name and problem of each option of `config` whose value cannot be: of another type than its field's
+    annotation allows, or out of its range. Of the fields of `inherited`, a base class, only those of numbers and
+    booleans are looked at, unless the class of `config` redefines their annotation.
+
+    Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
+    """
+    hints, own = get_type_hints(type(config)), own_options(type(config), inherited)
+    for name in type(config).__dataclass_fields__:
+        hint, value = hints[name], getattr(config, name)
+        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if name not in own and name != "output_dir" and not _SIMPLE.issuperset(allowed):
+            continue
+        numbers = [number for number in (value if isinstance(value, list | tuple) else [value]) if _is_float(number)]
+        if any(map(math.isnan, numbers)):
+            yield name, f"{name}={value!r} is not a number. Give one, or leave it out."
+        elif not any(_fits(value, each) for each in allowed):
+            unquoted = " Write it without quotes." if isinstance(value, str) and str not in allowed else ""
+            kind = type(value).__name__
+            yield name, f"{name}={value!r} is of type {kind}, and must be {formatannotation(hint)}.{unquoted}"
+        elif any(map(math.isinf, numbers)) and name not in _MAY_BE_INFINITE:
+            yield name, f"{name}={value!r} must be finite. Give a smaller number, or leave it out."
+        elif problem := _problem_of_range(name, value):
+            yield name, problem
+
+
+def _problem_of_range(name: str, value: Any) -> str | None:
+    if name == "output_dir" and value == "":
+        return "output_dir='' is empty. Name the folder for checkpoints and the policy, or leave it out."
+    if name not in _RANGE_OF or not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    allowed, holds, why = _RANGE_OF[name]
+    return None if holds(value) else f"{name}={value!r} must be {allowed}: {why}."
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, Integral)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether an annotation allows a value."""
+    allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return any(_fits(value, each) for each in allowed)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin is list:
+        return (isinstance(value, str) and arguments == (str,)) or (
+            isinstance(value, list | tuple) and all(_fits(element, arguments[0]) for element in value)
+        )
+    if origin is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if origin is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if origin is Literal:
+        return value in arguments
+    return isinstance(value, origin)

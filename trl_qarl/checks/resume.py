@@ -38,7 +38,15 @@ _NOT_OF_A_BATCH = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_server_autostart", "vllm_request_timeout"),
     *("vllm_generation_timeout", "vllm_token_file", "vllm_transport", "vllm_ssl_ca_certs", "vllm_allow_plain_http"),
     *("vllm_delta_sync", "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
-    *("log_completions_hub_repo", "hub_export", "publish_dir", "mismatch_probe_steps", "exact", "rollout_ahead"),
+    *(
+        "log_completions_hub_repo",
+        "hub_export",
+        "publish_dir",
+        "mismatch_probe_steps",
+        "exact",
+        "rollout_ahead",
+        "in_flight_updates",
+    ),
     *("num_generations_eval", "model_init_kwargs", "trust_remote_code", "allow_low_precision_masters"),
     *("allow_high_precision_experts", "cpu_weights"),
 }
@@ -73,7 +81,7 @@ def check_states(folder: str | Path, settings: Mapping[str, Any]) -> None:
     folder = Path(folder)
     if (folder / RESUME_FILE).is_file():
         theirs = read_json(folder / RESUME_FILE)
-        _raise(folder, differing(theirs.keys() & settings.keys(), theirs, settings))
+        _raise(folder, differing([name for name in theirs if name in settings], theirs, settings))
 
 
 def check_before_loading(args: Any, model: Any, peft_config: Any, optimizer: Any) -> None:
@@ -97,7 +105,7 @@ def check_before_loading(args: Any, model: Any, peft_config: Any, optimizer: Any
     problems = []
     if (folder / RESUME_FILE).is_file():
         theirs = read_json(folder / RESUME_FILE)
-        problems += differing(theirs.keys() & ours.keys(), theirs, ours)
+        problems += differing([name for name in theirs if name in ours], theirs, ours)
     if (folder / SCHEME_FILE).is_file():
         ours = {"scheme": args.plan.written, "quantize_learner": args.quantize_learner}
         ours |= {"group_size": args.plan.group_size, "exclude_modules": _plain(args.exclude_modules)}

@@ -134,6 +134,7 @@ def _train(argv: list[str]) -> int:
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
     known = known_options(parser, launch_parser)
     argv = spell(argv, known)
+    launch_parser.usage = USAGE
     with configuration_errors(), _without_warnings():
         check_names(argv, known)
         try:
@@ -151,11 +152,12 @@ def _train(argv: list[str]) -> int:
             launch_args=config_remaining + cli_remaining,
             num_cpus=torch.get_num_threads() if on_cpu else None,
         )
-    launch_parser.usage = USAGE
+        parsed_launch = launch_parser.parse_args(launch_args)
+        _check_launch_file(parsed_launch.config_file)
     # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
     launch.simple_launcher = lambda args: become(*prepare_simple_launcher_cmd_env(args))
     try:
-        launch.launch_command(launch_parser.parse_args(launch_args))
+        launch.launch_command(parsed_launch)
     except SignalException as error:
         # torch's launcher has sent the signal to all ranks and waited for them.
         return 128 + error.sigval
@@ -163,6 +165,23 @@ def _train(argv: list[str]) -> int:
         # The training process has reported the error.
         return error.returncode
     return 0
+
+
+def _check_launch_file(path: str | None) -> None:
+    """Raise `ValueError` if accelerate cannot read its configuration file; it would fail with YAML's own error."""
+    import yaml
+
+    if path is None:
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"The accelerate configuration {path} cannot be read: {' '.join(str(error).split())}."
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"The accelerate configuration {path} holds no options. `accelerate config` writes one.")
 
 
 @contextmanager

@@ -142,3 +142,23 @@ def test_a_scheme_that_the_gpu_must_not_run_ends_the_command_at_once(tmp_path, m
     with pytest.raises(SystemExit):
         main(["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "fp8", "--print_command"])
     assert "scheme 'fp8' does not run on NVIDIA A100 (compute capability 8.0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536, 99999])
+def test_a_number_that_is_no_port_starts_no_server(tmp_path, capsys, monkeypatch, port):
+    monkeypatch.setattr(vllm_serve.os, "execve", lambda *args: pytest.fail("started"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", str(tmp_path), f"--port={port}"])
+    assert f"--port={port} is not a port" in capsys.readouterr().err
+
+
+def test_a_folder_for_all_users_takes_no_weights(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(vllm_serve.os, "execve", lambda *args: pytest.fail("started"))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    model = make_tiny_model(tmp_path, "qwen2")
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", model, "--transfer_dir", str(shared), "--transport", "file"])
+    said = capsys.readouterr().err
+    assert f"such as {shared}/weights" in said and "chmod" not in said

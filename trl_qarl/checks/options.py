@@ -172,6 +172,9 @@ def check_vllm(config) -> Iterator[str]:
     if config.vllm_server_autostart and config.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):
         both = f"{said(config, 'vllm_server_host')} with vllm_server_autostart=True"
         yield f"{both}: the server is started on this machine and listens on 127.0.0.1. Remove it."
+    for name in ("vllm_server_port", "vllm_group_port"):
+        if not 0 < getattr(config, name) < 2**16:
+            yield f"{said(config, name)} is not a port. Use a number from 1024 to 65535."
     reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
@@ -269,6 +272,13 @@ def check_inherited(config) -> Iterator[str]:
         yield (
             f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
             "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
+        )
+    strings = sorted({"stop", "stop_strings"} & as_dict(config, "generation_kwargs").keys())
+    if strings and config.mask_truncated_completions:
+        yield (
+            f"generation_kwargs contains {strings} with mask_truncated_completions=True: a completion that ends at such a string has no "
+            "end token, so it would count as truncated and be masked. Use `stop_token_ids` with vLLM, or `eos_token_id` "
+            "without, or mask_truncated_completions=False."
         )
     if not config.temperature > 0:
         yield f"{said(config, 'temperature')} must be greater than 0: the learner divides its logits by it. Use 1.0, or a small number for nearly greedy rollouts."

@@ -176,6 +176,40 @@ def test_a_signal_that_is_ignored_stays_ignored_and_what_was_installed_goes():
         signal.signal(signal.SIGHUP, previous)
 
 
+DROPPED = {
+    "finalizer": "class A:\n def __del__(self): work()\na = A(); del a",
+    "finalizer that catches all": "class A:\n def __del__(self):\n  try: work()\n  except: pass\na = A(); del a",
+    "callback": "import weakref\nclass A: pass\na = A(); r = weakref.ref(a, lambda _: work()); del a",
+}
+
+
+@pytest.mark.parametrize("code", DROPPED.values(), ids=DROPPED)
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_signal_whose_exit_python_drops_is_repeated(code, num_signals):
+    code = f"""
+import time
+from trl_qarl.processes import exit_on_signals
+exit_on_signals()
+def work():
+    print("at work", flush=True)
+    end = time.monotonic() + 1
+    while time.monotonic() < end: pass
+{code}
+try:
+    time.sleep(60)
+finally:
+    print("cleaned up", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "at work\n"
+        for _ in range(num_signals):
+            process.terminate()
+        try:
+            assert process.wait(20) == 143 and process.stdout.read() == "cleaned up\n"
+        finally:
+            process.kill()
+
+
 def test_a_signal_that_comes_while_a_program_starts_waits_for_its_handler():
     late = (
         "import time; time.sleep(1); from trl_qarl.processes import exit_on_signals; exit_on_signals(); time.sleep(60)"

@@ -83,6 +83,21 @@ def test_truncated_completions_move_nothing_when_masked(tiny_model, tmp_path, op
     assert_equal(parameters(trainer), before)
 
 
+def test_completions_that_end_at_an_own_token_are_not_truncated(tiny_model, tmp_path):
+    """Half of all tokens end a completion, so few reach the limit."""
+    options = {"mask_truncated_completions": True, "max_completion_length": 16, "max_steps": 1}
+    trainer = make(tiny_model, tmp_path, generation_kwargs={"eos_token_id": [*range(4, 132)]}, **options)
+    trainer.train()
+    (row,) = rows(trainer)
+    assert row["completions/clipped_ratio"] < 0.5 and row["grad_norm"] > 0
+
+
+def test_stop_strings_are_refused_where_truncated_completions_are_masked(tmp_path):
+    for name in ("stop", "stop_strings"):
+        with pytest.raises(ValueError, match=f"generation_kwargs contains .'{name}'. with mask_truncated_completions"):
+            arguments(tmp_path, generation_kwargs={name: ["."]}, mask_truncated_completions=True)
+
+
 def test_an_own_optimizer_skips_updates_too(tiny_model, tmp_path):
     args = arguments(tmp_path, max_steps=4)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import make_problems, make_tiny_model, make_vllm_trainer, spread, stop_at
 from testing_utils.trainings import arguments, assert_equal, lora, make, parameters, rows
@@ -356,6 +356,15 @@ def test_a_checkpoint_that_does_not_fit_is_named_first(tiny_model, tmp_path, mon
     assert "start a new run from its weights" in str(raised.value) and "checkpoint-1 as the model" in str(raised.value)
     trainer = make(model, tmp_path / "run", **options)
     with pytest.raises(ValueError, match="checkpoint-1 was trained with"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_other_frozen_parameters_are_named(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=1, **SAVING).train()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    trainer = make(model, tmp_path, max_steps=2, **SAVING)
+    with pytest.raises(ValueError, match="num_trained_tensors=27 there, 26 here; num_trained_parameters="):
         trainer.train(resume_from_checkpoint=True)
 
 

@@ -143,6 +143,8 @@ def _train(argv: list[str]) -> int:
         )
     launch_parser.usage = USAGE
     args = launch_parser.parse_args(launch_args)
+    with configuration_errors():
+        _check_launch_file(args.config_file)
     with configuration_errors(), _without_warnings(), launched_with(_precision_of(args)):
         # Every process does so too, but the message of this one stands alone.
         parser.parse_args_and_config(argv, return_remaining_strings=True)
@@ -166,6 +168,23 @@ def _precision_of(args: Namespace) -> str:
     if args.mixed_precision is None and (args.config_file or (os.path.isfile(default_config_file) and not args.cpu)):
         return str(load_config_from_file(args.config_file).mixed_precision or "no")
     return args.mixed_precision or "no"
+
+
+def _check_launch_file(path: str | None) -> None:
+    """Raise `ValueError` if accelerate cannot read its configuration file; it would fail with YAML's own error."""
+    import yaml
+
+    if path is None:
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"The accelerate configuration {path} cannot be read: {' '.join(str(error).split())}."
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"The accelerate configuration {path} holds no options. `accelerate config` writes one.")
 
 
 @contextmanager

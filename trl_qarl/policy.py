@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
 from .checkpoint.export import export_checkpoint, keep_generation_config
+from .checkpoint.files import damaged_file
 from .checkpoint.record import check_record, scheme_record
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import (
@@ -77,7 +79,13 @@ class Policy:
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
-        model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
+        try:
+            model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights of {name_or_path!r} cannot be read: {damaged_file(name_or_path) or 'a file'} is cut or damaged ({error}). "
+                "Copy or download it again."
+            ) from error
         if is_adapter_folder(name_or_path):
             self._adapter_folder = name_or_path
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -6,17 +6,25 @@ process 1 of a container. Needs no torch.
 With `--parent=PID COMMAND ...` it becomes a command that ends with its parent, see [`as_child`].
 """
 
+import _thread
 import ctypes
 import os
 import runpy
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import NoReturn
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SECONDS_UNTIL_REPEATED = 0.05
+
+
+class Signaled(SystemExit):
+    """The exit of this process on a signal."""
 
 
 def exit_on_signals() -> Callable[[], None]:
@@ -26,28 +34,62 @@ def exit_on_signals() -> Callable[[], None]:
 
     A handler that is already installed stays, and a signal that is ignored, as after `nohup`, stays ignored. Outside
     of the main thread this does nothing.
+
+    Python drops an exception that leaves a `__del__` or a callback of its own. A signal that arrives there is sent
+    again a little later.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    report = sys.unraisablehook
 
     def leave(signum, frame):
+        if _is_in_finalizer(frame):
+            # The lowest way to start a thread: `threading` takes locks, which the interrupted code may hold.
+            _thread.start_new_thread(_send_again, (signum,))
+            return
         # `timeout` and others send the signal twice; the second must not interrupt the cleanup after the first.
         for number in ours:
             signal.signal(number, signal.SIG_IGN)
-        raise SystemExit(128 + signum)
+        raise Signaled(128 + signum)
+
+    def report_or_repeat(dropped):
+        if not isinstance(dropped.exc_value, Signaled):
+            report(dropped)
+            return
+        for number in ours:
+            signal.signal(number, leave)
+        _thread.start_new_thread(_send_again, (dropped.exc_value.code - 128,))
 
     def restore():
+        if sys.unraisablehook is report_or_repeat:
+            sys.unraisablehook = report
         if threading.current_thread() is threading.main_thread():
             for number in ours:
                 if signal.getsignal(number) in (leave, signal.SIG_IGN):
                     signal.signal(number, signal.SIG_DFL)
 
+    if ours:
+        sys.unraisablehook = report_or_repeat
     for number in ours:
         signal.signal(number, leave)
     # Deliver signals that have arrived since `become`.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
     return restore
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_again(signum: int) -> None:
+    time.sleep(_SECONDS_UNTIL_REPEATED)
+    # To the thread that runs Python's handlers, which may be waiting in C.
+    signal.pthread_kill(threading.main_thread().ident, signum)
 
 
 def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -13,7 +13,7 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
-from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
+from .checks.arguments import check_arguments, check_prompts, has_pictures, problems_of_pictures
 from .checks.options import raise_problems
 from .checks.resume import check_before_loading
 from .forward import Batch
@@ -30,6 +30,7 @@ from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration
 from .rollout.pictures import check_rows, count_pictures, expanded_prompts
+from .rollout.rewards import checked_reward
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
 from .sharding import sharded_by
@@ -128,6 +129,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             super().__init__(**given)
         with all_or_none(self.accelerator):
             self.policy.check_head()
+        self.eos_token_ids = [*self.eos_token_ids, *_own_ends(args, self.eos_token_ids)]
         if self.is_deepspeed_enabled and args.bf16:
             # TRL has given the models another forward by now.
             for each in filter(None, (self.model, self.ref_model)):
@@ -141,6 +143,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
+        named = zip(self.reward_funcs, self.reward_func_names, strict=True)
+        self.reward_funcs = [checked_reward(function, name) for function, name in named]
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
@@ -213,6 +217,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     @override
     def _tokenize_prompts(self, prompts):
         """Builds prompts for vLLM too, which expands placeholders itself; rows without pictures get empty lists."""
+        if self.environment_factories is None:
+            check_prompts(prompts)
         counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)
@@ -429,3 +435,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 restore_signals()
             # Training ends at the bits of the scheme.
             self.set_precision(None)
+
+
+def _own_ends(args: QaRLConfig, known: list[int]) -> list[int]:
+    """Return the tokens at which `generation_kwargs` has completions end, besides the `known` ones. Without them TRL
+    would count such completions as truncated."""
+    given = args.generation_kwargs or {}
+    ends = []
+    for name in ("stop_token_ids", "eos_token_id"):
+        tokens = given.get(name) or []
+        ends += [tokens] if isinstance(tokens, int) else tokens
+    return [token for token in dict.fromkeys(ends) if token not in known]

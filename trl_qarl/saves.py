@@ -26,7 +26,7 @@ from .checks.launch import check_resumed_launch
 from .checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
 from .hub import PushesPolicy
 from .quantization.names import architecture, base_model, is_peft_model
-from .quantization.storage import is_sharded, storage_of
+from .quantization.storage import is_sharded, num_elements, storage_of
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 from .sharding.fsdp2 import whole_state
@@ -382,7 +382,9 @@ class SavesRuns(PushesPolicy):
 
     def _state_settings(self) -> dict[str, Any]:
         adapter = adapter_config(self.model) if self.policy.has_adapter else None
-        return state_settings(self.args, base_model(self.model).config, adapter, self._own_optimizer)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        counts = {"num_trained_tensors": len(trained), "num_trained_parameters": num_elements(trained)}
+        return state_settings(self.args, base_model(self.model).config, adapter, self._own_optimizer) | counts
 
 
 class NotFinite(ValueError):

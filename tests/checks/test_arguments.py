@@ -1,5 +1,6 @@
 """Arguments of the trainer that are refused, most before the model is loaded."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,54 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
         monkeypatch.setenv(name, value)
     with pytest.raises(NotImplementedError, match=match):
         QaRLTrainer(tiny_model, spread, args, make_problems())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "row"),
+    [
+        (["a", None, "b"], 1),
+        (["a", "b", ""], 2),
+        ([1, 2, 3], 0),
+        ([[{"role": "user", "content": "a"}], []], 1),
+        ([None, None], 0),
+        ([["a", "b"]], 0),
+    ],
+    ids=str,
+)
+def test_a_row_without_a_prompt_is_named(tiny_model, tmp_path, monkeypatch, prompts, row):
+    monkeypatch.setattr("trl_qarl.policy.Policy.load", None)
+    bad, good = Dataset.from_dict({"prompt": prompts}), make_problems()
+    for name, data in (("training", (bad, good)), ("evaluation", (good, bad)), ("evaluation", (good, {"x": bad}))):
+        args = arguments(tmp_path, eval_strategy="steps")
+        with pytest.raises(ValueError, match=f"Row {row} of the {name} dataset has the prompt"):
+            QaRLTrainer(tiny_model, spread, args, *data)
+
+
+def test_a_row_of_a_stream_without_a_prompt_is_named(tiny_model, tmp_path):
+    stream = Dataset.from_dict({"prompt": ["a", None, "b", ""]}).to_iterable_dataset()
+    trainer = make(tiny_model, tmp_path, train_dataset=stream, shuffle_dataset=False)
+    with pytest.raises(ValueError, match="of a batch has the prompt None"):
+        trainer.train()
+
+
+def test_a_model_without_a_tokenizer_is_named_before_it_is_loaded(tiny_model, tmp_path, monkeypatch):
+    for file in Path(tiny_model).iterdir():
+        if not file.name.startswith("tokenizer"):
+            shutil.copy(file, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="has no tokenizer .*processing_class"):
+        patch.setattr("trl_qarl.policy.Policy.load", None)
+        make(str(tmp_path), tmp_path / "run")
+    args = arguments(tmp_path / "run")
+    QaRLTrainer(str(tmp_path), spread, args, make_problems(), processing_class=make_tiny_tokenizer())
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-5, 0.5])
+def test_a_cut_file_of_weights_is_named(tiny_model, tmp_path, share):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ValueError, match="model/model.safetensors is cut or damaged"):
+        make(str(folder), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

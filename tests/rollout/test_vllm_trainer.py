@@ -54,6 +54,14 @@ class TestColocated:
         trainer.train()
         check_rollouts(trainer)
 
+    def test_completions_that_end_at_a_stop_token_are_not_truncated(self, tmp_path):
+        """Half of all tokens end a completion, so few reach the limit."""
+        options = {"mask_truncated_completions": True, "max_steps": 1, "max_completion_length": 16}
+        kwargs = {"stop_token_ids": [*range(4, 132)]}
+        trainer = make_vllm_trainer(tmp_path, "qwen2", vllm_mode="colocate", generation_kwargs=kwargs, **options)
+        trainer.train()
+        assert logged(trainer, "completions/clipped_ratio")[0] < 0.5 and logged(trainer, "grad_norm")[0] > 0
+
     def test_learner_that_is_not_quantized_runs_its_masters_and_the_engine_low_bits(self, tmp_path):
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False)
         trainer.train()
@@ -70,7 +78,9 @@ class TestColocated:
 
     def test_an_adapter_inside_the_low_bit_weights_is_published_with_them(self, tmp_path):
         pytest.importorskip("peft")
-        options = {"lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
+        # Bands that drop nothing: every update moves the codes.
+        options = dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
+        options |= {"lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
         options |= {"save_strategy": "steps", "save_steps": 2}
         trainer = make_vllm_trainer(tmp_path, peft_config=lora(lora_alpha=8), vllm_mode="colocate", **options)
         trainer.train()

@@ -249,3 +249,22 @@ def test_a_reward_beside_the_command_and_in_a_pythonpath_of_a_yaml_file_is_found
     monkeypatch.delitem(os.environ, "PYTHONPATH")
     monkeypatch.chdir(tmp_path)
     train.check_rewards("rewards_beside.mine", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("!!python/object:os.system {}", "cannot be read: could not determine a constructor for the tag"),
+        ("a: [", "cannot be read: while parsing"),
+        ("", "holds no options"),
+        ("- a", "holds no options"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--config_file", "--accelerate_config"])
+def test_a_launch_file_that_cannot_be_read_is_one_line(train_argv, tmp_path, capsys, content, said, option):
+    path = tmp_path / "launch.yaml"
+    path.write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *train_argv, option, str(path)])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-qarl: error:")]
+    assert f"{path} {said}" in line

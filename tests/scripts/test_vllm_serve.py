@@ -170,3 +170,23 @@ def test_ranks_that_split_a_group_are_refused_with_those_that_do_not(tmp_path, c
         error = capsys.readouterr().err
         assert f"tensor_parallel_size={size} splits groups of {group_size}" in error and message in error, error
     assert main([*command, "--group_size", "32", "--tensor-parallel-size", "2"]) == 0
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536, 99999])
+def test_a_number_that_is_no_port_starts_no_server(tmp_path, capsys, monkeypatch, port):
+    monkeypatch.setattr(vllm_serve.os, "execve", lambda *args: pytest.fail("started"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", str(tmp_path), f"--port={port}"])
+    assert f"--port={port} is not a port" in capsys.readouterr().err
+
+
+def test_a_folder_for_all_users_takes_no_weights(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(vllm_serve.os, "execve", lambda *args: pytest.fail("started"))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    model = make_tiny_model(tmp_path, "qwen2")
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", model, "--transfer_dir", str(shared), "--transport", "file"])
+    said = capsys.readouterr().err
+    assert f"such as {shared}/weights" in said and "chmod" not in said

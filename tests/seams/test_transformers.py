@@ -19,6 +19,18 @@ def test_an_own_generation_configuration_is_updated_as_we_expect():
     assert "defaults_only=True, allow_custom_entries=True" in source
 
 
+def test_processors_of_a_call_are_collected_in_one_place():
+    """By name: `record_sampling_logps` reads these arguments and replaces one."""
+    names = {"generation_config", "logits_processor", "prefix_allowed_tokens_fn"}
+    assert names <= inspect.signature(GenerationMixin._get_logits_processor).parameters.keys()
+    call = (
+        inspect.getsource(GenerationMixin.generate)
+        .partition("self._get_logits_processor(")[2]
+        .partition("\n        )")[0]
+    )
+    assert all(f"{name}={name}" in call for name in names)
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_models_are_made_of_the_modules_that_have_engine_numerics(arch):
     """`COVERED_CLASSES`: each part of a decoder layer has the engine's operation."""

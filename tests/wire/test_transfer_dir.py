@@ -36,7 +36,9 @@ def test_the_directory_is_its_owners_alone_and_one_that_others_may_change_takes_
     make_transfer_dir(directory)
     assert directory.stat().st_mode & 0o777 == 0o700
     make_transfer_dir(directory)
-    for mode in (0o777, 0o1777, 0o770, 0o702):
+    directory.chmod(0o1777)
+    refused(directory, f"all users: .*Name a folder of your own in it, such as {directory}/weights")
+    for mode in (0o777, 0o770, 0o702):
         directory.chmod(mode)
         refused(directory, rf"mode {mode:04o}, .*chmod go-w.*--transfer_dir")
     directory.chmod(0o700)

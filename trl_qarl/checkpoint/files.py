@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 from weakref import WeakSet
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 
 OUTPUT_LOCK = ".lock"
@@ -82,6 +82,18 @@ def allow_as_umask(paths: Iterable[Path]) -> None:
         new.touch()
         path.chmod(new.stat().st_mode & 0o777)
         new.unlink()
+
+
+def damaged_file(folder: str | Path) -> str | None:
+    """Return the first file of safetensors in a folder whose header or length is wrong, `None` for a name of the
+    Hub or if there is none."""
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, "numpy"):
+                pass
+        except SafetensorError:
+            return str(path)
+    return None
 
 
 def is_of_the_disk(error: Exception) -> bool:

@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -31,6 +32,11 @@ from .options import low_precision_masters, raise_problems
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_PROMPTS = (
+    "A prompt is a text, or a list of messages with `role` and `content`, and not empty. Remove such rows: "
+    "`dataset.filter(lambda row: row['prompt'])`."
+)
 _PICTURE_COLUMNS = {"image", "images"}
 
 
@@ -201,6 +207,45 @@ def _count(number: int) -> str:
     return "is 1 reward function" if number == 1 else f"are {number} reward functions"
 
 
+def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
+    """Yield a problem for the first row of a dataset whose prompt is neither text nor messages. Streams and formats of
+    the user's own are not read."""
+    for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if not isinstance(data, Dataset) or "prompt" not in data.column_names or data.format["type"] is not None:
+            continue
+        for row, prompt in enumerate(data.select_columns("prompt")["prompt"]):
+            if not _is_prompt(prompt):
+                yield f"Row {row} of the {name} dataset has the prompt {prompt!r}. {_PROMPTS}"
+                break
+
+
+def check_prompts(prompts: Iterable[Any]) -> None:
+    """Raise `ValueError` for a prompt of a batch that is neither text nor messages, as a stream may have."""
+    for place, prompt in enumerate(prompts):
+        if not _is_prompt(prompt):
+            raise ValueError(f"Row {place} of a batch has the prompt {prompt!r}. {_PROMPTS}")
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return (isinstance(prompt, str) or _are_messages(prompt)) and len(prompt) > 0
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(each, dict) and "role" in each for each in prompt)
+
+
+def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
+    """Yield a problem if no tokenizer was given and the model's folder has none: transformers makes one without a
+    vocabulary."""
+    if processing_class is not None or not isinstance(model, str) or not Path(model).is_dir():
+        return
+    if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES) and not is_adapter_folder(model):
+        yield (
+            f"{model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
+            "as `processing_class`."
+        )
+
+
 def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
     """Raise one `ValueError` with all problems of the trainer's arguments, before anything is loaded."""
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
@@ -244,6 +289,10 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
             "one for each."
         )
     datasets = train_dataset, eval_dataset
+    if environment_factory is None:
+        for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
+            problems += problems_of_prompts(data, name)
+    problems += problems_of_tokenizer(model, others["processing_class"])
     if videos := _columns_among({"video", "videos"}, datasets):
         problems.append(
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "

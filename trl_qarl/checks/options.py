@@ -126,6 +126,9 @@ def check_vllm(config) -> Iterator[str]:
             f"{said(config, 'vllm_max_model_length')} must be at least {CANARY_TOKENS + 1}: a fixed text of {CANARY_TOKENS} tokens is scored "
             "after each publication, to compare engine and learner."
         )
+    for name in ("vllm_server_port", "vllm_group_port"):
+        if not 0 < getattr(config, name) < 2**16:
+            yield f"{said(config, name)} is not a port. Use a number from 1024 to 65535."
     reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
@@ -207,6 +210,13 @@ def check_inherited(config) -> Iterator[str]:
             "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
         )
     yield from _unknown_generation_kwargs(config)
+    strings = sorted({"stop", "stop_strings"} & as_dict(config, "generation_kwargs").keys())
+    if strings and config.mask_truncated_completions:
+        yield (
+            f"generation_kwargs contains {strings} with mask_truncated_completions=True: a completion that ends at such a string has no "
+            "end token, so it would count as truncated and be masked. Use `stop_token_ids` with vLLM, or `eos_token_id` "
+            "without, or mask_truncated_completions=False."
+        )
     if not config.temperature > 0:
         yield f"{said(config, 'temperature')} must be greater than 0: the learner divides its logits by it. Use 1.0, or a small number for nearly greedy rollouts."
     if config.optim in ("lomo", "adalomo"):

@@ -70,7 +70,7 @@ def check_states(folder: str | Path, settings: Mapping[str, Any]) -> None:
     folder = Path(folder)
     if (folder / RESUME_FILE).is_file():
         theirs = read_json(folder / RESUME_FILE)
-        _raise(folder, differing(theirs.keys() & settings.keys(), theirs, settings))
+        _raise(folder, differing([name for name in theirs if name in settings], theirs, settings))
 
 
 def check_before_loading(args: Any, model: Any, peft_config: Any, optimizer: Any) -> None:
@@ -94,7 +94,7 @@ def check_before_loading(args: Any, model: Any, peft_config: Any, optimizer: Any
     problems = []
     if (folder / RESUME_FILE).is_file():
         theirs = read_json(folder / RESUME_FILE)
-        problems += differing(theirs.keys() & ours.keys(), theirs, ours)
+        problems += differing([name for name in theirs if name in ours], theirs, ours)
     if (folder / SCHEME_FILE).is_file():
         ours = {"scheme": args.plan.written, "quantize_learner": args.quantize_learner}
         ours |= {"group_size": args.plan.group_size, "exclude_modules": _plain(args.exclude_modules)}

@@ -5,11 +5,14 @@ token is recorded, so the mismatch between rollout and scoring is measured inste
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from typing_extensions import override
+
+from ..quantization.names import base_model
 
 
 class OwnGenerationConfig(GenerationConfig):
@@ -54,28 +57,77 @@ class SamplingLogProbs(LogitsProcessor):
             self.steps.append(self._pending.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
 
+# Fields of a generation configuration that change the distribution of tokens, with the values that do not: `generate`
+# puts them in place of `None`.
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("do_sample", "temperature", "top_k", "min_p", "top_h", "bad_words_ids", "suppress_tokens")),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")),
+    **dict.fromkeys(("min_new_tokens", "exponential_decay_length_penalty", "guidance_scale", "penalty_alpha")),
+    **dict.fromkeys(("watermarking_config",)),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("renormalize_logits", "remove_invalid_values"), False),
+    "num_beams": 1,
+}
+
+
 @contextmanager
 def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterator[list[torch.Tensor]]:
     """
-    While open, each `model.generate` call appends its sampling log-probs, `(B, T)`, to the yielded list.
+    While open, each `model.generate` call appends its sampling log-probs, `(B, T)`, to the yielded list. `ValueError`
+    is raised if a `generate` of the user changes the distribution of tokens, which the learner computes without that.
 
-    TRL calls `generate` with fixed arguments in the middle of a long method. Shadowing `generate` by an instance
-    attribute is the only way to add a processor without copying that method.
+    TRL calls `generate` with fixed arguments in the middle of a long method. The recorder is added where transformers
+    collects the processors of a call, so that those which come with `generate`, bound by `functools.partial` or passed
+    by a wrapper, arrive there too and are seen.
     """
     recorded: list[torch.Tensor] = []
-    generate = model.generate
+    generate, inner = model.generate, base_model(model)
+    collect = inner._get_logits_processor
+    given: GenerationConfig | None = None
+    recorder = SamplingLogProbs(temperature)
+
+    def collect_with_recorder(*args, **kwargs):
+        _check_distribution(kwargs, given)
+        return collect(*args, **kwargs | {"logits_processor": LogitsProcessorList([recorder])})
 
     def generate_and_record(*args, **kwargs):
-        recorder = SamplingLogProbs(temperature)
-        sequences = generate(*args, logits_processor=LogitsProcessorList([recorder]), **kwargs)
+        nonlocal given, recorder
+        given, recorder = kwargs.get("generation_config"), SamplingLogProbs(temperature)
+        sequences = generate(*args, **kwargs)
         if not recorder.steps and recorder._pending is None:
             raise TypeError(
-                f"The `generate` of {type(model).__name__} did not call its `logits_processor`, so the log-probs under which "
-                "tokens were sampled are unknown. Have it pass `logits_processor` on, or use `use_vllm=True` or `rollout_func`."
+                f"The `generate` of {type(model).__name__} did not draw tokens by that of transformers, so the log-probs under "
+                "which tokens were sampled are unknown. Have it call transformers' `generate`, or use `use_vllm=True` or "
+                "`rollout_func`."
             )
         recorded.append(recorder.finish(sequences))
         return sequences
 
     # Afterwards the model has again what was set on the instance, or nothing.
-    with patch.object(model, "generate", generate_and_record):
+    with (
+        patch.object(inner, "_get_logits_processor", collect_with_recorder),
+        patch.object(model, "generate", generate_and_record),
+    ):
         yield recorded
+
+
+def _check_distribution(call: dict[str, Any], given: GenerationConfig | None) -> None:
+    """Raise `ValueError` if the arguments of a call to collect processors change the distribution beyond `given`."""
+    changes = [type(each).__name__ for each in call.get("logits_processor") or ()]
+    if call.get("prefix_allowed_tokens_fn") is not None:
+        changes.append("prefix_allowed_tokens_fn")
+    if given is not None:
+        used = call["generation_config"]
+        for name, neutral in _NEUTRAL.items():
+            theirs, ours = getattr(given, name, None), getattr(used, name, None)
+            if (neutral if theirs is None else theirs) != (neutral if ours is None else ours):
+                changes.append(f"{name}={ours!r} instead of {theirs!r}")
+    if changes:
+        raise ValueError(
+            f"The model's `generate` changes the distribution of tokens ({', '.join(changes)}), and the learner's log-probs are "
+            "those without that. Remove it from `model.generate`: `temperature`, `top_p`, `top_k`, `min_p` and "
+            "`repetition_penalty` are options. With a distribution of your own, give a `rollout_func` that returns its "
+            "log-probs."
+        )

@@ -71,6 +71,9 @@ def make_parser(prog: str) -> ArgumentParser:
 
 def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
+        if not 0 < args.port < 2**16:
+            raise ValueError(f"--port={args.port} is not a port. Use a number from 1024 to 65535, such as 8000.")
+
         import torch
 
         from ..adapters.tensors import arguments_for

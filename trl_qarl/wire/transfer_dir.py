@@ -57,6 +57,11 @@ def check_transfer_dir(directory: str | Path) -> None:
         problem, remedy = "is a link or not a directory", "Name the directory itself"
     elif status.st_uid != os.getuid():
         problem, remedy = f"belongs to user {status.st_uid}, not to {os.getuid()}", "Choose one of your own"
+    elif status.st_mode & stat.S_ISVTX:
+        problem = "is a folder for the files of all users"
+        remedy = (
+            f"Name a folder of your own in it, such as {Path(directory) / 'weights'}, which is made if it is missing,"
+        )
     elif status.st_mode & 0o022:
         problem = f"has mode {stat.S_IMODE(status.st_mode):04o}, so others may write to it"
         remedy = "Run `chmod go-w` on it, or choose another"

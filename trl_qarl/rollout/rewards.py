@@ -1,0 +1,101 @@
+"""Checks what reward functions return, where TRL fails far from the function or trains on something else."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from functools import wraps
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from trl.trainer.utils import is_async_callable
+
+from ..processes import Signaled
+
+
+class BadReward(ValueError):
+    """Rewards that cannot be trained on. The message names the function and the completion."""
+
+
+def checked_reward(function: Any, name: str) -> Any:
+    """Return a reward function whose results are checked, and whose errors and exits name it. Models stay as they
+    are."""
+    if isinstance(function, nn.Module):
+        return function
+
+    def check(output: Any, completions: Any) -> list[float | None]:
+        return check_rewards(output, len(completions), name)
+
+    if is_async_callable(function):
+
+        @wraps(function)
+        async def call_async(*, completions, **kwargs):
+            with _named(name):
+                output = await function(completions=completions, **kwargs)
+            return check(output, completions)
+
+        return call_async
+
+    @wraps(function)
+    def call(*, completions, **kwargs):
+        with _named(name):
+            output = function(completions=completions, **kwargs)
+        return check(output, completions)
+
+    return call
+
+
+def check_rewards(output: Any, count: int, name: str) -> list[float | None]:
+    """Return rewards as floats, `None` for no score. [`BadReward`] is raised unless `output` has a finite number or
+    `None` for each of `count` completions."""
+    wanted = f"Return a list with one number for each of the {count} completions, or `None` for no score"
+    if not isinstance(output, Iterable) or isinstance(output, Mapping | Set | str | bytes):
+        raise BadReward(f"The reward function {name!r} returned {_brief(output)}. {wanted}.")
+    if getattr(output, "ndim", 1) != 1:
+        raise BadReward(f"The reward function {name!r} returned an array of shape {tuple(output.shape)}. {wanted}.")
+    values = output.tolist() if isinstance(output, torch.Tensor) else [*output]
+    if len(values) != count:
+        raise BadReward(f"The reward function {name!r} returned {len(values)} rewards. {wanted}.")
+    return [
+        _number(value, f"{name!r} returned {{}} for completion {row} of {count}") for row, value in enumerate(values)
+    ]
+
+
+def _number(value: Any, said: str) -> float | None:
+    if value is None:
+        return None
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise BadReward(
+            f"The reward function {said.format(_brief(value))}. A reward is a number, or `None` for no score."
+        )
+    if not math.isfinite(value):
+        raise BadReward(
+            f"The reward function {said.format(value)}: the advantages of its whole group would not be finite. Return a finite "
+            "number, or `None` for no score."
+        )
+    return float(value)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """While open, an error gets a note with the name of the function, and its exit is an error."""
+    try:
+        yield
+    except Signaled:
+        raise
+    except SystemExit as error:
+        raise RuntimeError(
+            f"The reward function {name!r} called sys.exit({error.code!r}), which would end the training without an error. Raise an "
+            "error instead."
+        ) from error
+    except Exception as error:
+        error.add_note(f"Raised by the reward function {name!r}.")
+        raise

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import TRAINING, count_digits, logged, make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.rollout.failures import PromptTooLong
 from trl_qarl.rollout.server import start_command
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.rollout.spec import EngineSpec
@@ -52,7 +53,7 @@ class TestColocated:
         prompts = make_problems(8).map(lambda row: {"prompt": row["prompt"] + " 1 + 1" * 40})
         options = COLOCATED | {"vllm_max_model_length": 64}
         trainer = make_trainer(make_tiny_model(tmp_path, "qwen2"), tmp_path / "run", train_dataset=prompts, **options)
-        with pytest.raises(ValueError, match=r"A prompt has \d+ tokens.* 64 .*vllm_max_model_length"):
+        with pytest.raises(PromptTooLong, match=r"A prompt has \d+ tokens.*context 64,.*vllm_max_model_length"):
             trainer.train()
 
 

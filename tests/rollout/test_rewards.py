@@ -1,7 +1,6 @@
 """Rewards that a user's function returns, up to the training that calls it."""
 
 import asyncio
-import math
 import sys
 
 import numpy as np
@@ -50,9 +49,6 @@ def test_arrays_with_one_dimension_are_rewards():
         ([1.0, "1.0", 0.0], "returned '1.0' .str. for completion 1 of 3"),
         ([1.0, 0.0, [1.0]], r"returned \[1.0\] .list. for completion 2 of 3"),
         ([1.0, 0.0, {"score": 1.0}], "dict. for completion 2 of 3"),
-        ([math.nan, 0.0, 1.0], "returned nan for completion 0 of 3"),
-        ([0.0, -math.inf, 1.0], "returned -inf for completion 1 of 3"),
-        (torch.tensor([0.0, 1.0, math.nan]), "returned nan for completion 2 of 3"),
         ([1j, 0.0, 0.0], "complex. for completion 0 of 3"),
     ],
 )

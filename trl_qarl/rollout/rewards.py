@@ -1,5 +1,6 @@
 """Checks what reward functions return, where TRL fails far from the function or trains on something else."""
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from trl.trainer.utils import is_async_callable
 from ..processes import Signaled
 
 
+logger = logging.getLogger(__name__)
+
+
 class BadReward(ValueError):
     """Rewards that cannot be trained on. The message names the function and the completion."""
 
@@ -24,8 +28,22 @@ def checked_reward(function: Any, name: str) -> Any:
     if isinstance(function, nn.Module):
         return function
 
+    has_warned = False
+
     def check(output: Any, completions: Any) -> list[float | None]:
-        return check_rewards(output, len(completions), name)
+        nonlocal has_warned
+        rewards = check_rewards(output, len(completions), name)
+        row = next((row for row, reward in enumerate(rewards) if reward is not None and math.isnan(reward)), None)
+        if row is not None and not has_warned:
+            has_warned = True
+            logger.warning(
+                "The reward function %r returned nan for completion %d of %d, which counts as no score, like `None`. This is logged "
+                "only once.",
+                name,
+                row,
+                len(rewards),
+            )
+        return rewards
 
     if is_async_callable(function):
 
@@ -47,8 +65,8 @@ def checked_reward(function: Any, name: str) -> Any:
 
 
 def check_rewards(output: Any, count: int, name: str) -> list[float | None]:
-    """Return rewards as floats, `None` for no score. [`BadReward`] is raised unless `output` has a finite number or
-    `None` for each of `count` completions."""
+    """Return rewards as floats, `None` for no score. [`BadReward`] is raised unless `output` has a number or `None`
+    for each of `count` completions."""
     wanted = f"Return a list with one number for each of the {count} completions, or `None` for no score"
     if not isinstance(output, Iterable) or isinstance(output, Mapping | Set | str | bytes):
         raise BadReward(f"The reward function {name!r} returned {_brief(output)}. {wanted}.")
@@ -70,11 +88,6 @@ def _number(value: Any, said: str) -> float | None:
     if not isinstance(value, Real):
         raise BadReward(
             f"The reward function {said.format(_brief(value))}. A reward is a number, or `None` for no score."
-        )
-    if not math.isfinite(value):
-        raise BadReward(
-            f"The reward function {said.format(value)}: the advantages of its whole group would not be finite. Return a finite "
-            "number, or `None` for no score."
         )
     return float(value)
 

@@ -49,12 +49,15 @@ def test_a_killed_colocated_training_resumes_and_deploys(user, scheme):
 def test_a_killed_trainer_finds_its_server_and_deploys(user, scheme, tensor_parallel_size):
     port, size = str(free_port()), str(tensor_parallel_size)
     serve = ["--model", "model", "--scheme", scheme, "--max-model-len", "64", "--port", port]
+    # Two ranks divide the 128 inputs of a layer, and with them a group of as many.
+    plan = {} if tensor_parallel_size == 1 else {"group_size": 64}
+    serve += [word for name, value in plan.items() for word in (f"--{name}", str(value))]
     several = {} if tensor_parallel_size == 1 else {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     server = user.start(
         *("trl-qarl", "vllm-serve", *serve, "--tensor-parallel-size", size), log="server", kind="engines", **several
     )
     user.wait_for(f"http://127.0.0.1:{port}/health", server)
-    user.write_recipe(**ENGINE, vllm_mode="server", vllm_server_port=int(port), scheme=scheme)
+    user.write_recipe(**ENGINE, vllm_mode="server", vllm_server_port=int(port), scheme=scheme, **plan)
     train_killed_and_resumed(user)
     user.assert_deployed(f"out/{scheme}", ("transformers", "vllm") if scheme in IN_PLAIN_VLLM else ("transformers",))
     server.send_signal(15)

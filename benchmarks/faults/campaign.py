@@ -392,6 +392,10 @@ class Supervisor:
             shutil.rmtree(self.folder, ignore_errors=True)
         return report
 
+    def logged(self) -> list[dict]:
+        last = self.output / f"checkpoint-{num_steps(self.scenario)}"
+        return json.loads((last / "trainer_state.json").read_text())["log_history"]
+
     def faults(self) -> list[dict]:
         """With numbers for moments: which call in which step, so that what an earlier fault has repeated counts for
         nothing."""

@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from testing_utils import make_tiny_mixture, make_tiny_model, make_trainer
-from testing_utils.children import start
 from testing_utils.hub_stand_in import StandInHub, environment, run_hf, use
 from testing_utils.pictures import make_tiny_picture_model
 from testing_utils.trainings import lora
@@ -230,7 +229,8 @@ def test_commands_of_a_pushed_card_serve_the_policy(pushed, tmp_path_factory, na
     env = env | {"VLLM_CPU_INT4_W4A8": "0", "TORCH_COMPILE_DISABLE": "1"}
     with (
         (folder / f"{name}.log").open("w+") as log,
-        start(server, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as process,
+        # Not `children.start`, whose launcher is a module of the hidden package.
+        subprocess.Popen(server, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
     ):
         try:
             answer = ask(process, port, "adapter" if kind == "adapter" else arguments[0], log)

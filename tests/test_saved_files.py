@@ -43,6 +43,7 @@ def test_no_file_of_a_training_has_the_token(tiny_model, tmp_path):
     assert trainer.args.hub_token == "hf_secret_of_the_user"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named(tiny_model, tmp_path):
     """A file system of its own, in memory, on which the masters fit and not the optimizer."""
     probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)]

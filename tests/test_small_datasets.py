@@ -110,6 +110,7 @@ def run_command(train_argv, tmp_path, rows, **options):
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_exports_seven_prompts(train_argv, tmp_path):
     result = run_command(train_argv, tmp_path, [*make_problems(7)], max_steps=10, save_strategy="no")
     assert result.returncode == 0, result.stderr
@@ -118,6 +119,7 @@ def test_the_command_trains_and_exports_seven_prompts(train_argv, tmp_path):
     assert max(row["step"] for row in rows) == 10
 
 
+@pytest.mark.nightly
 def test_the_command_fails_if_nothing_was_trained(train_argv, tmp_path):
     result = run_command(train_argv, tmp_path, [*make_problems(3)], dataset_streaming="true")
     assert result.returncode not in (0, 2) and "The training made no update" in result.stderr

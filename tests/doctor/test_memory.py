@@ -198,6 +198,7 @@ sys.exit(main(["estimate", sys.argv[1], "--gpu_memory", "24", "--trust_remote_co
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_hub_is_asked_nothing_about_a_local_folder(tiny_model, tmp_path):
     """Here by a configuration that names code on the Hub: transformers would try again for a minute."""

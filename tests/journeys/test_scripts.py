@@ -96,7 +96,11 @@ def write_script(user, options) -> None:
     [
         pytest.param(GSM8K, ("max_prompt_length", "vllm_device"), {"warmup_ratio": "warmup_steps"}, id="gsm8k"),
         pytest.param(
-            UNSLOTH, ("max_prompt_length", "vllm_sampling_params"), {"warmup_ratio": "warmup_steps"}, id="unsloth"
+            UNSLOTH,
+            ("max_prompt_length", "vllm_sampling_params"),
+            {"warmup_ratio": "warmup_steps"},
+            id="unsloth",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -78,6 +78,7 @@ def test_an_example_objective_trains(tiny_model, tmp_path, name):
     assert any(not before[name].equal(value) for name, value in parameters(trainer).items())
 
 
+@pytest.mark.nightly
 def test_the_command_line_trains_with_an_example(train_argv, tmp_path):
     options = ["--objective", "objectives:IcePop", "--objective_kwargs", '{"high": 3}', "--steps_per_generation", "1"]
     command = [sys.executable, "-m", "trl_qarl.cli", "train", *train_argv, *options, "--export_dir", "none"]

@@ -57,6 +57,7 @@ class TestColocated:
             trainer.train()
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_server_gets_a_changed_model_and_tokenizer(tmp_path):

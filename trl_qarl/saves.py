@@ -20,12 +20,13 @@ from typing_extensions import override
 
 from .adapters.tensors import adapter_config
 from .checkpoint import marker, record
+from .checkpoint.export import save_configuration
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold, name_disk_errors
 from .checkpoint.load import load_renamed
 from .checks.launch import check_resumed_launch
 from .checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
 from .hub import PushesPolicy
-from .quantization.names import architecture, base_model, is_peft_model
+from .quantization.names import base_model, is_peft_model
 from .quantization.storage import is_sharded, num_elements, storage_of
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
@@ -204,12 +205,7 @@ class SavesRuns(PushesPolicy):
         """Writes what `save_model` writes next to weights, without which `trl-qarl export` cannot read the parts that
         FSDP2 leaves in a checkpoint."""
         model = self.accelerator.unwrap_model(self.model)
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.architectures = [architecture(model)]
-        config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        self.processing_class.save_pretrained(folder)
+        save_configuration(model, folder, model.dtype, self.processing_class)
         record.write_scheme(folder, self.policy.record())
 
     def _save_batch(self, folder: Path, ahead: tuple | None) -> None:

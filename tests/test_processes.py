@@ -210,6 +210,21 @@ finally:
             process.kill()
 
 
+def test_a_repeated_signal_that_a_system_call_misses_is_sent_again():
+    code = """
+import signal, time
+from trl_qarl.processes import exit_on_signals
+send = signal.pthread_kill
+signal.pthread_kill = lambda *_: setattr(signal, "pthread_kill", send)
+exit_on_signals()
+class A:
+    def __del__(self): signal.raise_signal(signal.SIGTERM)
+A()
+time.sleep(60)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 143
+
+
 def test_a_signal_that_comes_while_a_program_starts_waits_for_its_handler():
     late = (
         "import time; time.sleep(1); from trl_qarl.processes import exit_on_signals; exit_on_signals(); time.sleep(60)"

@@ -36,17 +36,17 @@ def exit_on_signals() -> Callable[[], None]:
     of the main thread this does nothing.
 
     Python drops an exception that leaves a `__del__` or a callback of its own. A signal that arrives there is sent
-    again a little later.
+    again until it ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     report = sys.unraisablehook
+    repeated = set()
 
     def leave(signum, frame):
         if _is_in_finalizer(frame):
-            # The lowest way to start a thread: `threading` takes locks, which the interrupted code may hold.
-            _thread.start_new_thread(_send_again, (signum,))
+            start_repeating(signum)
             return
         # `timeout` and others send the signal twice; the second must not interrupt the cleanup after the first.
         for number in ours:
@@ -59,7 +59,22 @@ def exit_on_signals() -> Callable[[], None]:
             return
         for number in ours:
             signal.signal(number, leave)
-        _thread.start_new_thread(_send_again, (dropped.exc_value.code - 128,))
+        start_repeating(dropped.exc_value.code - 128)
+
+    def start_repeating(signum):
+        if signum not in repeated:
+            repeated.add(signum)
+            # The lowest way to start a thread: `threading` takes locks, which the interrupted code may hold.
+            _thread.start_new_thread(repeat, (signum,))
+
+    def repeat(signum):
+        time.sleep(_SECONDS_UNTIL_REPEATED)
+        # One signal is not enough: a system call that starts just then runs on before Python calls the handler.
+        while signal.getsignal(signum) is leave:
+            # To the thread that runs Python's handlers, which may be waiting in C.
+            signal.pthread_kill(threading.main_thread().ident, signum)
+            time.sleep(_SECONDS_UNTIL_REPEATED)
+        repeated.discard(signum)
 
     def restore():
         if sys.unraisablehook is report_or_repeat:
@@ -84,12 +99,6 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _send_again(signum: int) -> None:
-    time.sleep(_SECONDS_UNTIL_REPEATED)
-    # To the thread that runs Python's handlers, which may be waiting in C.
-    signal.pthread_kill(threading.main_thread().ident, signum)
 
 
 def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -16,6 +16,7 @@ from ..checkpoint.layout import problem_of_mixture
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, is_adapted, is_peft_model
+from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
@@ -40,10 +41,42 @@ _PROMPTS = (
 _PICTURE_COLUMNS = {"image", "images"}
 
 
-def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives other than TRL's
-    losses."""
-    active = {
+def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of dropout that stays on although rollout, scoring and loss must see one policy: for objectives
+    other than TRL's losses, and for adapters inside low-bit weights."""
+    off = _dropout_to_switch_off(model, args)
+    remaining = {place: rate for place, rate in _dropout(model).items() if place not in off}
+    if remaining and get_objective(args) is not None:
+        name, key = next(iter(remaining))
+        yield (
+            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
+            f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
+        )
+    rates = [rate for (name, _), rate in remaining.items() if ".lora_dropout." in name]
+    if rates and args.lora_mode == "merged":
+        yield (
+            f"lora_dropout={max(rates)} with lora_mode='merged': dropout needs the adapter's branch, which merging removes. Use "
+            "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
+        )
+
+
+def switch_off_dropout(model: nn.Module, args: Any) -> None:
+    """Switch off dropout that TRL's `disable_dropout` misses, and LoRA's for objectives other than TRL's losses."""
+    off = _dropout_to_switch_off(model, args)
+    for rate in () if args.disable_dropout else set(off.values()):
+        logger.warning(
+            "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
+            "Use lora_dropout=0, or another objective.",
+            rate,
+            args.objective,
+        )
+    for name, key in off:
+        setattr(model.get_submodule(name), key, 0.0)
+
+
+def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
+    """Return the rates above 0, by module and attribute."""
+    return {
         (name, key): value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
@@ -52,27 +85,16 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         and isinstance(value, float)
         and value > 0
     }
-    switched_off = active
-    if not args.disable_dropout:
-        if get_objective(args) is None:
-            return
-        # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused below.
-        switched_off = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
-        for rate in set(switched_off.values()):
-            logger.warning(
-                "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
-                "Use lora_dropout=0, or another objective.",
-                rate,
-                args.objective,
-            )
-    for name, key in switched_off:
-        setattr(model.get_submodule(name), key, 0.0)
-    if remaining := active.keys() - switched_off.keys():
-        name, key = next(place for place in active if place in remaining)
-        raise ValueError(
-            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={active[name, key]}), so rollout, "
-            f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
-        )
+
+
+def _dropout_to_switch_off(model: nn.Module, args: Any) -> dict[tuple[str, str], float]:
+    active = _dropout(model)
+    if args.disable_dropout:
+        return active
+    if get_objective(args) is None:
+        return {}
+    # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
+    return {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
 
 
 def keep_attention_cap(model: nn.Module) -> None:
@@ -86,25 +108,32 @@ def keep_attention_cap(model: nn.Module) -> None:
         model.set_attn_implementation("eager")
 
 
-def check_positions(model: nn.Module, args: Any) -> None:
-    """Raise `ValueError` for an engine that computes positions unlike the learner: with LongRoPE (such as Phi-3) an
-    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence. From
-    now on the learner refuses sequences that would change the factors of others."""
-    inner = base_model(model)
-    layers = [
-        m for n, m in inner.named_modules() if n.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"
-    ]
-    if not layers:
-        return
-    limit = layers[0].config.rope_parameters["original_max_position_embeddings"]
-    for layer in layers:
-        layer.register_forward_pre_hook(partial(_check_longest, limit), with_kwargs=True)
-    if args.use_vllm and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
-        raise ValueError(
+def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of an engine that would compute positions unlike the learner: with LongRoPE (such as Phi-3) an
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence."""
+    limit = _longest_of_short(model)
+    if args.use_vllm and limit and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
+        yield (
             f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
             "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
             f"short ones with those of short ones. Set vllm_max_model_length={limit}, and start a server with --max-model-len {limit}."
         )
+
+
+def guard_positions(model: nn.Module) -> None:
+    """Have a learner with LongRoPE refuse sequences that would change the factors of others in their batch."""
+    for layer in _layers_with_long_rope(model):
+        layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
+
+
+def _layers_with_long_rope(model: nn.Module) -> list[nn.Module]:
+    named = base_model(model).named_modules()
+    return [m for name, m in named if name.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"]
+
+
+def _longest_of_short(model: nn.Module) -> int | None:
+    layers = _layers_with_long_rope(model)
+    return layers[0].config.rope_parameters["original_max_position_embeddings"] if layers else None
 
 
 def _check_longest(limit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -155,19 +184,24 @@ def check_output_head(model: nn.Module, temperature: float) -> None:
 
 def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
     """Yield a problem if the masters' dtype rounds their updates away."""
+    if has_adapter and getattr(base_model(model), "is_loaded_in_4bit", False):
+        # Only the adapter is trained, and kept in float32.
+        return
     # A model that will get an adapter will be frozen.
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
 
 
-def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:
-    """Yield problems of the experts of a prepared mixture; `skipped` has the reasons why layers stay in high
-    precision, by name."""
+def problems_of_experts(
+    model: nn.Module, args: Any, schemes: Mapping[str, QuantScheme], skipped: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield problems of the experts of a mixture whose layers get these `schemes`, by name; `skipped` has the reasons
+    why the others stay in high precision."""
     inventory = Inventory.of(model)
-    if args.use_vllm and (problem := problem_of_mixture(inventory)):
+    if args.use_vllm and (problem := problem_of_mixture(inventory, schemes)):
         yield f"use_vllm=True: {problem}"
-    experts = inventory.stacked_experts
+    experts = {name: p for name, p in inventory.stacked_experts.items() if name.rpartition(".")[0] not in schemes}
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]
@@ -193,7 +227,7 @@ def _columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
 
 
 def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
-    """Yield problems of rollouts with pictures, for a prepared `model`."""
+    """Yield problems of rollouts with pictures, for a `model` with its adapter."""
     if not args.use_vllm:
         return
     if problem := problem_of_class(model):

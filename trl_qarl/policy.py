@@ -104,7 +104,7 @@ class Policy:
                 is as it was.
         """
         args = self.args
-        raise_problems(self.problems(model))
+        raise_problems(self.problems(model, is_placed=True))
         self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
         if self.has_adapter:
             keep_adapter_precise(model, self._loaded_adapter)
@@ -131,9 +131,10 @@ class Policy:
         self._choose_cpu_weights()
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
 
-    def problems(self, model: nn.Module) -> Iterator[str]:
+    def problems(self, model: nn.Module, is_placed: bool = False) -> Iterator[str]:
         """Yield everything for which a loaded `model`, with its adapter, cannot be prepared and trained as configured,
-        and change nothing. Of a model on the meta device, its layers are judged and not its dtypes."""
+        and change nothing. Of a model on the meta device, its layers are judged and not its dtypes; engine numerics
+        are judged where `is_placed`, on its device."""
         args, has_adapter, is_loaded = self.args, is_peft_model(model), not _is_on_meta(model)
         if is_loaded:
             yield from problems_of_masters(model, args, has_adapter)
@@ -155,7 +156,7 @@ class Policy:
         if args.precisions is not None:
             yield from problems_of_patterns(args.precisions, schemes)
         yield from problems_of_experts(model, args, schemes, skipped)
-        if is_loaded:
+        if is_placed:
             yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)
 
     def _engine_dtype(self, model: nn.Module) -> torch.dtype:

@@ -192,7 +192,7 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NotImplementedError, match=match):
+    with pytest.raises(ValueError, match=match):
         QaRLTrainer(tiny_model, spread, args, make_problems())
 
 

@@ -42,10 +42,7 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
         return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
     if is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
         if peft_config is None:
-            raise ValueError(
-                f"{name_or_path} is a low-bit checkpoint, without masters to train. Pass the masters that `save_model` wrote, or train an "
-                "adapter on it (`peft_config`). `trl_qarl.checkpoint.load.load_masters` makes masters from its codes."
-            )
+            raise ValueError(problem_of_low_bit_start(name_or_path))
         _as_linear(peft_config)
         return load_base(name_or_path, model_init_kwargs)
     if holds_shards(name_or_path):
@@ -53,6 +50,14 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
         given = {name: value for name, value in model_init_kwargs.items() if name in names and value is not None}
         return load_shards(name_or_path, **given)
     return create_model_from_path(name_or_path, **model_init_kwargs)
+
+
+def problem_of_low_bit_start(name: str) -> str:
+    """Return the reason why masters cannot be trained from a low-bit checkpoint."""
+    return (
+        f"{name} is a low-bit checkpoint, without masters to train. Pass the masters that `save_model` wrote, or train an "
+        "adapter on it (`peft_config`). `trl_qarl.checkpoint.load.load_masters` makes masters from its codes."
+    )
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -2,17 +2,23 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import AutoConfig
 
+from ..adapters.base import problem_of_low_bit_start
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
+from ..checkpoint.load import is_low_bit, skeleton
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, is_adapted, is_peft_model
@@ -21,14 +27,15 @@ from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
     is_nf4,
-    problems_of_adapted_model,
     problems_of_adapter,
     problems_of_options,
     problems_of_quantized_base,
     problems_of_start,
 )
 from .batches import fit_generation_batch, problems_of_dataset
-from .options import low_precision_masters, raise_problems
+from .launch import Launch, problems_of_ignored_sharding, problems_of_launch
+from .options import low_precision_masters
+from .resume import problems_before_loading
 
 
 logger = logging.getLogger(__name__)
@@ -282,78 +289,141 @@ def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
         )
 
 
-def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
-    """Raise one `ValueError` with all problems of the trainer's arguments, before anything is loaded."""
+def problems_of_arguments(
+    policy: Any, *, model, args, train_dataset, eval_dataset, peft_config, optimizers=(None, None), **others
+) -> Iterator[str]:
+    """
+    Yield all problems of the trainer's arguments that are known before a model is loaded or an engine started, with
+    this [`~trl_qarl.policy.Policy`], and last the one that lowers our default of `steps_per_generation` in `args`
+    ([`fit_generation_batch`]). Of a model that is yet to be loaded, its layers are judged on the meta device.
+    """
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
-    problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
-    served = {"is_served": args.use_vllm and args.lora_mode == "adapter", "is_merged": args.lora_mode == "merged"}
-    if has_own_adapter and peft_config is not None:
-        problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
-    elif is_adapter_folder(model):
-        from peft import PeftConfig
-
-        problems += problems_of_adapter(PeftConfig.from_pretrained(str(model)), **served)
-    elif has_own_adapter:
-        for config in model.peft_config.values():
-            problems += problems_of_adapter(config, **served)
-        problems += problems_of_adapted_model(model)
-    elif has_adapter:
-        problems += problems_of_adapter(peft_config, **served)
-    if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
-        problems.append(
+    yield from problems_of_options(args, has_adapter)
+    yield from problems_of_start(model, has_adapter)
+    of_adapter = [*_problems_of_adapters(args, model, peft_config, has_own_adapter)]
+    yield from of_adapter
+    if others.get("rollout_func") is not None and not args.quantize_learner and not args.use_vllm:
+        yield (
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
             "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
         )
-    environment_factory, quantization_config = others["environment_factory"], others["quantization_config"]
+    environment_factory, quantization_config = others.get("environment_factory"), others.get("quantization_config")
     if quantization_config is None:
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
-    problems += problems_of_quantized_base(args, quantization_config, has_adapter)
-    problems += problems_of_dataset(train_dataset)
-    columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
-    # An environment may supply the prompts.
-    if columns is not None and "prompt" not in columns and environment_factory is None:
-        problems.append(
-            f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
-        )
-    rewards = others["reward_funcs"] or []
+    yield from problems_of_quantized_base(args, quantization_config, has_adapter)
+    yield from problems_of_content(
+        model, train_dataset, eval_dataset, others.get("processing_class"), environment_factory
+    )
+    rewards = others.get("reward_funcs") or []
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
-        problems.append(
+        yield (
             f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
             "one for each."
         )
-    datasets = train_dataset, eval_dataset
+    if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
+        yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
+    if args.rollout_ahead:
+        yield from _problems_of_ahead(args, train_dataset, others)
+    launch = Launch.of_arguments(args)
+    state = args.distributed_state
+    if state is not None and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        yield from problems_of_ignored_sharding(Launch(), state.device.type, state.num_processes)
+    yield from problems_of_launch(launch, args, has_adapter, is_nf4(quantization_config))
+    config = getattr(model, "config", None)
+    if isinstance(model, nn.Module):
+        if peft_config is None:
+            yield from policy.problems(model)
+    elif not has_own_adapter:
+        config = _config_of(model, args)
+        if not has_adapter:
+            # The command line adds `dtype` after the configuration has been checked.
+            yield from low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
+        if not of_adapter:
+            yield from _problems_of_layers(policy, model, config, args, peft_config)
+    yield from problems_before_loading(args, model, config, peft_config, optimizers[0], launch)
+    yield from fit_generation_batch(args, train_dataset)
+
+
+def _problems_of_adapters(args: Any, model: Any, peft_config: Any, has_own_adapter: bool) -> Iterator[str]:
+    served = {"is_served": args.use_vllm and args.lora_mode == "adapter", "is_merged": args.lora_mode == "merged"}
+    if has_own_adapter and peft_config is not None:
+        yield "`peft_config` was given with a model that has an adapter already. Leave one of them out."
+    elif is_adapter_folder(model):
+        from peft import PeftConfig
+
+        yield from problems_of_adapter(PeftConfig.from_pretrained(str(model)), **served)
+    elif has_own_adapter:
+        for config in model.peft_config.values():
+            yield from problems_of_adapter(config, **served)
+    elif peft_config is not None:
+        yield from problems_of_adapter(peft_config, **served)
+
+
+def problems_of_content(
+    model: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any = None, environment_factory: Any = None
+) -> Iterator[str]:
+    """Yield problems of datasets and of the model's tokenizer, which do not depend on a configuration."""
+    yield from problems_of_dataset(train_dataset)
+    columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
+    # An environment may supply the prompts.
+    if columns is not None and "prompt" not in columns and environment_factory is None:
+        yield f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
     if environment_factory is None:
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
-            problems += problems_of_prompts(data, name)
-    problems += problems_of_tokenizer(model, others["processing_class"])
-    if videos := _columns_among({"video", "videos"}, datasets):
-        problems.append(
+            yield from problems_of_prompts(data, name)
+    yield from problems_of_tokenizer(model, processing_class)
+    if videos := _columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
+        yield (
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
             "give frames as pictures in a column 'images'."
         )
-    if args.use_vllm and environment_factory is not None and has_pictures(*datasets):
-        problems.append(
-            "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
-        )
-    if args.rollout_ahead:
-        said = f"rollout_ahead={args.rollout_ahead} is unsupported with"
-        for name in ("tools", "environment_factory", "rollout_func"):
-            if others[name]:
-                problems.append(f"{said} `{name}`: its later turns would get newer weights. Leave out one of them.")
-        if isinstance(train_dataset, IterableDataset):
-            problems.append(
-                f"{said} a streamed dataset: prompts are looked up before their turn. Load it without streaming."
-            )
-        if pictures := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
-            problems.append(f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them.")
-    if isinstance(model, nn.Module):
-        problems += problems_of_masters(model, args, has_adapter)
-    elif not has_adapter:
-        # The command line adds `dtype` after the configuration has been checked.
-        problems += low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
-    raise_problems([*problems, *fit_generation_batch(args, train_dataset)])
-    if optimizers[0] is not None and args.optim == "muon":
-        logger.info("`optimizers` was given, so `optim='muon'` is not used.")
+
+
+def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any]) -> Iterator[str]:
+    said = f"rollout_ahead={args.rollout_ahead} is unsupported with"
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if others.get(name):
+            yield f"{said} `{name}`: its later turns would get newer weights. Leave out one of them."
+    if isinstance(train_dataset, IterableDataset):
+        yield f"{said} a streamed dataset: prompts are looked up before their turn. Load it without streaming."
+    if pictures := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
+        yield f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them."
+
+
+def _config_of(model: str, args: Any) -> Any:
+    given = args.model_init_kwargs or {}
+    names = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
+    try:
+        return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})
+    except (OSError, ValueError):
+        # The model cannot be loaded either, which is reported then.
+        return None
+
+
+def _problems_of_layers(policy: Any, name: str, config: Any, args: Any, peft_config: Any) -> Iterator[str]:
+    """Yield problems of a model with this `config` that is yet to be loaded from `name`, and of the adapter that it
+    will get, as far as they are known from its layers."""
+    if config is None:
+        return
+    if is_low_bit(getattr(config, "quantization_config", None)):
+        if peft_config is None:
+            yield problem_of_low_bit_start(name)
+        return
+    model = None
+    # Loading the model gives the reason.
+    with suppress(Exception):
+        model = skeleton(config, bool((args.model_init_kwargs or {}).get("trust_remote_code")))
+    if model is None or type(model).__name__ not in (config.architectures or ()):
+        return
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        try:
+            model = get_peft_model(model, deepcopy(peft_config))
+        except ValueError as error:
+            yield f"peft_config: {error}"
+            return
+    yield from policy.problems(model)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import requests
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, CompressedTensorsConfig
 
 from testing_utils import make_tiny_mixture, make_tiny_model, make_trainer
 from testing_utils.pictures import make_tiny_picture_model
@@ -148,6 +148,19 @@ def test_code_of_a_card_loads_the_policy(read, name):
     ours = torch.load(folder / f"{name}.logits")
     # Rounding in bfloat16, and activations that transformers does not quantize.
     assert (ours - logits[name]).abs().max() < 0.1 * logits[name].abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rounds"), [("w8a8-adapter", True), ("fp8-adapter", True), ("w4a16-adapter", False)])
+def test_a_base_below_an_adapter_rounds_activations_as_in_training(learned, name, rounds):
+    """The code of a card dequantizes the weights for PEFT, and nothing else."""
+    bits = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(learned[0] / name, quantization_config=bits)
+    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
+    x = torch.randn(4, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        is_rounded = not torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert is_rounded == rounds
 
 
 def test_hidden_means_that_it_cannot_be_imported(hidden, tmp_path):

@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_launch_is_found_before_loading(tiny_model, tmp_
     found = problems(tiny_model, spread, args, make_problems())
     assert len(found) == 3 and "no_such_layer" in found[0]
     assert "FSDP2 and FULL_STATE_DICT, and this run with one process or DDP" in found[1]
-    assert "optim='adamw_8bit' there, 'muon' here; hidden_size=7 there" in found[2]
+    assert "optim='adamw_8bit' there, 'adamw_torch' here; hidden_size=7 there" in found[2]
 
 
 def test_a_launch_is_judged_with_the_other_arguments(tiny_model, tmp_path, not_loaded, monkeypatch):

@@ -1,7 +1,9 @@
 """Types and ranges of option values, before any other check reads them."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from inspect import formatannotation
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -26,6 +28,12 @@ RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
     ("top_p",): ("above 0 and at most 1", lambda x: 0 < x <= 1, "it is the probability of the tokens that are kept"),
     ("min_p",): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share of the largest probability"),
     ("top_k",): ("at least 0, or -1", lambda x: x >= -1, "it counts tokens, and 0 and -1 keep all"),
+    ("temperature",): ("greater than 0", lambda x: x > 0, "the learner divides its logits by it"),
+    ("rollout_ahead",): (
+        "0 (rollouts of the learner's own weights) or 1",
+        lambda x: x in (0, 1),
+        "each weight sync waits for the batch in flight, so further batches would only be older",
+    ),
     ("repetition_penalty", "num_train_epochs", "vllm_server_timeout"): (
         "greater than 0",
         lambda x: x > 0,
@@ -112,3 +120,16 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return value in arguments
     return isinstance(value, origin)
+
+
+def as_dict(config: Any, name: str) -> dict[str, Any]:
+    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed."""
+    value = getattr(config, name)
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{name}={value!r} is not a JSON object, such as '{{\"key\": 1}}'. Write one, or leave it out."
+            )
+    return value or {}

@@ -38,7 +38,7 @@ QUICK = {
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with what a reader of the pages has."""
-    make_tiny_model(tmp_path, "qwen2")
+    Path(make_tiny_model(tmp_path / "made", "qwen2")).rename(tmp_path / "model")
     row = {"prompt": [{"role": "user", "content": "What is 1/2?"}], "solution": "$0.5$"}
     (tmp_path / "problems.jsonl").write_text(8 * (json.dumps(row) + "\n"))
     (tmp_path / "my_rewards.py").write_text(

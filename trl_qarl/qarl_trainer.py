@@ -114,7 +114,10 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "environment_factory": environment_factory,
         }
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
-        raise_problems(problems_of_arguments(self.policy, **given))
+        problems = [*problems_of_arguments(self.policy, **given)]
+        if train_dataset is None and environment_factory is None:
+            problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
+        raise_problems(problems)
         self._own_optimizer = optimizers[0]
         if self._own_optimizer is not None and args.optim == "muon":
             logger.info("`optimizers` was given, so `optim='muon'` is not used.")

@@ -88,6 +88,29 @@ def test_a_launch_is_judged_with_the_other_arguments(tiny_model, tmp_path, not_l
     )
 
 
+def needs_solution(completions, solution, **kwargs):
+    return [1.0] * len(completions)
+
+
+def takes_no_more(prompts, completions):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "text"),
+    [
+        (needs_solution, ["prompt"], "'needs_solution' cannot be called: missing a required argument: 'solution'"),
+        (takes_no_more, ["prompt"], "'takes_no_more' cannot be called: got an unexpected keyword argument"),
+        (spread, ["prompt", "completions"], "has the columns ['completions'], which are names of a reward's own"),
+    ],
+    ids=["missing", "unexpected", "taken"],
+)
+def test_a_reward_without_its_columns_is_named_before_loading(tiny_model, tmp_path, not_loaded, reward, columns, text):
+    data = Dataset.from_dict({name: ["1 + 1 ="] * 16 for name in columns})
+    (found,) = problems(tiny_model, reward, arguments(tmp_path), data)
+    assert text in found
+
+
 @pytest.fixture
 def bad_inputs(train_argv, tmp_path, monkeypatch):
     """A command whose dataset has no prompts, and whose rewards cannot be imported."""

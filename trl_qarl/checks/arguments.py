@@ -1,5 +1,6 @@
 """Checks of the trainer's arguments, which are not part of a configuration."""
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -274,7 +275,11 @@ def _is_prompt(prompt: Any) -> bool:
 
 
 def _are_messages(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(each, dict) and "role" in each for each in prompt)
+    # Only the text of a call of tools may be missing.
+    return isinstance(prompt, list) and all(
+        isinstance(each, dict) and "role" in each and (each.get("content") is not None or each.get("tool_calls"))
+        for each in prompt
+    )
 
 
 def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
@@ -313,10 +318,10 @@ def problems_of_arguments(
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
     yield from problems_of_quantized_base(args, quantization_config, has_adapter)
-    yield from problems_of_content(
-        model, train_dataset, eval_dataset, others.get("processing_class"), environment_factory
-    )
     rewards = others.get("reward_funcs") or []
+    yield from problems_of_content(
+        model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
+    )
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (
@@ -363,14 +368,22 @@ def _problems_of_adapters(args: Any, model: Any, peft_config: Any, has_own_adapt
 
 
 def problems_of_content(
-    model: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any = None, environment_factory: Any = None
+    model: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    reward_funcs: Any = None,
+    processing_class: Any = None,
+    environment_factory: Any = None,
 ) -> Iterator[str]:
-    """Yield problems of datasets and of the model's tokenizer, which do not depend on a configuration."""
+    """Yield problems of datasets, of reward functions with their columns, and of the model's tokenizer, which do not
+    depend on a configuration."""
     yield from problems_of_dataset(train_dataset)
     columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
     # An environment may supply the prompts.
     if columns is not None and "prompt" not in columns and environment_factory is None:
         yield f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
+    if columns is not None and environment_factory is None:
+        yield from _problems_of_calls(reward_funcs, columns)
     if environment_factory is None:
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
             yield from problems_of_prompts(data, name)
@@ -380,6 +393,30 @@ def problems_of_content(
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
             "give frames as pictures in a column 'images'."
         )
+
+
+def _problems_of_calls(reward_funcs: Any, columns: Iterable[str]) -> Iterator[str]:
+    """Yield a problem for each reward function that does not take the arguments that TRL gives: its own, and one for
+    each column of the dataset."""
+    if taken := sorted({"prompts", "completions"}.intersection(columns)):
+        yield f"The training dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
+        return
+    own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+    given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
+    for function in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
+        if not callable(function) or isinstance(function, nn.Module):
+            continue
+        with suppress(ValueError):
+            # Functions in C have no signature, and a wrapper may add arguments to those of what it wraps.
+            signature = inspect.signature(function, follow_wrapped=False)
+            try:
+                signature.bind(**given)
+            except TypeError as error:
+                name = getattr(function, "__name__", type(function).__name__)
+                yield (
+                    f"The reward function {name!r} cannot be called: {error}. It gets {[*given]}, among them the columns of the training "
+                    "dataset, by name. Give the dataset the column that it needs, and the function `**kwargs` for the others."
+                )
 
 
 def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any]) -> Iterator[str]:

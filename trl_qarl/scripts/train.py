@@ -296,9 +296,9 @@ def _problems_of_content(script_args: Any, config: Any, model_args: Any, mixture
     """Yield problems of rewards, of the datasets' content and of the model's folder, which are read for that."""
     from ..checks.arguments import problems_of_content
 
-    _, train, evaluation, problems = _read_inputs(script_args, config, mixture)
+    rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture)
     yield from problems
-    yield from problems_of_content(model_args.model_name_or_path, train, evaluation)
+    yield from problems_of_content(model_args.model_name_or_path, train, evaluation, rewards)
 
 
 def as_list(names: list[str] | str) -> list[str]:

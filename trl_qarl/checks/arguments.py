@@ -322,6 +322,12 @@ def problems_of_arguments(
     yield from problems_of_content(
         model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
     )
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if not (isinstance(reward, str) or callable(reward)):
+            yield (
+                f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
+                "or a list of these."
+            )
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (

@@ -340,7 +340,9 @@ def problems_of_arguments(
         yield from _problems_of_ahead(args, train_dataset, others)
     launch = Launch.of_arguments(args)
     state = args.distributed_state
-    if state is not None and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+    on_cpu = state is not None and state.device.type == "cpu"
+    # With a GPU only accelerate knows.
+    if on_cpu and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         yield from problems_of_ignored_sharding(Launch(), state.device.type, state.num_processes)
     yield from problems_of_launch(launch, args, has_adapter, is_nf4(quantization_config))
     config = getattr(model, "config", None)

@@ -1,4 +1,4 @@
-"""The learner's forward counts positions as a rollout does."""
+"""The learner's forward counts positions as a rollout does, and groups stay together."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from testing_utils.trainings import make
-from trl_qarl.forward import scoring_forward
+from trl_qarl.forward import scoring_forward, shuffle_groups
 
 
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
@@ -42,3 +42,36 @@ def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
     assert scoring_forward(dict, model)(**inputs)["position_ids"].tolist() == [[0, 0, 1]]
     model.config.get_text_config = lambda: object()
     assert scoring_forward(dict, model)(**inputs).keys() == {"attention_mask"}
+
+
+@pytest.mark.parametrize(
+    ("first", "groups"), [(0, [[0, 1, 2], [3, 4, 5], [6, 7]]), (4, [[0, 1], [2, 3, 4], [5, 6, 7]])]
+)
+def test_groups_are_shuffled_as_wholes(first, groups):
+    torch.manual_seed(0)
+    seen = set()
+    for _ in range(40):
+        batch = {"ids": torch.arange(8)[:, None], "names": list("abcdefgh"), "none": None, "total": torch.tensor(5)}
+        shuffled = shuffle_groups(batch, 3, first)
+        order = shuffled["ids"][:, 0].tolist()
+        assert shuffled["names"] == ["abcdefgh"[i] for i in order]
+        assert shuffled["none"] is None and shuffled["total"] == 5
+        # Each group in its order, one after the other.
+        rest = order
+        while rest:
+            group = next(group for group in groups if rest[0] == group[0])
+            assert rest[: len(group)] == group
+            rest = rest[len(group) :]
+        seen.add(tuple(order))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("keep_groups", [True, False])
+def test_an_update_has_whole_groups_unless_told_otherwise(tiny_model, tmp_path, keep_groups):
+    options = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 4, "max_steps": 1}
+    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+    trainer = make(tiny_model, tmp_path, train_dataset=prompts, keep_groups=keep_groups, **options)
+    trainer.train()
+    parts = [[tuple(ids) for ids in part["prompt_ids"].tolist()] for part in trainer._buffered_inputs]
+    assert len({prompt for part in parts for prompt in part}) == 8
+    assert all(len(set(part)) == 2 for part in parts) is keep_groups

@@ -6,10 +6,10 @@ import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
 
 from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
 from testing_utils.trainings import lora, without_times
+from trl_qarl import trainer_mixins
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.scoring import ScoringPlan
 from trl_qarl.trainer_mixins import ScoresRollouts
@@ -99,10 +99,10 @@ def test_only_the_first_update_and_one_sequence_of_the_rest_run_with_the_weights
 def shift_last_sequence(trainer, monkeypatch, of_batch):
     """Have the sampler of batch number `of_batch` give a token of the sequence that is shuffled to the last update
     another log-prob."""
-    shuffle, batches = grpo_trainer.shuffle_sequence_dict, []
+    shuffle, batches = trainer_mixins.shuffle_groups, []
 
-    def shuffle_and_shift(batch):
-        batch = shuffle(batch)
+    def shuffle_and_shift(batch, **groups):
+        batch = shuffle(batch, **groups)
         if len(batches) == of_batch:
             for name in ("sampling_per_token_logps", "old_per_token_logps"):
                 batch[name] = batch[name].clone()
@@ -110,7 +110,7 @@ def shift_last_sequence(trainer, monkeypatch, of_batch):
         batches.append(batch)
         return batch
 
-    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", shuffle_and_shift)
+    monkeypatch.setattr(trainer_mixins, "shuffle_groups", shuffle_and_shift)
 
 
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2}

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .layout import Layout
+
 
 FORWARD_KEYS = (
     "pixel_values",
@@ -23,15 +25,17 @@ FORWARD_KEYS = (
 """Inputs of a generation batch that the model's forward takes in addition to tokens and masks."""
 
 
-def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any]:
+def scoring_forward(model: nn.Module, unwrapped: nn.Module, takes_layouts: bool = False) -> Callable[..., Any]:
     """
     Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
 
     Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
     computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
-    are left out.
+    are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.layout.Layout`], unless none
+    can hold it.
     """
-    is_text_model = unwrapped.config.get_text_config() is unwrapped.config
+    config = unwrapped.config
+    is_text_model = config.get_text_config() is config
     takes_positions = is_text_model and "position_ids" in inspect.signature(unwrapped.forward).parameters
 
     def forward(**inputs):
@@ -39,9 +43,41 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any
             inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         elif not len(inputs.get("pixel_values", [None])):
             inputs = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_thw")}
-        return model(**inputs)
+        if not takes_layouts or inputs.keys() & set(FORWARD_KEYS):
+            return model(**inputs)
+        counts_all = inputs.get("output_router_logits") or getattr(config, "output_router_logits", False)
+        layout = Layout.of(*(inputs[name] for name in ("input_ids", "attention_mask", "labels")), bool(counts_all))
+        if layout is None:
+            return model(**inputs)
+        # A mixture's auxiliary loss weights tokens by the mask.
+        row = {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "attention_mask": layout.counts}
+        output = model(**inputs | row | {"labels": None, "shift_labels": layout.labels, "layout": layout})
+        for name in ("log_probs", "entropy"):
+            if (values := output.get(name)) is not None:
+                output[name] = layout.unpack(values)
+        return output
 
     return forward
+
+
+def shuffle_groups(batch: dict[str, Any], size: int, first: int = 0) -> dict[str, Any]:
+    """
+    Return a generation batch with its groups in random order. A group is `size` sequences that follow each other, of
+    which this process may have a part: its first sequence is number `first` of all processes' sequences.
+
+    It replaces TRL's `shuffle_sequence_dict`: values are tensors, lists or `None`, and scalars stay.
+    """
+    count = len(next(value for value in batch.values() if value is not None))
+    groups = torch.arange(first, first + count) // size
+    groups = groups - groups[0]
+    order = torch.randperm(int(groups[-1]) + 1)[groups].argsort(stable=True)
+
+    def ordered(value):
+        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+            return value
+        return value[order.to(value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+    return {name: ordered(value) for name, value in batch.items()}
 
 
 def padded_logps(rows: Sequence[Sequence[float | None]], length: int) -> torch.Tensor:

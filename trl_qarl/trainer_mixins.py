@@ -10,6 +10,7 @@ the model to its device, and prepares the policy. TRL then builds a reference mo
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
 from .checks.launch import check_agreement, check_launch
-from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward
-from .numerics.attach import keep_no_products
+from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward, shuffle_groups
+from .numerics.attach import has_engine_numerics, keep_no_products
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .rollout.ahead import Ahead, Pending
@@ -120,9 +121,13 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
 
     @override
     def _prepare_inputs(self, generation_batch):
-        """Scores the parts of a new generation batch that are compared and not used by the first update."""
+        """Keeps the completions of a prompt together, and scores the parts of a new generation batch that are compared
+        and not used by the first update."""
         earlier = self._plan
-        inputs = super()._prepare_inputs(generation_batch)
+        first = self.accelerator.process_index * self.args.per_device_train_batch_size * self.args.steps_per_generation
+        shuffle = partial(shuffle_groups, size=self.num_generations, first=first)
+        with replaced_in_trl(shuffle_sequence_dict=shuffle) if self.args.keep_groups else nullcontext():
+            inputs = super()._prepare_inputs(generation_batch)
         plan = self._plan
         if self.model.training and plan is not None and plan is not earlier and plan.compared == "first update":
             self._score_compared(plan)
@@ -136,7 +141,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
                 parts[0]["old_per_token_logps"] = self._score_drawn(parts[0], plan)
             num_in_first = 1 if plan.is_stale else accumulation - self._step % accumulation
             if num_in_first < len(parts):
-                # TRL has shuffled the batch with torch's generator: the choice is random, and the same when resumed.
+                # The batch was shuffled with torch's generator: the choice is random, and the same when resumed.
                 first = {name: value[:1] for name, value in parts[-1].items() if value is not None and value.ndim}
                 rest = parts[-1]["old_per_token_logps"][1:]
                 parts[-1]["old_per_token_logps"] = torch.cat([self._score_drawn(first, plan), rest])
@@ -198,7 +203,8 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             if self._plan.source == "sampler":
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
             weights = self._plan.at_drawn(self.model)
-        forward = scoring_forward(model, self.accelerator.unwrap_model(model))
+        unwrapped = self.accelerator.unwrap_model(model)
+        forward = scoring_forward(model, unwrapped, has_engine_numerics(unwrapped))
         with weights:
             output = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -211,7 +217,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
 def replaced_in_trl(**factories: Callable[..., Any]):
     """
     While open, [`~trl.GRPOTrainer`] calls `factories` in place of functions and classes of these names in its module,
-    which has no other point of injection for loading models and for rollouts.
+    which has no other point of injection for loading models, for rollouts and for the order of a batch.
     """
     originals = {name: getattr(grpo_trainer, name) for name in factories}
     vars(grpo_trainer).update(factories)

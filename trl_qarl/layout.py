@@ -1,0 +1,125 @@
+"""
+[`Layout`]: a padded batch as one row of tokens, in which a prompt of several completions occurs once.
+
+    batch     pad  p  p  p | a  a  pad        row          p  p | p  a  a | p  b  b  b | q  q  c
+              pad  p  p  p | b  b  b          segments     0      1         2            3
+              pad pad  q  q | c pad pad       keys seen    0      0, 1      0, 2         3
+
+A segment attends to its own tokens and, if its prompt is shared, to those of the prompt's segment before them. The
+last token of a prompt predicts the first of a completion, so it belongs to the completion's segment. Tokens that
+predict nothing that is scored are left out.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """
+    One row of `N` tokens that stands for a padded batch `(B, T)`, made once for all layers of a forward.
+
+    Args:
+        input_ids, position_ids (`torch.Tensor` of shape `(1, N)`):
+            Tokens, and their places in their sequences.
+        labels (`torch.Tensor` of shape `(1, N)`):
+            The token after each one if it is scored, else -100.
+        counts (`torch.Tensor` of shape `(1, N)`):
+            Number of times that each token occurs in the batch.
+        query_lengths, key_lengths (`tuple[int, ...]`):
+            Tokens of each segment, and the number of keys that it sees: its queries are the last of these positions.
+        keys (`torch.Tensor`, *optional*):
+            Places in the row of the keys of all segments, one segment after the other, `(sum(key_lengths),)`. `None`
+            if every segment sees only itself.
+        scored (`torch.Tensor` of shape `(B, T - 1)`):
+            True where the next token of the batch is scored.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    counts: torch.Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    keys: torch.Tensor | None
+    scored: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, every_token: bool = False
+    ) -> "Layout | None":
+        """
+        Return the layout of a batch, or `None` if a sequence has no token, or a scored token comes after padding.
+
+        `ids`, `mask` and `labels` are `(B, T)`; `labels` are -100 where a token is not scored. Sequences without
+        scored tokens are left out, but at least one sequence is kept. With `every_token` all tokens are kept, for a
+        loss that counts them.
+        """
+        scored = labels[:, 1:] != -100
+        is_token, is_scored = mask.bool().cpu(), scored.cpu()
+        if not (is_token.any(dim=1).all() and is_token[:, :-1][is_scored].all()):
+            return None
+        chosen = every_token | is_scored.any(dim=1)
+        if not chosen.any():
+            chosen[is_token.sum(dim=1).argmin()] = True
+        width = ids.shape[1]
+        parts, prompts, tokens = [], [], ids.cpu()
+        for row in chosen.nonzero()[:, 0].tolist():
+            prompt, rest = _divide(is_token[row], is_scored[row], every_token)
+            prompts.append(tuple(tokens[row, prompt].tolist()))
+            parts.append((row * width + prompt, row * width + rest))
+        occurrences = Counter(prompts)
+        places, positions, counts, keys, query_lengths = [], [], [], [], []
+        starts: dict[tuple[int, ...], int] = {}
+        length = 0
+
+        def append(segment: torch.Tensor, first: int, count: int, seen: torch.Tensor) -> None:
+            nonlocal length
+            places.append(segment)
+            positions.append(torch.arange(first, first + len(segment)))
+            counts.append(torch.full((len(segment),), count))
+            keys.append(torch.cat([seen, torch.arange(length, length + len(segment))]))
+            query_lengths.append(len(segment))
+            length += len(segment)
+
+        nothing = torch.arange(0)
+        for tokens_of_prompt, (prompt, rest) in zip(prompts, parts, strict=True):
+            count = occurrences[tokens_of_prompt]
+            if count == 1 or not len(prompt):
+                append(torch.cat([prompt, rest]), 0, 1, nothing)
+                continue
+            if tokens_of_prompt not in starts:
+                starts[tokens_of_prompt] = length
+                append(prompt, 0, count, nothing)
+            if len(rest):
+                start = starts[tokens_of_prompt]
+                append(rest, len(prompt), 1, torch.arange(start, start + len(prompt)))
+        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        place, position, count = (torch.cat(each).to(ids.device) for each in (places, positions, counts))
+        return cls(
+            input_ids=ids.flatten()[place][None],
+            position_ids=position[None],
+            labels=following.flatten()[place][None],
+            counts=count[None],
+            query_lengths=tuple(query_lengths),
+            key_lengths=tuple(map(len, keys)),
+            keys=torch.cat(keys).to(ids.device) if starts else None,
+            scored=scored,
+        )
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` of the row, `(1, N)`, at the places of the batch that they score, `(B, T - 1)`, else 0."""
+        return values.new_zeros(self.scored.shape).masked_scatter(self.scored, values[self.labels != -100])
+
+
+def _divide(is_token: torch.Tensor, is_scored: torch.Tensor, every_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the columns of a sequence before the first token whose next one is scored, and from there to the last
+    such token, or with `every_token` to the end. `is_token` is `(T,)`, `is_scored` `(T - 1,)`."""
+    columns, scoring = is_token.nonzero()[:, 0], is_scored.nonzero()[:, 0]
+    if not len(scoring):
+        return columns, columns[:0]
+    before = columns < scoring[0]
+    after = ~before if every_token else ~before & (columns <= scoring[-1])
+    return columns[before], columns[after]

@@ -9,31 +9,37 @@ from testing_utils.trainings import make
 from trl_qarl.forward import scoring_forward, shuffle_groups
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
-def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective):
+@pytest.mark.parametrize(("objective", "takes_layouts"), [("tbpo", True), ("grpo", True), ("grpo", False)])
+def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective, takes_layouts):
     prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
     trainer = make(
         tiny_model, tmp_path, train_dataset=prompts, objective=objective, beta=0.1, max_steps=1, num_generations=2
     )
+    trainer.policy.takes_layouts = takes_layouts
     seen = []
 
     def note(name):
         def hook(module, args, kwargs):
             if kwargs.get("fused_lm_head"):
                 seen.append((name, torch.is_grad_enabled()))
-                for positions, mask in zip(kwargs["position_ids"], kwargs["attention_mask"], strict=True):
-                    first = mask.tolist().index(1)
-                    count = int(mask.sum())
-                    assert positions[first : first + count].tolist() == list(range(count))
-                    padded.append(first)
+                layout, positions = kwargs.get("layout"), kwargs["position_ids"]
+                if layout is not None:
+                    firsts.append(len(layout.query_lengths))
+                    for part, keys in zip(positions[0].split(layout.query_lengths), layout.key_lengths, strict=True):
+                        assert part.tolist() == list(range(keys - len(part), keys))
+                    return
+                for row, mask in zip(positions, kwargs["attention_mask"], strict=True):
+                    first, count = mask.tolist().index(1), int(mask.sum())
+                    assert row[first : first + count].tolist() == list(range(count))
+                    firsts.append(first)
 
         return hook
 
-    padded: list[int] = []
+    firsts: list[int] = []
     trainer.model.register_forward_pre_hook(note("policy"), with_kwargs=True)
     trainer.ref_model.register_forward_pre_hook(note("reference"), with_kwargs=True)
     trainer.train()
-    assert set(seen) == {("policy", False), ("policy", True), ("reference", False)} and len(set(padded)) > 1
+    assert set(seen) == {("policy", False), ("policy", True), ("reference", False)} and len(set(firsts)) > 1
 
 
 def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
@@ -64,6 +70,24 @@ def test_groups_are_shuffled_as_wholes(first, groups):
             rest = rest[len(group) :]
         seen.add(tuple(order))
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
+def test_a_training_learns_the_same_from_one_row_of_tokens(tiny_model, tmp_path, objective):
+    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
+    options = {"objective": objective, "beta": 0.1, "bf16": False, "max_steps": 3, "scheme": "bf16"}
+    rows = []
+    for takes_layouts in (True, False):
+        trainer = make(tiny_model, tmp_path / str(takes_layouts), train_dataset=prompts, **options)
+        assert trainer.policy.takes_layouts
+        trainer.policy.takes_layouts = takes_layouts
+        trainer.train()
+        rows.append(trainer.state.log_history)
+    for ours, padded in zip(*rows, strict=True):
+        names = ("loss", "grad_norm", "entropy", "kl", "reward")
+        assert [ours[n] for n in names if n in ours] == pytest.approx(
+            [padded[n] for n in names if n in ours], rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("keep_groups", [True, False])

@@ -32,7 +32,7 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module, takes_layouts: bool 
     Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
     computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
     are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.layout.Layout`], unless none
-    can hold it.
+    can hold it. `RuntimeError` is raised if a layer has not attended by the layout.
     """
     config = unwrapped.config
     is_text_model = config.get_text_config() is config
@@ -52,6 +52,11 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module, takes_layouts: bool 
         # A mixture's auxiliary loss weights tokens by the mask.
         row = {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "attention_mask": layout.counts}
         output = model(**inputs | row | {"labels": None, "shift_labels": layout.labels, "layout": layout})
+        if len(layout.calls) != config.num_hidden_layers:
+            raise RuntimeError(
+                f"{len(layout.calls)} of {config.num_hidden_layers} layers of {type(unwrapped).__name__} attended to single "
+                "sequences of a row of tokens. Load the model with attn_implementation='eager', for which batches are padded."
+            )
         for name in ("log_probs", "entropy"):
             if (values := output.get(name)) is not None:
                 output[name] = layout.unpack(values)

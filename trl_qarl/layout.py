@@ -11,7 +11,7 @@ predict nothing that is scored are left out.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,6 +35,8 @@ class Layout:
             if every segment sees only itself.
         scored (`torch.Tensor` of shape `(B, T - 1)`):
             True where the next token of the batch is scored.
+        calls (`list[str]`):
+            Attention functions that have been called with the layout, which is how a forward knows that all were.
     """
 
     input_ids: torch.Tensor
@@ -45,6 +47,7 @@ class Layout:
     key_lengths: tuple[int, ...]
     keys: torch.Tensor | None
     scored: torch.Tensor
+    calls: list[str] = field(default_factory=list)
 
     @classmethod
     def of(

@@ -30,6 +30,7 @@ from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness, check_arithmetic
+from .numerics.rows import reason_to_pad
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
@@ -62,6 +63,8 @@ class Policy:
             Those of [`QaRLTrainer`].
         precision (`int`, `dict[str, int]` or `None`):
             Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
+        takes_layouts (`bool`):
+            Whether the model takes a batch as one row of tokens, a [`~trl_qarl.layout.Layout`].
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
             Response to a log-prob that differs from the engine's.
     """
@@ -76,6 +79,7 @@ class Policy:
         self._reference: Any = None
         self._sharded_by: str | None = None
         self.precision: int | dict[str, int] | None = None
+        self.takes_layouts = False
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
@@ -193,6 +197,13 @@ class Policy:
         is_in_4bit = getattr(base_model(self.model), "is_loaded_in_4bit", False)
         if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
             check_output_head(self.model, self.args.temperature)
+
+    def choose_layout(self) -> None:
+        """Choose whether a batch is computed as one row of tokens, once the numerics are attached."""
+        reason = reason_to_pad(self.model)
+        self.takes_layouts = reason is None
+        if reason is not None:
+            logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""

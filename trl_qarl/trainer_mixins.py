@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from .checks.launch import check_agreement, check_launch
 from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward, shuffle_groups
-from .numerics.attach import has_engine_numerics, keep_no_products
+from .numerics.attach import keep_no_products
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .rollout.ahead import Ahead, Pending
@@ -203,8 +203,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             if self._plan.source == "sampler":
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
             weights = self._plan.at_drawn(self.model)
-        unwrapped = self.accelerator.unwrap_model(model)
-        forward = scoring_forward(model, unwrapped, has_engine_numerics(unwrapped))
+        forward = scoring_forward(model, self.accelerator.unwrap_model(model), self.policy.takes_layouts)
         with weights:
             output = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs

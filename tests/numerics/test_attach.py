@@ -6,9 +6,8 @@ import pickle
 import pytest
 import torch
 
-from testing_utils.learners import VLLM, make_adapted, make_model, make_sequences
+from testing_utils.learners import VLLM, make_adapted, make_batch, make_model, make_sequences, score
 from trl_qarl import convert_model, restore_model
-from trl_qarl.forward import scoring_forward
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics, has_engine_numerics
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -56,30 +55,6 @@ def test_a_copy_of_a_model_with_engine_numerics_has_its_own(tmp_path, kind, copi
     changed = other(ids).logits
     detach_engine_numerics(other)
     assert not has_engine_numerics(other) and not torch.equal(other(ids).logits.float(), changed.float())
-
-
-def make_batch(prompts, completions, times):
-    """Ids, mask and labels of completions, `times` for each prompt, padded like TRL's batches."""
-    prompts, completions = make_sequences(prompts), make_sequences(completions)
-    rows = list(zip((prompt for prompt in prompts for _ in range(times)), completions, strict=True))
-    width, length = max(map(len, prompts)), max(map(len, completions))
-    ids, mask, labels = (torch.zeros(len(rows), width + length, dtype=torch.long) for _ in range(3))
-    labels -= 100
-    for row, (prompt, completion) in enumerate(rows):
-        start, end = width - len(prompt), width + len(completion)
-        ids[row, start:end], mask[row, start:end] = torch.tensor(prompt + completion), 1
-        labels[row, width:end] = ids[row, width:end]
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}, rows
-
-
-def score(model, batch, takes_layouts, **options):
-    """Output and gradients of a loss of log-probs, entropies and the auxiliary loss."""
-    model.zero_grad()
-    output = scoring_forward(model, model, takes_layouts)(**batch, fused_lm_head=True, **options)
-    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
-    loss = (weights * output.log_probs).sum() + output.entropy.mean() + (output.aux_loss or 0.0)
-    loss.backward()
-    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def adapted(tmp_path, *_):

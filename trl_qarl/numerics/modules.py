@@ -294,6 +294,7 @@ def _attend(
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if layout is not None:
+        layout.calls.append(ATTENTION)
         lengths = layout.query_lengths, layout.key_lengths
         output = ops.attention(query[0], key[0], value[0], *lengths, scaling, sliding_window, layout.keys)
         return output[None], None

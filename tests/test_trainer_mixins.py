@@ -1,6 +1,7 @@
 """Rollouts whose log-probs are the sampler's, compared in the first update of their batch."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -94,6 +95,41 @@ def test_only_the_first_update_and_one_sequence_of_the_rest_run_with_the_weights
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     make_trainer(tiny_model, tmp_path, **(ENGINE | options)).train()
     assert rows == [(1, False), *[(4, True)] * 4] * 2
+
+
+def of_some_prompts(prompts, completions, **kwargs):
+    """Equal rewards for all completions of an even number."""
+    return [int(prompt[0]) % 2 * len(set(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
+def test_sequences_without_a_gradient_are_not_computed(tiny_model, tmp_path, monkeypatch, objective):
+    prompts = Dataset.from_dict({"prompt": [f"{i % 10} +" for i in range(32)]})
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 2}
+    runs = []
+    for skips in (True, False):
+        trainer = make_trainer(
+            tiny_model, tmp_path / str(skips), of_some_prompts, prompts, objective=objective, **(ENGINE | sizes)
+        )
+        num_tokens = []
+
+        def count(module, args, output, num_tokens=num_tokens):
+            if torch.is_grad_enabled():
+                num_tokens.append(args[0].numel())
+
+        trainer.model.get_input_embeddings().register_forward_hook(count)
+        with monkeypatch.context() as patch:
+            if not skips:
+                patch.setattr(ScoresRollouts, "_choosing", lambda self, inputs: nullcontext())
+            trainer.train()
+        advantages = torch.cat([part["advantages"] for part in trainer._buffered_inputs])
+        assert (advantages == 0).sum() >= 4 and (advantages != 0).any()
+        runs.append((sum(num_tokens), trainer))
+    (few, ours), (many, all_computed) = runs
+    assert few < 0.9 * many
+    assert logged(ours, "mismatch/abs_logp_max") == [0.0]
+    for name, rel in (("loss", 1e-3), ("grad_norm", 2**-6), ("reward", 0), ("num_tokens", 0), ("step/skipped", 0)):
+        assert logged(ours, name) == pytest.approx(logged(all_computed, name), rel=rel), name
 
 
 def shift_last_sequence(trainer, monkeypatch, of_batch):

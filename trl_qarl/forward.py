@@ -25,14 +25,17 @@ FORWARD_KEYS = (
 """Inputs of a generation batch that the model's forward takes in addition to tokens and masks."""
 
 
-def scoring_forward(model: nn.Module, unwrapped: nn.Module, takes_layouts: bool = False) -> Callable[..., Any]:
+def scoring_forward(
+    model: nn.Module, unwrapped: nn.Module, takes_layouts: bool = False, chosen: torch.Tensor | None = None
+) -> Callable[..., Any]:
     """
     Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
 
     Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
     computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
     are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.layout.Layout`], unless none
-    can hold it. `RuntimeError` is raised if a layer has not attended by the layout.
+    can hold it. `RuntimeError` is raised if a layer has not attended by the layout. Only sequences that are `chosen`,
+    `(B,)` bool, are computed, by default all; the values of others are 0.
     """
     config = unwrapped.config
     is_text_model = config.get_text_config() is config
@@ -45,6 +48,8 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module, takes_layouts: bool 
             inputs = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_thw")}
         if not takes_layouts or inputs.keys() & set(FORWARD_KEYS):
             return model(**inputs)
+        if chosen is not None:
+            inputs["labels"] = inputs["labels"].masked_fill(~chosen[:, None], -100)
         counts_all = inputs.get("output_router_logits") or getattr(config, "output_router_logits", False)
         layout = Layout.of(*(inputs[name] for name in ("input_ids", "attention_mask", "labels")), bool(counts_all))
         if layout is None:

@@ -366,12 +366,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
         if self._objective is None:
-            loss = super()._compute_loss(model, inputs)
+            with self._choosing(inputs):
+                loss = super()._compute_loss(model, inputs)
             self._measure(inputs, self._forward_logps)
             return loss
-        per_token_logps, entropies, aux_loss = self._score(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        with self._choosing(inputs):
+            per_token_logps, entropies, aux_loss = self._score(
+                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
         self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)

@@ -22,6 +22,7 @@ from typing_extensions import override
 from .checks.launch import check_agreement, check_launch
 from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward, shuffle_groups
 from .numerics.attach import keep_no_products
+from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .rollout.ahead import Ahead, Pending
@@ -76,9 +77,12 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
 
     policy: Policy
     recorder: Recorder
+    _objective: Objective | None
     _ahead: Ahead | None = None
     # Plan of the generation batch in progress, until its last measurement.
     _plan: ScoringPlan | None = None
+    # Sequences that the loss in progress computes, and the log-probs of the others.
+    _chosen: tuple[torch.Tensor, torch.Tensor] | None = None
     # The sampler's log-probs of a rollout that TRL is about to score.
     _unscored: list[list[float | None]] | None = None
 
@@ -181,6 +185,25 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         with plan.at_drawn(self.model):
             return self._score_rollout(inputs)
 
+    @contextmanager
+    def _choosing(self, inputs: dict[str, Any]):
+        """While open, the loss of `inputs` computes only sequences that have a gradient, and one of those that have
+        none, whose log-probs are still compared. Others keep their log-probs at rollout, and get the mean entropy."""
+        skips = self._objective is None or self._objective.skips_zero_advantages
+        needs_all = self.beta != 0.0 or self.aux_loss_enabled or self._entropy_bonus_enabled
+        # The first forward of a stale batch measures its age.
+        needs_all |= self.top_entropy_quantile < 1.0 or (self._plan is not None and self._plan.is_stale)
+        if self.model.training and self.policy.takes_layouts and skips and not needs_all:
+            known = inputs["old_per_token_logps"]
+            chosen = (inputs["advantages"] != 0) | known.isnan().any(dim=1)
+            if not chosen.all():
+                chosen[chosen.logical_not().nonzero()[0]] = True
+                self._chosen = chosen, known
+        try:
+            yield
+        finally:
+            self._chosen = None
+
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
         forward_kwargs = {key: inputs.get(key) for key in FORWARD_KEYS}
@@ -203,13 +226,19 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             if self._plan.source == "sampler":
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
             weights = self._plan.at_drawn(self.model)
-        forward = scoring_forward(model, self.accelerator.unwrap_model(model), self.policy.takes_layouts)
+        chosen, known = self._chosen or (None, None)
+        forward = scoring_forward(model, self.accelerator.unwrap_model(model), self.policy.takes_layouts, chosen)
         with weights:
-            output = super()._get_per_token_logps_and_entropies(
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
-        self._forward_logps = output[0].detach()
-        return output
+        if chosen is not None:
+            mask = attention_mask[:, -logits_to_keep:] * chosen[:, None]
+            logps = torch.where(chosen[:, None], logps, known)
+            mean = (entropies.detach() * mask).sum() / mask.sum().clamp(min=1)
+            entropies = torch.where(chosen[:, None], entropies, mean)
+        self._forward_logps = logps.detach()
+        return logps, entropies, aux_loss
 
 
 @contextmanager

@@ -24,9 +24,9 @@ def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_p
                 seen.append((name, torch.is_grad_enabled()))
                 layout, positions = kwargs.get("layout"), kwargs["position_ids"]
                 if layout is not None:
-                    firsts.append(len(layout.query_lengths))
                     for part, keys in zip(positions[0].split(layout.query_lengths), layout.key_lengths, strict=True):
                         assert part.tolist() == list(range(keys - len(part), keys))
+                        firsts.append(keys - len(part))
                     return
                 for row, mask in zip(positions, kwargs["attention_mask"], strict=True):
                     first, count = mask.tolist().index(1), int(mask.sum())
@@ -88,6 +88,30 @@ def test_a_training_learns_the_same_from_one_row_of_tokens(tiny_model, tmp_path,
         assert [ours[n] for n in names if n in ours] == pytest.approx(
             [padded[n] for n in names if n in ours], rel=1e-3
         )
+
+
+def test_a_training_with_forwards_of_fewer_tokens_learns_the_same(tiny_model, tmp_path):
+    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
+    options = {"objective": "bnpo", "beta": 0.1, "bf16": False, "max_steps": 2, "scheme": "bf16", "num_generations": 2}
+    options |= {"per_device_train_batch_size": 8, "steps_per_generation": 1}
+    rows, most = [], []
+    for max_tokens in (None, 40):
+        folder = tmp_path / str(max_tokens)
+        trainer = make(tiny_model, folder, train_dataset=prompts, max_tokens_per_forward=max_tokens, **options)
+        num_tokens = []
+
+        def count(module, args, output, num_tokens=num_tokens):
+            if torch.is_grad_enabled():
+                num_tokens.append(args[0].numel())
+
+        trainer.model.get_input_embeddings().register_forward_hook(count)
+        trainer.train()
+        rows.append(trainer.state.log_history)
+        most.append(max(num_tokens))
+    assert most[0] > 40 >= most[1]
+    for whole, divided in zip(*rows, strict=True):
+        names = [name for name in ("loss", "grad_norm", "entropy", "kl", "reward") if name in whole]
+        assert [divided[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("keep_groups", [True, False])

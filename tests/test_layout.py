@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_qarl.layout import Layout
+from trl_qarl.layout import Layout, divide
 
 
 # Two completions of one prompt, one of another.
@@ -54,3 +54,20 @@ def test_a_loss_of_every_token_gets_each_as_often_as_it_occurs():
 )
 def test_batches_that_no_row_can_hold_have_no_layout(mask):
     assert Layout.of(IDS, mask, LABELS) is None
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "rows"),
+    [
+        # Tokens: 2 of the first prompt, 2 and 3 of its completions; 2 in all of the other.
+        (9, [(0, 3)]),
+        (8, [(0, 2), (2, 3)]),
+        (6, [(0, 1), (1, 2), (2, 3)]),
+        (1, [(0, 1), (1, 2), (2, 3)]),
+    ],
+)
+def test_parts_of_a_batch_keep_groups_and_the_budget(max_tokens, rows):
+    parts = divide(IDS, MASK, LABELS, max_tokens)
+    assert [(part.start, part.stop) for part in parts] == rows
+    for part in parts:
+        assert Layout.of(IDS[part], MASK[part], LABELS[part]).input_ids.numel() <= max(max_tokens, 5)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from .layout import Layout
+from .layout import Layout, divide
 
 
 FORWARD_KEYS = (
@@ -26,7 +27,11 @@ FORWARD_KEYS = (
 
 
 def scoring_forward(
-    model: nn.Module, unwrapped: nn.Module, takes_layouts: bool = False, chosen: torch.Tensor | None = None
+    model: nn.Module,
+    unwrapped: nn.Module,
+    takes_layouts: bool = False,
+    chosen: torch.Tensor | None = None,
+    max_tokens: int | None = None,
 ) -> Callable[..., Any]:
     """
     Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
@@ -35,7 +40,9 @@ def scoring_forward(
     computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
     are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.layout.Layout`], unless none
     can hold it. `RuntimeError` is raised if a layer has not attended by the layout. Only sequences that are `chosen`,
-    `(B,)` bool, are computed, by default all; the values of others are 0.
+    `(B,)` bool, are computed, by default all; the values of others are 0. A batch whose layout has more than
+    `max_tokens` is divided, and each part is computed again in the backward pass, so that only one part's activations
+    are held.
     """
     config = unwrapped.config
     is_text_model = config.get_text_config() is config
@@ -50,6 +57,18 @@ def scoring_forward(
             return model(**inputs)
         if chosen is not None:
             inputs["labels"] = inputs["labels"].masked_fill(~chosen[:, None], -100)
+        batch = [inputs[name] for name in ("input_ids", "attention_mask", "labels")]
+        parts = [slice(None)] if max_tokens is None else divide(*batch, max_tokens)
+        if len(parts) == 1:
+            return score_row(**inputs)
+        outputs = []
+        for part in parts:
+            tensors = {name: v[part] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+            outputs.append(checkpoint(score_row, use_reentrant=False, **tensors))
+        names = [name for name in ("log_probs", "entropy") if outputs[0].get(name) is not None]
+        return type(outputs[0])(**{name: torch.cat([output[name] for output in outputs]) for name in names})
+
+    def score_row(**inputs):
         counts_all = inputs.get("output_router_logits") or getattr(config, "output_router_logits", False)
         layout = Layout.of(*(inputs[name] for name in ("input_ids", "attention_mask", "labels")), bool(counts_all))
         if layout is None:

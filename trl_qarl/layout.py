@@ -12,6 +12,8 @@ predict nothing that is scored are left out.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -61,19 +63,10 @@ class Layout:
         loss that counts them.
         """
         scored = labels[:, 1:] != -100
-        is_token, is_scored = mask.bool().cpu(), scored.cpu()
-        if not (is_token.any(dim=1).all() and is_token[:, :-1][is_scored].all()):
+        sequences = _sequences(ids, mask, scored, every_token)
+        if sequences is None:
             return None
-        chosen = every_token | is_scored.any(dim=1)
-        if not chosen.any():
-            chosen[is_token.sum(dim=1).argmin()] = True
-        width = ids.shape[1]
-        parts, prompts, tokens = [], [], ids.cpu()
-        for row in chosen.nonzero()[:, 0].tolist():
-            prompt, rest = _divide(is_token[row], is_scored[row], every_token)
-            prompts.append(tuple(tokens[row, prompt].tolist()))
-            parts.append((row * width + prompt, row * width + rest))
-        occurrences = Counter(prompts)
+        occurrences = Counter(each.tokens_of_prompt for each in sequences)
         places, positions, counts, keys, query_lengths = [], [], [], [], []
         starts: dict[tuple[int, ...], int] = {}
         length = 0
@@ -88,7 +81,7 @@ class Layout:
             length += len(segment)
 
         nothing = torch.arange(0)
-        for tokens_of_prompt, (prompt, rest) in zip(prompts, parts, strict=True):
+        for _, tokens_of_prompt, prompt, rest in sequences:
             count = occurrences[tokens_of_prompt]
             if count == 1 or not len(prompt):
                 append(torch.cat([prompt, rest]), 0, 1, nothing)
@@ -117,12 +110,58 @@ class Layout:
         return values.new_zeros(self.scored.shape).masked_scatter(self.scored, values[self.labels != -100])
 
 
-def _divide(is_token: torch.Tensor, is_scored: torch.Tensor, every_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the columns of a sequence before the first token whose next one is scored, and from there to the last
-    such token, or with `every_token` to the end. `is_token` is `(T,)`, `is_scored` `(T - 1,)`."""
-    columns, scoring = is_token.nonzero()[:, 0], is_scored.nonzero()[:, 0]
-    if not len(scoring):
-        return columns, columns[:0]
-    before = columns < scoring[0]
-    after = ~before if every_token else ~before & (columns <= scoring[-1])
-    return columns[before], columns[after]
+def divide(ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, max_tokens: int) -> list[slice]:
+    """
+    Return the rows of parts of a batch whose layouts have at most `max_tokens` tokens each, or one sequence. Tensors
+    are those of [`Layout.of`]. Completions of a prompt are divided only if their own layout has too many tokens.
+    """
+    sequences = _sequences(ids, mask, labels[:, 1:] != -100, False) or []
+    firsts, length = [0], 0
+    for _, group in groupby(sequences, key=lambda each: each.tokens_of_prompt):
+        members = [*group]
+        size = len(members[0].prompt) + sum(len(each.rest) for each in members)
+        if length and length + size > max_tokens:
+            firsts.append(members[0].row)
+            length = 0
+        if length + size <= max_tokens:
+            length += size
+            continue
+        for index, each in enumerate(members):
+            if index and length + len(each.rest) > max_tokens:
+                firsts.append(each.row)
+                length = 0
+            length += len(each.rest) + (0 if length else len(each.prompt))
+    return [slice(*bounds) for bounds in pairwise([*firsts, len(ids)])]
+
+
+class _Sequence(NamedTuple):
+    """A sequence of a batch: its row, and the places in the flattened batch of its tokens before the first one whose
+    next token is scored, and from there on."""
+
+    row: int
+    tokens_of_prompt: tuple[int, ...]
+    prompt: torch.Tensor
+    rest: torch.Tensor
+
+
+def _sequences(
+    ids: torch.Tensor, mask: torch.Tensor, scored: torch.Tensor, every_token: bool
+) -> list[_Sequence] | None:
+    """Return the sequences of a layout, or `None` if it cannot have them."""
+    is_token, is_scored, tokens = mask.bool().cpu(), scored.cpu(), ids.cpu()
+    if not (is_token.any(dim=1).all() and is_token[:, :-1][is_scored].all()):
+        return None
+    chosen = every_token | is_scored.any(dim=1)
+    if not chosen.any():
+        chosen[is_token.sum(dim=1).argmin()] = True
+    sequences = []
+    for row in chosen.nonzero()[:, 0].tolist():
+        columns, scoring = is_token[row].nonzero()[:, 0], is_scored[row].nonzero()[:, 0]
+        # Without scored tokens all are the prompt's.
+        first, last = (scoring[0], scoring[-1]) if len(scoring) else (ids.shape[1], 0)
+        before = columns < first
+        after = ~before if every_token else ~before & (columns <= last)
+        start = row * ids.shape[1]
+        prompt = columns[before]
+        sequences.append(_Sequence(row, tuple(tokens[row, prompt].tolist()), start + prompt, start + columns[after]))
+    return sequences

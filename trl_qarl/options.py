@@ -159,9 +159,14 @@ class LearnerOptions:
         keep_groups (`bool`, *optional*, defaults to `True`):
             Whether the completions of a prompt stay together in an update, as far as its size allows, so that the
             learner computes their prompt once. With `False` all completions are shuffled, as in TRL.
+        max_tokens_per_forward (`int`, *optional*):
+            Bound of the tokens that the learner computes at once, for one process. A micro-batch with more tokens is
+            divided, between prompts where possible, and computed again in the backward pass, so that memory holds the
+            activations of one part; its loss does not change. By default a micro-batch is computed as a whole.
     """
 
     keep_groups: bool = True
+    max_tokens_per_forward: int | None = None
 
 
 @describe_options

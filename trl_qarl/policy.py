@@ -21,6 +21,7 @@ from .checks.arguments import (
     check_output_head,
     check_positions,
     keep_attention_cap,
+    problems_of_division,
     problems_of_experts,
     problems_of_masters,
     problems_of_pictures,
@@ -198,10 +199,13 @@ class Policy:
         if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
             check_output_head(self.model, self.args.temperature)
 
-    def choose_layout(self) -> None:
-        """Choose whether a batch is computed as one row of tokens, once the numerics are attached."""
+    def choose_layout(self, num_processes: int, has_aux_loss: bool) -> None:
+        """Choose whether a batch is computed as one row of tokens, once the numerics are attached. `ValueError` is
+        raised if its forward has to be divided and cannot be."""
         reason = reason_to_pad(self.model)
         self.takes_layouts = reason is None
+        if self.args.max_tokens_per_forward is not None:
+            raise_problems(problems_of_division(self.args, reason, num_processes, has_aux_loss))
         if reason is not None:
             logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
 

@@ -129,7 +129,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             super().__init__(**given)
         with all_or_none(self.accelerator):
             self.policy.check_head()
-        self.policy.choose_layout()
+        self.policy.choose_layout(self.accelerator.num_processes, self.aux_loss_enabled)
         self.eos_token_ids = [*self.eos_token_ids, *_own_ends(args, self.eos_token_ids)]
         if self.is_deepspeed_enabled and args.bf16:
             # TRL has given the models another forward by now.

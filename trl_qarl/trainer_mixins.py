@@ -227,7 +227,8 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
             weights = self._plan.at_drawn(self.model)
         chosen, known = self._chosen or (None, None)
-        forward = scoring_forward(model, self.accelerator.unwrap_model(model), self.policy.takes_layouts, chosen)
+        unwrapped, max_tokens = self.accelerator.unwrap_model(model), self.args.max_tokens_per_forward
+        forward = scoring_forward(model, unwrapped, self.policy.takes_layouts, chosen, max_tokens)
         with weights:
             logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs

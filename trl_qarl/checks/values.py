@@ -17,6 +17,7 @@ RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
         *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
         *("steps_per_generation", "generation_batch_size", "num_generations_eval", "ref_model_sync_steps"),
         *("max_completion_length", "vllm_max_model_length", "vllm_tensor_parallel_size", "ddp_timeout"),
+        "max_tokens_per_forward",
     ): ("at least 1", lambda x: x >= 1, "it counts something that there must be"),
     (
         *("learning_rate", "weight_decay", "max_grad_norm", "beta", "adam_epsilon", "warmup_steps", "eval_delay"),

@@ -45,7 +45,8 @@ def reason_to_pad(model: nn.Module) -> str | None:
         return "it has recurrent or other layers that are not plain attention"
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
         return "its attention has sinks"
-    if not model._supports_attention_backend or config._attn_implementation not in _FUNCTIONS:
+    function = AttentionInterface().get(config._attn_implementation)
+    if not (model._supports_attention_backend and getattr(function, "takes_layouts", False)):
         return f"its attention ({config._attn_implementation}) takes no lengths"
     if model.device.type == "cuda" and config._attn_implementation == "sdpa":
         return _reason_against_lengths()
@@ -158,10 +159,9 @@ def _with_layouts(name: str, original: Callable[..., Any]) -> Callable[..., Any]
             return _by_lengths(*arguments), None
         return _by_segments(*arguments, kwargs.get("dropout", 0.0)), None
 
+    attend.takes_layouts = True
     return attend
 
 
-_FUNCTIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
-
-for _name in _FUNCTIONS:
+for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):
     AttentionInterface.register(_name, _with_layouts(_name, AttentionInterface()[_name]))

@@ -21,6 +21,7 @@ from .checks.arguments import (
     guard_positions,
     keep_attention_cap,
     problems_of_dropout,
+    problems_of_division,
     problems_of_experts,
     problems_of_masters,
     problems_of_pictures,
@@ -32,6 +33,7 @@ from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics, problems_of_engine_numerics
 from .numerics.exact import Exactness, check_arithmetic
+from .numerics.rows import reason_to_pad
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
@@ -64,6 +66,8 @@ class Policy:
             Those of [`QaRLTrainer`].
         precision (`int`, `dict[str, int]` or `None`):
             Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
+        takes_layouts (`bool`):
+            Whether the model takes a batch as one row of tokens, a [`~trl_qarl.layout.Layout`].
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
             Response to a log-prob that differs from the engine's.
     """
@@ -78,6 +82,7 @@ class Policy:
         self._reference: Any = None
         self._sharded_by: str | None = None
         self.precision: int | dict[str, int] | None = None
+        self.takes_layouts = False
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
@@ -219,6 +224,16 @@ class Policy:
         is_in_4bit = getattr(base_model(self.model), "is_loaded_in_4bit", False)
         if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
             check_output_head(self.model, self.args.temperature)
+
+    def choose_layout(self, num_processes: int, has_aux_loss: bool) -> None:
+        """Choose whether a batch is computed as one row of tokens, once the numerics are attached. `ValueError` is
+        raised if its forward has to be divided and cannot be."""
+        reason = reason_to_pad(self.model)
+        self.takes_layouts = reason is None
+        if self.args.max_tokens_per_forward is not None:
+            raise_problems(problems_of_division(self.args, reason, num_processes, has_aux_loss))
+        if reason is not None:
+            logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""

@@ -18,7 +18,7 @@ from .checks.names import RENAMED, problems_of_names
 from .checks.refused import REFUSED
 from .checks.values import as_dict, fits, problems_of_values
 from .objectives.registry import get_objective, problems_of_objective
-from .options import EngineOptions, ObjectiveOptions, QuantOptions, describe_options
+from .options import EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import parse_scheme
 from .sharding.zero3 import keep_float32_masters
@@ -43,17 +43,18 @@ def _collect_unknown_names(cls: type) -> type:
 @_collect_unknown_names
 @describe_options
 @dataclass
-class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
+class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, GRPOConfig):
     # docstyle-ignore
     r"""
     Configuration class for the [`QaRLTrainer`].
 
     It inherits every option of [`~trl.GRPOConfig`], [`~trl_qarl.options.QuantOptions`],
-    [`~trl_qarl.options.ObjectiveOptions`] and [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and
-    follow the paper's Table 2 (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and
-    eight updates per generation batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of
-    `steps_per_generation` and `generation_batch_size` is given). The table's batch sizes and lengths (512 completions
-    in mini-batches of 64, 2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
+    [`~trl_qarl.options.ObjectiveOptions`], [`~trl_qarl.options.LearnerOptions`] and
+    [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and follow the paper's Table 2
+    (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and eight updates per generation
+    batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of `steps_per_generation` and
+    `generation_batch_size` is given). The table's batch sizes and lengths (512 completions in mini-batches of 64,
+    2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
     Without an accelerator `use_cpu` is switched on. On a CPU `bf16` defaults to `True` if the processor multiplies
     bfloat16 matrices natively, or if accelerate was launched with `mixed_precision: bf16`. A value that is given is

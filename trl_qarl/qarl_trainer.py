@@ -132,6 +132,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             super().__init__(**given)
         with all_or_none(self.accelerator):
             self.policy.check_head()
+        self.policy.choose_layout(self.accelerator.num_processes, self.aux_loss_enabled)
         self.eos_token_ids = [*self.eos_token_ids, *_own_ends(args, self.eos_token_ids)]
         if self.is_deepspeed_enabled and args.bf16:
             # TRL has given the models another forward by now.
@@ -368,12 +369,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
         if self._objective is None:
-            loss = super()._compute_loss(model, inputs)
+            with self._choosing(inputs):
+                loss = super()._compute_loss(model, inputs)
             self._measure(inputs, self._forward_logps)
             return loss
-        per_token_logps, entropies, aux_loss = self._score(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        with self._choosing(inputs):
+            per_token_logps, entropies, aux_loss = self._score(
+                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
         self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)

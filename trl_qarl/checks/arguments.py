@@ -224,6 +224,25 @@ def problems_of_experts(
         )
 
 
+def problems_of_division(
+    args: Any, reason_to_pad: str | None, num_processes: int, has_aux_loss: bool
+) -> Iterator[str]:
+    """Yield the problem of `max_tokens_per_forward` with a model that pads batches for this reason, if any, with
+    several processes, or with the auxiliary loss of a mixture."""
+    if num_processes > 1:
+        why = "processes would run different numbers of forwards"
+    elif reason_to_pad is not None:
+        why = f"batches of this model are padded: {reason_to_pad}"
+    elif has_aux_loss:
+        why = "the auxiliary loss of a mixture is one of all tokens of a micro-batch"
+    else:
+        return
+    yield (
+        f"max_tokens_per_forward={args.max_tokens_per_forward} is unsupported here: {why}. Leave it out, and lower "
+        "`per_device_train_batch_size` and raise `gradient_accumulation_steps` instead."
+    )
+
+
 def has_pictures(*datasets: Any) -> bool:
     """Return whether a dataset, or one of several by name, has a column from which TRL reads pictures."""
     return bool(_columns_among(_PICTURE_COLUMNS, datasets))

@@ -40,6 +40,7 @@ _NOT_OF_A_BATCH = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_server_autostart", "vllm_token_file"),
     *("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
     *("log_completions_hub_repo", "rollout_ahead", "num_generations_eval", "model_init_kwargs", "trust_remote_code"),
+    "max_tokens_per_forward",
 }
 
 

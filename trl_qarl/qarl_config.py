@@ -12,10 +12,11 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checks import options as checks
+from .checks.conflicts import problems_of_conflicts
 from .checks.launch import launched_precision, problems_of_precision
 from .checks.names import RENAMED, problems_of_names
 from .checks.refused import REFUSED
-from .checks.values import fits, problems_of_values
+from .checks.values import as_dict, fits, problems_of_values
 from .objectives.registry import get_objective, problems_of_objective
 from .options import EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
@@ -98,8 +99,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             setattr(self, name, defaults[name])
         self._choose_device()
         problems += [*checks.check_scheme(self), *checks.check_numerics(self)]
-        problems += [*problems_of_objective(self), *checks.check_choices(self)]
-        problems += [*checks.check_inherited(self), *checks.check_vllm(self), *checks.check_ahead(self)]
+        problems += [*problems_of_objective(self), *checks.check_choices(self), *problems_of_conflicts(self)]
+        problems += [*checks.check_inherited(self), *checks.check_generation_kwargs(self), *checks.check_gpu(self)]
         problems += [*problems_of_precision(self), *checks.check_hub(self)]
         if problems:
             for name in REFUSED.keys() & defaults.keys():
@@ -129,7 +130,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             self.scheme = type(self).scheme
         for name in ("objective_kwargs", "generation_kwargs", "model_init_kwargs"):
             try:
-                value = checks.as_dict(self, name)
+                value = as_dict(self, name)
             except ValueError as error:
                 yield str(error)
                 setattr(self, name, None)

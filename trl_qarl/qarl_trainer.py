@@ -13,9 +13,8 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
-from .checks.arguments import check_arguments, check_prompts, has_pictures, problems_of_pictures
+from .checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures
 from .checks.options import raise_problems
-from .checks.resume import check_before_loading
 from .forward import Batch
 from .muon import MuonAdamW
 from .numerics.low_bit import use_cpu_weights
@@ -114,10 +113,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
         }
-        check_arguments(**given)
-        check_before_loading(args, model, peft_config, optimizers[0])
-        self._own_optimizer = optimizers[0]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
+        problems = [*problems_of_arguments(self.policy, **given)]
+        if train_dataset is None and environment_factory is None:
+            problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
+        raise_problems(problems)
+        self._own_optimizer = optimizers[0]
+        if self._own_optimizer is not None and args.optim == "muon":
+            logger.info("`optimizers` was given, so `optim='muon'` is not used.")
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False

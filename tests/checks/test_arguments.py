@@ -192,7 +192,7 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NotImplementedError, match=match):
+    with pytest.raises(ValueError, match=match):
         QaRLTrainer(tiny_model, spread, args, make_problems())
 
 
@@ -205,6 +205,8 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
         ([[{"role": "user", "content": "a"}], []], 1),
         ([None, None], 0),
         ([["a", "b"]], 0),
+        ([[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]], 1),
+        ([[{"role": "user"}]], 0),
     ],
     ids=str,
 )

@@ -117,6 +117,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         problems = [*problems_of_arguments(self.policy, **given)]
         if train_dataset is None and environment_factory is None:
             problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
+        if not reward_funcs and environment_factory is None:
+            problems.append("There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards.")
         raise_problems(problems)
         self._own_optimizer = optimizers[0]
         if self._own_optimizer is not None and args.optim == "muon":

@@ -341,6 +341,12 @@ def problems_of_arguments(
     yield from problems_of_content(
         model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
     )
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if not (isinstance(reward, str) or callable(reward)):
+            yield (
+                f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
+                "or a list of these."
+            )
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (
@@ -353,7 +359,9 @@ def problems_of_arguments(
         yield from _problems_of_ahead(args, train_dataset, others)
     launch = Launch.of_arguments(args)
     state = args.distributed_state
-    if state is not None and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+    on_cpu = state is not None and state.device.type == "cpu"
+    # With a GPU only accelerate knows.
+    if on_cpu and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         yield from problems_of_ignored_sharding(Launch(), state.device.type, state.num_processes)
     yield from problems_of_launch(launch, args, has_adapter, is_nf4(quantization_config))
     config = getattr(model, "config", None)

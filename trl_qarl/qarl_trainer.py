@@ -20,6 +20,7 @@ from .forward import Batch
 from .muon import MuonAdamW
 from .numerics.low_bit import use_cpu_weights
 from .objectives.registry import get_objective
+from .options import MUONS
 from .policy import Policy
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
@@ -179,7 +180,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.args.cast_lm_head_to_fp32:
             # TRL casts the inputs, but autocast undoes this in the rollout; TRL's scoring turns autocast off.
             head = self.model.get_output_embeddings()
-            head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
+            head.forward = torch.autocast(self.accelerator.device.type, enabled=False)(head.forward)
         return OwnGenerationConfig(**kwargs)
 
     def _add_callbacks(self) -> None:
@@ -199,8 +200,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def create_optimizer(self, model=None):
-        """Builds Muon with AdamW for `optim="muon"`; other names are TRL's. Skips updates without a gradient."""
-        if self.optimizer is None and self.args.optim == "muon":
+        """Builds Muon with AdamW for `optim="muon"` and `"muon_8bit"`; other names are TRL's. Skips updates without a
+        gradient."""
+        if self.optimizer is None and self.args.optim in MUONS:
             model = self.model if model is None else model
             self.optimizer = MuonAdamW(
                 model,
@@ -209,6 +211,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 weight_decay=self.args.weight_decay,
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
+                in_8_bits=self.args.optim == "muon_8bit",
             )
         optimizer = super().create_optimizer(model)
         self._skips_updates.watch(optimizer)

@@ -72,9 +72,30 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
         assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
 
 
+def masters_on_the_host_train_what_they_train_on_the_device(folder):
+    """On a CPU both are the same memory; the order of moves is tested on fake tensors of a GPU."""
+    options = {"max_steps": 2, "bf16": False, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    # Bands that drop nothing.
+    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
+    for optim in ("muon", "muon_8bit"):
+        options["optim"] = optim
+        [ddp] = train(folder, f"offload-ddp-{optim}", **options)
+        for trainer in train(folder, f"offload-{optim}", launch={"offload_params": True}, **options):
+            assert_trained_the_same(trainer, ddp)
+            assert trainer.accelerator.state.fsdp_plugin.cpu_offload is not None
+            assert_publishes(trainer, ddp)
+            masters = [whole(p.detach()) for p in trainer.model.parameters()]
+            assert all(row["step/skipped"] == 0 for row in trainer.state.log_history if "step/skipped" in row)
+        resume = f"{folder}/offload-{optim}/checkpoint-1"
+        for trainer in train(folder, "offload-resumed", resume=resume, launch={"offload_params": True}, **options):
+            assert all(
+                torch.equal(whole(p.detach()), q) for p, q in zip(trainer.model.parameters(), masters, strict=True)
+            )
+
+
 def updates_without_a_gradient_are_skipped_by_all(folder):
     for name, launch in (("ddp", None), ("fsdp", {})):
-        for optim in ("muon", "adamw_torch"):
+        for optim in ("muon", "muon_8bit", "adamw_torch"):
             assert_skips_updates(folder, f"skips-{name}-{optim}", launch, optim=optim)
 
 

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
 from ..objectives.registry import get_objective
+from ..options import MUONS
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, is_adapted, is_peft_model
 from ..quantization.storage import num_elements
@@ -321,5 +322,5 @@ def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, op
         # The command line adds `dtype` after the configuration has been checked.
         problems += low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
     raise_problems([*problems, *fit_generation_batch(args, train_dataset)])
-    if optimizers[0] is not None and args.optim == "muon":
-        logger.info("`optimizers` was given, so `optim='muon'` is not used.")
+    if optimizers[0] is not None and args.optim in MUONS:
+        logger.info("`optimizers` was given, so optim=%r is not used.", args.optim)

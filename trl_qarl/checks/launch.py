@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 
 from ..checkpoint.load import SHARDS_FOLDER
+from ..options import MUONS
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
 from .options import raise_problems
@@ -80,6 +81,11 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         raise NotImplementedError(
             f"accelerate was launched with the dynamo backend {backend.value!r}, but a compiled graph ends at every "
             "quantized layer, which looks up its low-bit weight by the version of its master. Launch with `--dynamo_backend no`."
+        )
+    if args.gradient_dtype == "bfloat16" and plugin is None and (deepspeed or accelerator.num_processes > 1):
+        raise ValueError(
+            "gradient_dtype='bfloat16' with DDP or DeepSpeed: they add gradients up in memory of the masters' dtype. Launch with FSDP2, "
+            "or use gradient_dtype='float32'."
         )
     if plugin is not None:
         _check_fsdp(plugin, args, model)
@@ -278,7 +284,7 @@ def _kind_of_optimizer(args: Any) -> str | None:
     for kind in ("GaLore", "APOLLO", "Adafactor"):
         if kind.lower() in name:
             return kind
-    if name == "muon":
+    if name in MUONS:
         return None
     optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
     return optimizer_class.__module__.partition(".")[0]

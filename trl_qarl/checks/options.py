@@ -16,7 +16,7 @@ from transformers.trainer_utils import HubStrategy
 
 from ..hub import problem_of_push
 from ..numerics.availability import contradicting_options
-from ..options import CHOICES
+from ..options import CHOICES, MUONS
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
 from ..wire.describe import CANARY_TOKENS
@@ -36,6 +36,8 @@ _CHOICES = CHOICES | {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
+
+_TAKE_BFLOAT16 = ("muon_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
 
 
 def check_scheme(config) -> Iterator[str]:
@@ -224,9 +226,14 @@ def check_inherited(config) -> Iterator[str]:
             f"optim={str(config.optim)!r} is not supported: it writes to the weights during the backward pass, while low-bit "
             "weights of the old values are in use. Use 'adamw_8bit' or 'adamw_torch_4bit', which also have a small state."
         )
-    if config.optim == "muon" and config.optim_args:
+    if config.gradient_dtype == "bfloat16" and config.optim not in _TAKE_BFLOAT16:
         yield (
-            f"optim_args={config.optim_args!r} is not honoured by optim='muon', which has the options `learning_rate`, "
+            f"{said(config, 'gradient_dtype', 'optim')}: this optimizer needs gradients in the dtype of the masters, float32. Use one of "
+            f"{list(_TAKE_BFLOAT16)}, or gradient_dtype='float32'."
+        )
+    if config.optim in MUONS and config.optim_args:
+        yield (
+            f"optim_args={config.optim_args!r} is not honoured by {said(config, 'optim')}, which has the options `learning_rate`, "
             "`weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon`. Remove it or choose another `optim`."
         )
 

@@ -27,6 +27,13 @@ _SMALLEST = 4096
 _IN_A_STEP = 2**22
 
 
+def block_of(shape: torch.Size, num_elements: int) -> int | None:
+    """Return the block size of a state of this shape, of a parameter with `num_elements` in all processes; `None` for
+    a state in float32."""
+    block = math.gcd(shape[-1], _BLOCK) if len(shape) > 1 else 1
+    return block if num_elements >= _SMALLEST and block >= _SMALLEST_BLOCK else None
+
+
 def new_state(parameter: torch.Tensor, signed: bool = True) -> torch.Tensor:
     """
     Return zeros as the state of `parameter`, this process' part if it is sharded: in 8 bits, or in float32 if it has
@@ -34,10 +41,9 @@ def new_state(parameter: torch.Tensor, signed: bool = True) -> torch.Tensor:
     """
     storage = storage_of(parameter)
     held = storage.local(parameter)
-    block = math.gcd(held.shape[-1], _BLOCK) if held.ndim > 1 else 1
-    is_large = storage.shape(parameter).numel() >= _SMALLEST and block >= _SMALLEST_BLOCK
+    block = block_of(held.shape, storage.shape(parameter).numel())
     # torchao divides by the number of blocks, and a process may have none.
-    if is_large and held.numel():
+    if block and held.numel():
         state = OptimState8bit.zeros(held.shape, signed, block, held.device, torch.float32)
     else:
         state = torch.zeros(held.shape, device=held.device)

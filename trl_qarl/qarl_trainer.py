@@ -16,6 +16,7 @@ from typing_extensions import override
 from .checks.arguments import check_arguments, check_prompts, has_pictures, problems_of_pictures
 from .checks.options import raise_problems
 from .checks.resume import check_before_loading
+from .doctor.memory import check_host_memory
 from .forward import Batch
 from .muon import MuonAdamW
 from .numerics.low_bit import use_cpu_weights
@@ -117,6 +118,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         }
         check_arguments(**given)
         check_before_loading(args, model, peft_config, optimizers[0])
+        check_host_memory(args, model, peft_config)
         self._own_optimizer = optimizers[0]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)

@@ -196,8 +196,10 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
     split = [parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(n, num_tokens=64)) for n in (2, 3)]
     command += ["--host_memory", "0.02"]
     two, three = (on_gpu(parts["fsdp2"]) / 1e9 for parts in split)
-    # Colocated engines take too much, and two GPUs of the learner too little.
-    assert cli.main([*command, "--gpu_memory", str((two + three) / 2), "--vllm_gpu_memory_utilization", "0.9"]) == 0
+    # Colocated engines take too much, and two GPUs of the learner too little; a tenth is kept in reserve.
+    memory_of_gpu = 1.101 * three
+    assert memory_of_gpu < two
+    assert cli.main([*command, "--gpu_memory", str(memory_of_gpu), "--vllm_gpu_memory_utilization", "0.9"]) == 0
     out = capsys.readouterr().out
     assert "Launch with fsdp2 on 3 GPUs, 3 of the GPUs, and a server on 5:" in out
     serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --data-parallel-size 5"

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 
@@ -91,6 +92,11 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         _check_fsdp(plugin, args, model)
     if deepspeed is not None:
         raise_problems(_problems_of_zero(deepspeed.deepspeed_config, args, is_peft_model(model)))
+        if (deepspeed.deepspeed_config.get("zero_optimization", {}).get("offload_param") or {}).get("device") == "cpu":
+            logger.info(
+                "DeepSpeed moves float32 masters to the GPU. FSDP2 with `fsdp_offload_params: true` moves low-bit weights, an eighth of "
+                "the bytes with 4 bits."
+            )
         keep_float32_masters(deepspeed.deepspeed_config)
 
 
@@ -166,6 +172,13 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
             "rows and their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
         )
     raise_problems(_problems_of_fsdp(plugin, args, model))
+    given = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    if _is_offloaded(plugin) and args.gradient_accumulation_steps > 1 and not given.get("sync_each_batch"):
+        logger.warning(
+            "gradient_accumulation_steps=%d with fsdp_offload_params: true: each GPU holds whole float32 gradients while micro-batches are "
+            'added up. accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}} adds them up in host memory.',
+            args.gradient_accumulation_steps,
+        )
     policy = plugin.mixed_precision_policy
     if policy is not None and args.numerics in ("engine", "exact"):
         # Engine operations round masters themselves and do not round activations between layers.
@@ -216,10 +229,19 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
     kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
         yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+    elif _is_offloaded(plugin) and kind not in (None, "torch", "torchao"):
+        yield (
+            f"optim={_name_of_optimizer(args)!r} with fsdp_offload_params: true: it has to step in host memory, and only optimizers of torch "
+            "and torchao are known to. Use 'muon', 'muon_8bit' or 'adamw_torch_fused'"
+        )
     if not args.quantize_learner:
         yield (
             "quantize_learner=False with FSDP2: FSDP2 gathers low-bit weights and no masters. Remove it, or launch with DDP"
         )
+
+
+def _is_offloaded(plugin: Any) -> bool:
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:

@@ -9,7 +9,6 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from testing_utils import make_trainer
 from testing_utils.layers import tiny
 from testing_utils.trainings import EXPERTS
-from trl_qarl import QaRLConfig
 from trl_qarl.eight_bits import AdamWIn8Bits, new_state, parts_of
 from trl_qarl.muon import MuonAdamW
 from trl_qarl.quantization.swap import quantized_layers
@@ -129,9 +128,3 @@ def test_the_trainer_keeps_gradients_and_state_small(tiny_model, tmp_path):
     resumed = make_trainer(tiny_model, tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert all(map(torch.equal, resumed.model.parameters(), trainer.model.parameters()))
-
-
-@pytest.mark.parametrize("optim", ["muon", "adamw_torch_fused"])
-def test_an_optimizer_that_needs_float32_gradients_is_refused(tmp_path, optim):
-    with pytest.raises(ValueError, match=f"gradient_dtype='bfloat16', optim='{optim}'.*muon_8bit"):
-        QaRLConfig(str(tmp_path), optim=optim, gradient_dtype="bfloat16")

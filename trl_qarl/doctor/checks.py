@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import nn
 
+from ..numerics.rows import reason_to_pad
 from ..packages import install_hint, installed
 from ..quantization.gemm import has_fast_bf16
 from ..quantization.linear import QuantizedLinear
@@ -53,12 +54,22 @@ def diagnose(
             free, device = torch.cuda.mem_get_info()[0], "the GPU's memory"
         else:
             free, device = psutil.virtual_memory().available, "main memory"
+        yield check_layout(model)
         yield from check_memory(model, plan, args.exclude_modules, free, device)
     if args.engine and find_spec("vllm") is None:
         yield Diagnosis("error", "--engine needs vLLM, which is not installed", install_hint("vllm"))
     elif args.engine:
         yield check_numerics()
         yield from check_engine(plan)
+
+
+def check_layout(model: nn.Module) -> Diagnosis:
+    """Say whether the learner computes a prompt once for all its completions, with transformers' arithmetic."""
+    reason = reason_to_pad(model)
+    if reason is None:
+        return Diagnosis("ok", "the learner computes a prompt once for all its completions, and no padding")
+    text = f"numerics='fast' pads batches, and computes a prompt for each of its completions: {reason}"
+    return Diagnosis("warning", text, "shorten prompts, or choose another model, if the learner is too slow")
 
 
 def check_versions(versions: Mapping[str, str]) -> Iterator[Diagnosis]:

@@ -85,7 +85,10 @@ def test_whole_gradients_on_the_gpu_are_warned_of(caplog):
         assert ("sync_each_batch" in caplog.text) == is_warned
 
 
-@pytest.mark.parametrize("state", [{}, {"deepspeed_plugin": SimpleNamespace(zero_stage=2)}], ids=["ddp", "deepspeed"])
+ZERO_2 = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"stage": 2}})
+
+
+@pytest.mark.parametrize("state", [{}, {"deepspeed_plugin": ZERO_2}], ids=["ddp", "deepspeed"])
 def test_rounded_gradients_need_fsdp2_for_several_processes(state):
     refused(launched(**state), "gradient_dtype='bfloat16' with DDP or DeepSpeed", gradient_dtype="bfloat16")
     check_launch(launched(fsdp()), config(optim="muon_8bit", gradient_dtype="bfloat16"), nn.Linear(2, 2))

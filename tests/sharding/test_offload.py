@@ -1,6 +1,7 @@
 """Masters in host memory, on fake tensors of a GPU that is not there: which tensors cross, and what computes where."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -77,10 +78,12 @@ def test_muon_multiplies_on_the_accelerator_alone(monkeypatch, in_8_bits):
 def test_codes_cross_instead_of_masters(scheme):
     with FakeTensorMode(), Watch() as watch:
         layer = QuantizedLinear.from_linear(torch.nn.Linear(1024, 512, bias=False), SCHEMES[scheme], torch.bfloat16)
-        shard = layer.weight.detach().as_subclass(MasterShard)
-        shard.weight, shard.padded_rows = layer.quantized_weights["weight"], 512
+        # A fake tensor has no other class.
+        shard = SimpleNamespace(device=layer.weight.device, size=None, padded_rows=512)
+        shard.weight = layer.quantized_weights["weight"]
+        shard.fsdp_pre_all_gather = partial(MasterShard.fsdp_pre_all_gather, shard)
         low_bit = shard.weight.low_bit_weight()
-        sent = shard.to(torch.device("cuda", 0), non_blocking=True)
+        sent = MasterShard.to(shard, torch.device("cuda", 0), non_blocking=True)
         parts, _ = sent.fsdp_pre_all_gather(SimpleNamespace(size=lambda: 2))
     assert {part.device.type for part in parts} == {"cuda"} and low_bit.device.type == "cpu"
     assert watch.moved == {("cpu", "cuda"): sum(part.nbytes for part in low_bit.parts())}

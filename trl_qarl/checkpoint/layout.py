@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import ROUTER_NAMES, STACKED, family_of, with_fact
+from ..models import STACKED, family_of, is_router, with_fact
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory, LayerWeights
@@ -153,7 +153,7 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
     """Return whether engines may treat a module as a linear layer; routers of transformers are not `nn.Linear`."""
     if isinstance(module, nn.Linear):
         return True
-    return name.rpartition(".")[2] in ROUTER_NAMES and len(shapes_of(module).get("weight", ())) == 2
+    return is_router(name) and len(shapes_of(module).get("weight", ())) == 2
 
 
 def loads_in_transformers(inventory: Inventory) -> bool:
@@ -173,9 +173,10 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
-    own = {name.rpartition(".")[2] for name in linears}
+    # The number of a layer in a list would match others.
+    own = {leaf for name in linears if not (leaf := name.rpartition(".")[2]).isdigit()}
     whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own - shared)]
-    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] in shared]
+    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] not in own - shared]
 
 
 def _leaves(name: str, names: CheckpointNames) -> set[str]:

@@ -25,6 +25,7 @@ from .checks.arguments import (
     problems_of_masters,
     problems_of_pictures,
 )
+from .checks.models import problem_of_architecture, problems_with_vllm
 from .checks.options import raise_problems
 from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
@@ -128,7 +129,12 @@ class Policy:
             self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
         if args.precisions is not None:
             raise_problems(problems_of_patterns(args.precisions, self.swap_report.schemes))
-        raise_problems(problems_of_experts(model, args, self.swap_report.skipped))
+        problems = [*problems_of_experts(model, args, self.swap_report.skipped)]
+        if args.use_vllm:
+            problems += (f"use_vllm=True: {each}" for each in problems_with_vllm(model, self.dtype, args.use_cpu))
+            if args.vllm_mode == "colocate" and (problem := problem_of_architecture(model)):
+                problems.append(f"use_vllm=True: {problem}. Use use_vllm=False.")
+        raise_problems(problems)
         if self.has_pictures:
             raise_problems(problems_of_pictures(model, args))
         if not args.quantize_learner:

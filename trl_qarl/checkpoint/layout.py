@@ -173,16 +173,20 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
-    # The number of a layer in a list would match others.
-    own = {leaf for name in linears if not (leaf := name.rpartition(".")[2]).isdigit()}
-    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own - shared)]
-    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] not in own - shared]
+    own = {leaf for name in linears if not (leaf := _leaf(name)).isdigit()} - shared
+    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own)]
+    return whole + [names.of_tensor(name) for name in linears if _leaf(name) not in own]
+
+
+def _leaf(name: str) -> str:
+    """Return the last component of a name; of a layer in a list, that of the list with its number."""
+    return re.search(r"[^.]+(\.\d+)*$", name)[0]  # pyrefly: ignore[unsupported-operation]
 
 
 def _leaves(name: str, names: CheckpointNames) -> set[str]:
     """Return the last components of a layer's names in a checkpoint; for experts, those of their matrices."""
     matrices = [matrix for leaf in (GATE_UP, DOWN) for matrix in names.experts.get(f"{name}.{leaf}", ())]
-    return {matrix.rpartition(".")[2] for matrix in matrices} or {name.rpartition(".")[2]}
+    return {matrix.rpartition(".")[2] for matrix in matrices} or {_leaf(name)}
 
 
 def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..adapters.tensors import is_adapter_folder
-from ..checkpoint.layout import problem_of_mixture
+from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model, is_adapted, is_peft_model
+from ..quantization.names import architecture, base_model, is_adapted, is_peft_model
 from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
@@ -89,8 +89,17 @@ def keep_attention_cap(model: nn.Module) -> None:
 def check_positions(model: nn.Module, args: Any) -> None:
     """Raise `ValueError` for an engine that computes positions unlike the learner: with LongRoPE (such as Phi-3) an
     engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence. From
-    now on the learner refuses sequences that would change the factors of others."""
-    inner = base_model(model)
+    now on the learner refuses sequences that would change the factors of others. Sequences may not be longer than a
+    sliding window that vLLM and transformers count differently."""
+    inner, name = base_model(model), architecture(model)
+    if args.use_vllm and family_of(name).has_longer_window:
+        window = inner.config.get_text_config().sliding_window
+        if args.vllm_max_model_length is None or args.vllm_max_model_length > window:
+            raise ValueError(
+                f"vllm_max_model_length={args.vllm_max_model_length} with {name}: in longer sequences than its sliding_window={window} "
+                "vLLM's layers see one more token than transformers', so learner and engine would be different policies. Set "
+                f"vllm_max_model_length={window}, and start a server with --max-model-len {window}."
+            )
     layers = [
         m for n, m in inner.named_modules() if n.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"
     ]
@@ -164,9 +173,15 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
 def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:
     """Yield problems of the experts of a prepared mixture; `skipped` has the reasons why layers stay in high
     precision, by name."""
-    inventory = Inventory.of(model)
-    if args.use_vllm and (problem := problem_of_mixture(inventory)):
-        yield f"use_vllm=True: {problem}"
+    inner, inventory = base_model(model), Inventory.of(model)
+    config = inner.config.get_text_config()
+    coef = args.router_aux_loss_coef
+    coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
+    if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
+        yield (
+            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(inner).__name__} does not have "
+            "(https://github.com/huggingface/trl/issues/5754). Set router_aux_loss_coef=0"
+        )
     experts = inventory.stacked_experts
     if not args.is_quantized or not experts:
         return

@@ -60,7 +60,7 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
         yield "engine numerics are untested on GPUs; numerics='engine' selects them, and every batch is compared"
     for problem in contradicting_options(config, loads_vllm=True):
         yield f"engine numerics contradict {problem.partition('. ')[0]}"
-    if reason := _obstacle_of_model(model, dtype):
+    if reason := obstacle_of_model(model, dtype):
         yield f"Engine numerics are not available: {reason}."
 
 
@@ -107,11 +107,13 @@ def _schemes(config: Any) -> tuple[QuantScheme, ...]:
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
     """Raise `ValueError`, naming the unsupported part and supported ones, unless `model` can compute with the engine's
     arithmetic in `dtype` in this process."""
-    if reason := _obstacle_of_model(model, dtype):
+    if reason := obstacle_of_model(model, dtype):
         raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
 
 
-def _obstacle_of_model(model: nn.Module, dtype: torch.dtype) -> str | None:
+def obstacle_of_model(model: nn.Module, dtype: torch.dtype) -> str | None:
+    """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
+    device is judged as if it were on the accelerator of this machine, or on its CPU."""
     return next((reason for is_met, reason in _conditions(model, dtype) if not is_met), None)
 
 
@@ -122,6 +124,8 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     yield name in COVERED_CLASSES, f"{name} is not supported, only {', '.join(COVERED_CLASSES)}"
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
+    if device.type == "meta":
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     on_gpu = device.type == "cuda"
     yield on_gpu or device.type == "cpu", f"they exist for CPUs and for NVIDIA GPUs; the model is on {device}"
     reason = cuda.reason_against() if on_gpu else None

@@ -18,6 +18,9 @@ MIN_INPUTS = 32
 """Layers with fewer inputs, less than the smallest group, mix streams of a model (Gemma 3n's `correction_coefs`).
 They stay in high precision."""
 
+RECURRENT_STEPS = ("dt_proj", "x_proj")
+"""Last components of the names of Mamba 1's layers that compute step sizes, of any number of outputs."""
+
 MIN_RECURRENT_OUTPUTS = 128
 """Layers of a recurrence with fewer outputs compute a few numbers for each head, such as decays and step sizes. Their
 errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/issues/2100)."""

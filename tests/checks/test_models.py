@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
 from trl_qarl.checks.models import problem_of_architecture, problems_with_vllm
+from trl_qarl.quantization.swap import prepare_model
 
 
 LINEAR = {
@@ -45,6 +46,16 @@ def test_mamba_1_is_refused_on_a_cpu_alone():
     (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=True)
     assert "selective_scan_fwd" in problem
     assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False)] == []
+
+
+def test_low_bit_layers_of_mamba_1_are_refused_with_what_excludes_them():
+    model = model_of("mamba", state_size=16, time_step_rank=8)
+    prepare_model(model, "w4a16")
+    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=False)
+    with pytest.raises(ValueError, match="all skipped"):
+        prepare_model(
+            model_of("mamba", state_size=16, time_step_rank=8), "w4a16", exclude_modules=problem.split("'")[-2]
+        )
 
 
 BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_layer_indices": [1]}

@@ -135,17 +135,16 @@ def test_parts_of_routers_stay_in_high_precision(name):
 
 def test_what_steers_a_recurrence_stays_in_high_precision():
     model = nn.Module()
-    model.mixer = nn.ModuleDict({"in_proj": nn.Linear(128, 256), "in_proj_a": nn.Linear(128, 16)})
-    model.mlp = nn.ModuleDict({"k_proj": nn.Linear(128, 16), "streams": nn.Linear(4, 128)})
+    layers = {"in_proj": nn.Linear(128, 256), "in_proj_a": nn.Linear(128, 16), "dt_proj": nn.Linear(128, 256)}
+    model.mixer, model.mlp = nn.ModuleDict(layers), nn.ModuleDict({"k_proj": nn.Linear(128, 16)})
     model.mixer.A_log = nn.Parameter(torch.zeros(16))
-    few = {"mlp.streams": "fewer than 32 inputs"}
-    assert prepare_model(model, "w4a16").skipped == few | {"mixer.in_proj_a": "decays and step sizes of a recurrence"}
-    restore_model(model)
-    # Mamba 1: a decay for each channel and state.
-    model.mixer.A_log = nn.Parameter(torch.zeros(256, 16))
-    skipped = prepare_model(model, "w4a16").skipped
-    assert skipped.keys() == {"mlp.streams", "mixer.in_proj", "mixer.in_proj_a"}
-    assert skipped["mixer.in_proj"] == "Mamba 1, which vLLM does not quantize"
+    kept = dict.fromkeys(("mixer.in_proj_a", "mixer.dt_proj"), "decays and step sizes of a recurrence")
+    assert prepare_model(model, "w4a16").skipped == kept
+
+
+def test_layers_of_fewer_inputs_than_a_group_stay_in_high_precision():
+    model = nn.ModuleDict({"streams": nn.Linear(4, 128), "k_proj": nn.Linear(128, 16)})
+    assert prepare_model(model, "w4a16").skipped == {"streams": "fewer than 32 inputs"}
 
 
 def test_head_under_another_name_is_recognised_by_its_tie():

@@ -20,6 +20,13 @@ def problems_with_vllm(model: nn.Module, dtype: torch.dtype, on_cpu: bool) -> It
         yield problem
     if (problem := family_of(name).problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
+    mixers = [path for path, module in inventory.modules.items() if len(shapes_of(module).get("A_log", ())) == 2]
+    if any(path.rpartition(".")[0] in mixers for path in inventory.layers):
+        leaf = mixers[0].rpartition(".")[2]
+        yield (
+            f"{name} has low-bit layers in {mixers[0]!r}, and vLLM does not quantize Mamba 1 (`mamba_mixer.py`). Set "
+            f"exclude_modules='re:.*\\.{leaf}\\..*'"
+        )
     if on_cpu:
         yield from _problems_on_cpu(inventory, dtype)
 

@@ -189,7 +189,11 @@ def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str
     if problem := problem_of_architecture(model):
         return Diagnosis("warning", f"{name} does not train with vLLM: {problem}", own)
     obstacle = obstacle_of_model(model, dtype)
-    how = f"fast numerics, so log-probs differ by rounding: {obstacle}" if obstacle else "engine numerics, bit for bit"
+    how = (
+        f"fast numerics, which differ by rounding (engine numerics: {obstacle})"
+        if obstacle
+        else "engine numerics, exactly"
+    )
     return Diagnosis("ok", f"{name} trains with vLLM in {_name(dtype)} with {how}")
 
 

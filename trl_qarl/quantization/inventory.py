@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, is_router
+from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
 from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
 from .plan import covers
@@ -228,8 +228,8 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "shares the embedding's weight"
         elif is_router(name):
             reasons[name] = "router"
-        elif reason := _reason_of_recurrence(inventory, name, module):
-            reasons[name] = reason
+        elif _steers_recurrence(inventory, name, module):
+            reasons[name] = "decays and step sizes of a recurrence"
         elif name in excluded:
             reasons[name] = "exclude_modules"
         elif type(module) is not nn.Linear:
@@ -241,15 +241,12 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
     return reasons
 
 
-def _reason_of_recurrence(inventory: Inventory, name: str, module: nn.Linear) -> str | None:
-    """Return why a layer of a state-space model or of linear attention stays in high precision, or `None`."""
-    parent = name.rpartition(".")[0]
-    decay = shapes_of(inventory.modules[parent]).get("A_log", ()) if parent else ()
-    if len(decay) == 2:
-        return "Mamba 1, which vLLM does not quantize"
-    if decay and module.out_features < MIN_RECURRENT_OUTPUTS:
-        return "decays and step sizes of a recurrence"
-    return None
+def _steers_recurrence(inventory: Inventory, name: str, module: nn.Linear) -> bool:
+    """Return whether a layer computes a few numbers for each head or channel of a state-space model or of linear
+    attention."""
+    parent, _, leaf = name.rpartition(".")
+    is_recurrent = bool(parent) and "A_log" in shapes_of(inventory.modules[parent])
+    return is_recurrent and (leaf in RECURRENT_STEPS or module.out_features < MIN_RECURRENT_OUTPUTS)
 
 
 def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[str]:

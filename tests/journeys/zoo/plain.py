@@ -40,6 +40,7 @@ def score_with_vllm(export, texts):
 
 if __name__ == "__main__":
     os.environ["VLLM_PLUGINS"] = ""
+    sys.path.append(os.path.join(sys.prefix, "pictures"))
     sys.modules["trl_qarl"] = None
     engine, folder = sys.argv[1:]
     texts = json.loads(Path(folder, "trained.json").read_text())["texts"]

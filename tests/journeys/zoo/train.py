@@ -4,6 +4,7 @@ with vLLM in this process, as a user would, exports the policy, and writes what 
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from testing_utils import make_problems, make_tiny_tokenizer, spread
 
 
 NUM_TEXTS, NUM_TOKENS = 4, 24
+# torchvision, without which vLLM does not load Qwen3.5, also for text.
+sys.path.append(os.path.join(sys.prefix, "pictures"))
 
 
 def make_model(family: str, folder: Path) -> None:

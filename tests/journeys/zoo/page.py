@@ -18,8 +18,8 @@ def row(family: str, dtype: str, visit) -> str:
         last = visit.log.strip().splitlines()[-1]
         return f"| {family} | {dtype} | **refused**: {last.partition(': ')[2]} | | | | | {gguf} |"
     found = visit.found
-    exact = any(each.model_type == family and each.has_engine_numerics for each in FAMILIES.values())
-    numerics = "engine" if exact else "fast"
+    may_be_exact = any(each.model_type == family and each.has_engine_numerics for each in FAMILIES.values())
+    numerics = f"{found['numerics']}{', engine in bfloat16' if may_be_exact and found['numerics'] == 'fast' else ''}"
     kept = [
         f"{', '.join(f'`{name}`' for name in sorted({n.rpartition('.')[2] for n in names}))} ({reason})"
         for reason, names in found["kept"].items()
@@ -28,7 +28,8 @@ def row(family: str, dtype: str, visit) -> str:
     before, *after = found["mismatch"]
     plain = [f"{value:.0e}" if isinstance(value, float) else "no" for value in visit.plain.values()]
     note = f" {NOTES[family]}" if family in NOTES else ""
-    cells = [numerics, f"{before:.0e}, {max(after):.0e}", "; ".join(kept) + note, *plain, gguf]
+    own = f" (bf16: {max(found['own']):.0e})" if "own" in found else ""
+    cells = [numerics, f"{before:.0e}, {max(after):.0e}{own}", "; ".join(kept) + note, *plain, gguf]
     return f"| {family} | {dtype} | {' | '.join(cells)} |"
 
 

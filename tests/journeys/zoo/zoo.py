@@ -24,7 +24,8 @@ from warm import Warm  # noqa: E402
 
 
 LARGEST = {"float32": 1e-5, "bfloat16": 0.1}
-"""Limits of the mean distance of log-probs, in nats: rounding of sums, and of activations."""
+"""Limits of the mean distance of log-probs, in nats: rounding of sums, and of activations. Those in bfloat16 are also
+compared with one without quantization."""
 
 ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
@@ -58,7 +59,7 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transforme
     env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)])
 
     def run(kind: str, script: str, *options: str) -> tuple[int, str]:
-        log = folder / f"{kind}-{options[0]}.log".replace(" ", "-")
+        log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")
         log.touch()
         argv = [sys.executable, str(FOLDER / script), *options]
         code = warm[kind].start(argv, env, log, folder).wait(300)
@@ -68,6 +69,12 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transforme
     if code != 0:
         return Visit(None, log, {})
     found, plain = json.loads((folder / "trained.json").read_text()), {}
+    if family in IN_BFLOAT16:
+        place = folder / "bf16"
+        place.mkdir()
+        code, log = run("engines", "train.py", family, str(place), "bfloat16", "bf16")
+        assert code == 0, log[-3000:]
+        found["own"] = json.loads((place / "trained.json").read_text())["mismatch"]
     for engine in engines:
         code, output = run("plain", "plain.py", engine, str(folder))
         if code == 0:

@@ -20,6 +20,7 @@ from .checks.arguments import (
     check_output_head,
     guard_positions,
     keep_attention_cap,
+    problems_of_division,
     problems_of_dropout,
     problems_of_experts,
     problems_of_masters,
@@ -27,11 +28,13 @@ from .checks.arguments import (
     problems_of_positions,
     switch_off_dropout,
 )
+from .checks.models import problem_of_architecture, problems_with_vllm
 from .checks.options import raise_problems
 from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics, problems_of_engine_numerics
 from .numerics.exact import Exactness, check_arithmetic
+from .numerics.rows import reason_to_pad
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
@@ -64,6 +67,8 @@ class Policy:
             Those of [`QaRLTrainer`].
         precision (`int`, `dict[str, int]` or `None`):
             Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
+        takes_layouts (`bool`):
+            Whether the model takes a batch as one row of tokens, a [`~trl_qarl.layout.Layout`].
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
             Response to a log-prob that differs from the engine's.
     """
@@ -78,6 +83,7 @@ class Policy:
         self._reference: Any = None
         self._sharded_by: str | None = None
         self.precision: int | dict[str, int] | None = None
+        self.takes_layouts = False
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
@@ -156,6 +162,11 @@ class Policy:
         if args.precisions is not None:
             yield from problems_of_patterns(args.precisions, schemes)
         yield from problems_of_experts(model, args, schemes, skipped)
+        if args.use_vllm:
+            for problem in problems_with_vllm(model, self._engine_dtype(model), args.use_cpu, schemes):
+                yield f"use_vllm=True: {problem}"
+            if args.vllm_mode == "colocate" and (problem := problem_of_architecture(model)):
+                yield f"use_vllm=True: {problem}. Use use_vllm=False."
         if is_placed:
             yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)
 
@@ -219,6 +230,16 @@ class Policy:
         is_in_4bit = getattr(base_model(self.model), "is_loaded_in_4bit", False)
         if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
             check_output_head(self.model, self.args.temperature)
+
+    def choose_layout(self, num_processes: int, has_aux_loss: bool) -> None:
+        """Choose whether a batch is computed as one row of tokens, once the numerics are attached. `ValueError` is
+        raised if its forward has to be divided and cannot be."""
+        reason = reason_to_pad(self.model)
+        self.takes_layouts = reason is None
+        if self.args.max_tokens_per_forward is not None:
+            raise_problems(problems_of_division(self.args, reason, num_processes, has_aux_loss))
+        if reason is not None:
+            logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""

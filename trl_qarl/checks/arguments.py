@@ -18,11 +18,11 @@ from transformers import AutoConfig
 
 from ..adapters.base import problem_of_low_bit_start
 from ..adapters.tensors import is_adapter_folder
-from ..checkpoint.layout import problem_of_mixture
 from ..checkpoint.load import is_low_bit, skeleton
+from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model, is_adapted, is_peft_model
+from ..quantization.names import architecture, base_model, is_adapted, is_peft_model
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
@@ -118,9 +118,21 @@ def keep_attention_cap(model: nn.Module) -> None:
 
 def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem of an engine that would compute positions unlike the learner: with LongRoPE (such as Phi-3) an
-    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence."""
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence; and a
+    sliding window that vLLM and transformers count differently may not be left."""
+    if not args.use_vllm:
+        return
+    name, length = architecture(model), args.vllm_max_model_length
+    if family_of(name).has_longer_window:
+        window = base_model(model).config.get_text_config().sliding_window
+        if length is None or length > window:
+            yield (
+                f"vllm_max_model_length={length} with {name}: in longer sequences than its sliding_window={window} "
+                "vLLM's layers see one more token than transformers', so learner and engine would be different policies. Set "
+                f"vllm_max_model_length={window}, and start a server with --max-model-len {window}."
+            )
     limit = _longest_of_short(model)
-    if args.use_vllm and limit and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
+    if limit and (length is None or length > limit):
         yield (
             f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
             "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
@@ -206,9 +218,15 @@ def problems_of_experts(
 ) -> Iterator[str]:
     """Yield problems of the experts of a mixture whose layers get these `schemes`, by name; `skipped` has the reasons
     why the others stay in high precision."""
-    inventory = Inventory.of(model)
-    if args.use_vllm and (problem := problem_of_mixture(inventory, schemes)):
-        yield f"use_vllm=True: {problem}"
+    inner, inventory = base_model(model), Inventory.of(model)
+    config = inner.config.get_text_config()
+    coef = args.router_aux_loss_coef
+    coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
+    if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
+        yield (
+            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(inner).__name__} does not have "
+            "(https://github.com/huggingface/trl/issues/5754). Set router_aux_loss_coef=0"
+        )
     experts = {name: p for name, p in inventory.stacked_experts.items() if name.rpartition(".")[0] not in schemes}
     if not args.is_quantized or not experts:
         return
@@ -222,6 +240,25 @@ def problems_of_experts(
             f"scheme={args.scheme!r} ({reason}). It has no low-bit export, which vLLM would need. Use scheme='bf16'; without "
             "vLLM, name the experts in `exclude_modules`, such as 'experts', to quantize only the other layers."
         )
+
+
+def problems_of_division(
+    args: Any, reason_to_pad: str | None, num_processes: int, has_aux_loss: bool
+) -> Iterator[str]:
+    """Yield the problem of `max_tokens_per_forward` with a model that pads batches for this reason, if any, with
+    several processes, or with the auxiliary loss of a mixture."""
+    if num_processes > 1:
+        why = "processes would run different numbers of forwards"
+    elif reason_to_pad is not None:
+        why = f"batches of this model are padded: {reason_to_pad}"
+    elif has_aux_loss:
+        why = "the auxiliary loss of a mixture is one of all tokens of a micro-batch"
+    else:
+        return
+    yield (
+        f"max_tokens_per_forward={args.max_tokens_per_forward} is unsupported here: {why}. Leave it out, and lower "
+        "`per_device_train_batch_size` and raise `gradient_accumulation_steps` instead."
+    )
 
 
 def has_pictures(*datasets: Any) -> bool:

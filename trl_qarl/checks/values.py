@@ -20,6 +20,7 @@ RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
         *("steps_per_generation", "generation_batch_size", "num_generations_eval", "ref_model_sync_steps"),
         *("max_completion_length", "vllm_max_model_length", "vllm_tensor_parallel_size", "ddp_timeout"),
         *("eval_accumulation_steps", "ddp_bucket_cap_mb", "pad_to_multiple_of"),
+        "max_tokens_per_forward",
     ): ("at least 1", lambda x: x >= 1, "it counts something that there must be"),
     (
         *("learning_rate", "weight_decay", "max_grad_norm", "beta", "adam_epsilon", "warmup_steps", "eval_delay"),

@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
+from ..models import family_of, with_fact
 from ..quantization.names import adapted_layers
 from ..quantization.storage import weight_version
 from . import experts, ops
@@ -29,9 +30,6 @@ from . import experts, ops
 
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
-
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
-"""Prefixes of the classes of models with engine numerics for all their operations."""
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -255,9 +253,9 @@ ENGINE_OPERATIONS = {
     nn.Embedding: _Embedding,
     nn.Linear: _Linear,
     **{
-        getattr(module, f"{family}{name}"): operation
-        for family in FAMILIES
-        for folder in [family.lower().replace("moe", "_moe")]
+        getattr(module, f"{family.prefix}{name}"): operation
+        for family in map(family_of, with_fact("has_engine_numerics"))
+        for folder in [family.model_type]
         for module in [import_module(f"transformers.models.{folder}.modeling_{folder}")]
         for name, operation in (
             ("RMSNorm", _RMSNorm),
@@ -270,7 +268,7 @@ ENGINE_OPERATIONS = {
             ("SparseMoeBlock", _SparseBlock),
         )
         # A mixture has no plain block, a dense model no experts.
-        if hasattr(module, f"{family}{name}")
+        if hasattr(module, f"{family.prefix}{name}")
     },
 }
 """Operations by the class of the module; quantized layers and experts keep their forward and get
@@ -280,17 +278,24 @@ TRANSPARENT = (nn.ModuleList, SiLUActivation)
 """Modules that compute nothing, or are no longer called."""
 
 
-def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, **kwargs):
+def _attend(
+    module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, layout=None, **kwargs
+):
     """
     Implement transformers' attention interface with the engine's kernel. Return `(B, T, heads, head_dim)`, 0 for
     padding, and `None` in place of attention weights.
 
     `query` is `(B, heads, T, head_dim)`, `key` and `value` are `(B, key_heads, S, head_dim)`, with a cache `S > T`.
     `attention_mask`, `(B, S)`, is true for tokens; `None` without padding. Without a mask, a new sequence begins where
-    `position_ids`, `(B, T)`, are 0.
+    `position_ids`, `(B, T)`, are 0. With a `layout`, a [`~trl_qarl.layout.Layout`], its row is the batch.
     """
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if layout is not None:
+        layout.calls.append(ATTENTION)
+        lengths = layout.query_lengths, layout.key_lengths
+        output = ops.attention(query[0], key[0], value[0], *lengths, scaling, sliding_window, layout.keys)
+        return output[None], None
     if attention_mask is None:
         if key.shape[1] == length and position_ids is not None:
             starts = (position_ids == 0).flatten()

@@ -22,6 +22,7 @@ from .checks.arguments import (
     check_positions,
     keep_attention_cap,
     problems_of_experts,
+    problems_of_fixed_scales,
     problems_of_masters,
     problems_of_pictures,
 )
@@ -30,6 +31,7 @@ from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness, check_arithmetic
+from .quantization.fixed_scales import fixed_scales
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
@@ -125,7 +127,11 @@ class Policy:
             if self._adapter_folder is not None:
                 check_record(self._adapter_folder, self.record())
         else:
+            scales = fixed_scales(model)
+            raise_problems(problems_of_fixed_scales(scales, args))
             self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
+            if scales:
+                self._base = base_fingerprint(model)
         if args.precisions is not None:
             raise_problems(problems_of_patterns(args.precisions, self.swap_report.schemes))
         raise_problems(problems_of_experts(model, args, self.swap_report.skipped))
@@ -216,7 +222,9 @@ class Policy:
         if scales := Inventory.of(self.model).global_scales:
             record["global_scales"] = scales
         if self.has_adapter:
-            record |= {"lora_mode": self.args.lora_mode, "base": self._base}
+            record["lora_mode"] = self.args.lora_mode
+        if self._base is not None:
+            record["base"] = self._base
         return record
 
     def describe(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ quantized layers hold only codes and scales, without a high-precision copy.
 import json
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from transformers import (
 from transformers.utils import cached_file
 
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.fixed_scales import fix_scales, held_scale, weight_name
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted
-from ..quantization.own_grid import compare_groups, masters_on_grid
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
@@ -141,7 +140,7 @@ def load_frozen_model(
 def holds_shards(folder: str | Path) -> bool:
     """Return whether a folder holds masters only in the parts that FSDP2's processes saved, which transformers does
     not read."""
-    return Path(folder, SHARDS_FOLDER, ".metadata").is_file() and not any(Path(folder).glob("*.safetensors"))
+    return Path(folder, SHARDS_FOLDER, ".metadata").is_file() and not weight_files(folder)
 
 
 @torch.no_grad()
@@ -170,37 +169,25 @@ def load_shards(folder: str | Path, trust_remote_code: bool = False, **options: 
 @torch.no_grad()
 def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint, such as one of GPTQ or AutoRound, as a model in float32 for training. Quantized with the
-    checkpoint's scheme and group size, which are logged, the model has the checkpoint's weights
-    ([`trl_qarl.quantization.own_grid`]). A warning counts groups that differ. `options` and errors are those of
-    [`load_frozen_model`]; weights in floating-point codes raise `ValueError` too.
+    Load a low-bit checkpoint, such as one of GPTQ, AutoRound or quantization-aware training, as a model in float32 for
+    training: its masters are the checkpoint's weights, and `prepare_model` keeps the checkpoint's scales
+    ([`trl_qarl.quantization.fixed_scales`]). Schemes and group sizes are logged. `options` and errors are those of
+    [`load_frozen_model`]; NVFP4 raises `ValueError` too.
     """
     model = load_frozen_model(name_or_path, **options)
-    num_groups = num_moved = num_lost = 0
-    reason = "too few codes for masters to reproduce their scale"
-    layers = Inventory.of(model).layers.values()
-    settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in layers)
-    for layer in layers:
-        for name, weight in layer.quantized_weights.items():
-            theirs = weight.low_bit_weight()
-            if theirs.scale.dtype == torch.float32:
-                reason = "scales in float32, which masters reproduce to 0.00014 of their value; quantize a model in bfloat16"
-            masters = masters_on_grid(theirs)
-            scheme = replace(weight.scheme, group_size=weight.group_size)
-            same, differing = compare_groups(LowBitTensor.from_hp(masters, scheme, weight.scale_dtype), theirs)
-            num_groups += same.numel()
-            num_moved += (same & (differing > 0)).sum().item()
-            num_lost += (~same).sum().item()
+    scales = {}
+    layers = Inventory.of(model).layers
+    settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in layers.values())
+    for name, layer in layers.items():
+        for leaf, weight in layer.quantized_weights.items():
+            scales[weight_name(name, leaf)] = held_scale(weight)
             shape = (layer.num_experts, -1) if isinstance(layer, QuantizedExperts) else (-1,)
-            setattr(layer, name, nn.Parameter(masters.unflatten(0, shape)))
+            masters = weight.low_bit_weight().dequantize(torch.float32)
+            setattr(layer, leaf, nn.Parameter(masters.unflatten(0, shape)))
     restore_model(model)
-    logger.info("%s: masters for %s", name_or_path, " and ".join(f"scheme={n!r}, group_size={g}" for n, g in settings))
-    if num_moved or num_lost:
-        message = (
-            "%s: of %d groups of weights %d start with one weight, their largest, changed by one step, and %d with another scale "
-            "and other codes (%s). A scheme derives a group's scale from its largest weight."
-        )
-        logger.warning(message, name_or_path, num_groups, num_moved, num_lost, reason)
+    fix_scales(model, scales)
+    groups = " and ".join(f"scheme={name!r}, group_size={size}" for name, size in settings)
+    logger.info("%s: masters with fixed scales of %s", name_or_path, groups)
     return model.requires_grad_(True)
 
 

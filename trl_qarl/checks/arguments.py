@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.layout import problem_of_mixture
 from ..objectives.registry import get_objective
+from ..quantization.fixed_scales import FixedScale
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, is_adapted, is_peft_model
 from ..quantization.storage import num_elements
@@ -159,6 +160,16 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
+
+
+def problems_of_fixed_scales(scales: Mapping[str, FixedScale], args: Any) -> Iterator[str]:
+    """Yield a problem if the run's group size differs from that of the checkpoint with whose scales it starts."""
+    sizes = {fixed.group_size for fixed in scales.values() if fixed.group_size is not None}
+    if args.group_size is not None and sizes - {args.group_size}:
+        yield (
+            f"group_size={args.group_size} was given, and the checkpoint has groups of {', '.join(map(str, sorted(sizes)))}, which "
+            "training keeps. Remove it."
+        )
 
 
 def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:

@@ -41,9 +41,9 @@ class Mxfp4(HalfBytes):
     gguf_type = "MXFP4"
     refusal_of_experts = "reading such a checkpoint is untested"
 
-    def quantize(self, weight, scheme, scale_dtype, global_scale):
+    def quantize(self, weight, scheme, scale_dtype, global_scale, scale):
         groups = in_groups(weight.float(), scheme)
-        scale, *operands = self.choose_parts(groups, global_scale)
+        scale, *operands = self.choose_parts(groups, global_scale) if scale is None else (scale,)
         codes = groups / self.scale_values(torch.float32, scale, *operands).unsqueeze(-1)
         return self.pack(codes.view(weight.shape)), scale, *operands
 

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models import ROUTER_NAMES, STACKED, family_of, with_fact
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import format_of
-from ..quantization.inventory import ROUTER_NAMES, Inventory, LayerWeights
+from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import CheckpointNames, architecture
 from ..quantization.plan import fused_layers
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name
-
-
-MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-"""Mixtures of experts whose names, layouts and log-probs in vLLM were compared with the learner's."""
 
 
 def iter_checkpoint_layers(
@@ -72,14 +69,11 @@ def _checkpoint_tensors(
             yield names.of_tensor(name), value
 
 
-_STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
-
-
 def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors `(E, ...)` of a parameter of experts, named for vLLM's `RoutedExperts.load_weights`."""
     prefix, _, leaf = matrices[0].rsplit(".", 2)
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
-    stem = f"{prefix}.{_STACKED.get(leaf, leaf)}"
+    stem = f"{prefix}.{STACKED.get(leaf, leaf)}"
     for key, value in tensors.items():
         if key == "weight_shape":
             shape = value // value.new_tensor([len(matrices), 1])
@@ -200,10 +194,10 @@ def problem_of_mixture(inventory: Inventory) -> str | None:
     """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts."""
     name = architecture(inventory.model)
     for path, module in inventory.experts.items():
-        if name not in MIXTURES:
+        if not family_of(name).has_compared_experts:
             return (
                 f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM is untested. Tested are "
-                f"{', '.join(MIXTURES)}. Use one of these, a dense model, or use_vllm=False."
+                f"{', '.join(with_fact('has_compared_experts'))}. Use one of these, a dense model, or use_vllm=False."
             )
         scheme = getattr(module, "scheme", None)
         if scheme is not None and not _has_compared_experts(scheme):

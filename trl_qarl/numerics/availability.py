@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models import with_fact
 from ..packages import install_hint
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
@@ -22,10 +23,10 @@ from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .experts import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, FAMILIES, TRANSPARENT, LoraOperation, class_of, window_of
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, LoraOperation, class_of, window_of
 
 
-COVERED_CLASSES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
+COVERED_CLASSES = with_fact("has_engine_numerics")
 """Model classes with engine numerics for all their operations."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..models import ROUTER_NAMES
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
 from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
 from .plan import covers
@@ -23,9 +24,6 @@ from .weight import QuantizedLayer, QuantizedWeight
 
 
 _ATTRIBUTE = "_trl_qarl_inventory"
-
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-"""Last name components of MoE routers. They are compared whole, as `gate*` would also match `gate_proj`."""
 
 EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 

@@ -37,6 +37,7 @@ from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
+from . import gptq
 
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,14 @@ SHARDS_FOLDER = "pytorch_model_fsdp_0"
 
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
-    """Return whether a folder, or a model on the Hub, is a compressed-tensors checkpoint."""
+    """Return whether a folder, or a model on the Hub, is a checkpoint of compressed-tensors or of GPTQ."""
     path = cached_file(
         name_or_path, "config.json", revision=revision or "main", _raise_exceptions_for_missing_entries=False
     )
     if path is None:
         return False
     described = json.loads(Path(path).read_text()).get("quantization_config") or {}
-    return described.get("quant_method") == "compressed-tensors"
+    return described.get("quant_method") in ("compressed-tensors", "gptq")
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -102,19 +103,21 @@ def load_frozen_model(
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    groups = config.quantization_config["config_groups"]
+    described = config.quantization_config
     del config.quantization_config
+    is_gptq = described["quant_method"] == "gptq"
+    groups = gptq.config_groups(described) if is_gptq else described["config_groups"]
     # A layer's scales tell its group size.
     schemes = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
     if any(not group["weights"].get("symmetric", True) for group in groups.values()):
         raise ValueError(
-            f"{name_or_path} is a compressed-tensors checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
+            f"{name_or_path} is a checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
             "the high-precision checkpoint, or quantize it again with a symmetric scheme such as W4A16."
         )
     if not schemes or any(scheme is None for _, scheme in schemes):
         raise ValueError(
-            f"{name_or_path} is a compressed-tensors checkpoint with other schemes than {[*SCHEMES][:-1]}: its groups are "
-            f"{groups}. Start from the high-precision checkpoint."
+            f"{name_or_path} is a low-bit checkpoint with other schemes than {[*SCHEMES][:-1]} and their group sizes: it has "
+            f"{'; '.join(map(_described, groups.values())) or 'none'}. Start from the high-precision checkpoint."
         )
     dtype = config.dtype if dtype in ("auto", None) else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
@@ -126,7 +129,14 @@ def load_frozen_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         else:
             model = cls._from_config(config, dtype=dtype, **options)
-    _fill(model, folder, schemes, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
+        tensors |= load_file(path)
+    if not tensors:
+        raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
+    if is_gptq:
+        tensors = gptq.as_compressed_tensors(tensors, described)
+    _fill(model, folder, tensors, schemes, dtype)
     model.tie_weights()
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if missing:
@@ -135,6 +145,16 @@ def load_frozen_model(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = model.name_or_path = str(name_or_path)
     return model.requires_grad_(False).eval()
+
+
+def _described(group: dict[str, Any]) -> str:
+    """Return a group of a `quantization_config` as text."""
+    parts = []
+    for part in ("weights", "input_activations"):
+        if args := group.get(part):
+            size = f" of {args['group_size']}" if args.get("group_size") else ""
+            parts.append(f"{part} in {args['type']}{args['num_bits']} per {args['strategy']}{size}")
+    return " and ".join(parts)
 
 
 def holds_shards(folder: str | Path) -> bool:
@@ -259,13 +279,12 @@ def _scheme_of(name: str, schemes: list[tuple[list[str], QuantScheme]], folder: 
 
 
 def _fill(
-    model: PreTrainedModel, folder: Path, schemes: list[tuple[list[str], QuantScheme]], dtype: torch.dtype
+    model: PreTrainedModel,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    schemes: list[tuple[list[str], QuantScheme]],
+    dtype: torch.dtype,
 ) -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        tensors |= load_file(path)
-    if not tensors:
-        raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
     if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
         raise ValueError(
             f"{folder} was quantized with reordered columns (actorder: group), given by {reordered[0]!r}. No kernel here supports "

@@ -194,7 +194,7 @@ def prepare_model(
             f"No layer of {type(model).__name__} is left to quantize: {len(candidates)} linear layers, all skipped "
             f"({'; '.join(sorted(set(reasons.values())))}). Relax `exclude_modules`={exclude_modules!r}."
         )
-    if not plan.is_uniform:
+    if scales or not plan.is_uniform:
         check_fused(schemes, candidates)
     formats = set()
     for name, module in chosen.items():

@@ -67,7 +67,7 @@ class Mxfp4(HalfBytes):
         rounded = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22
         one = 127 << 1
         index = torch.where(rounded < one, size.mul_(2).round_().int(), (rounded - (one - 2)).clamp_(max=7))
-        nibbles = (index + 8 * (codes < 0)).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
+        nibbles = (index + 8 * codes.signbit()).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
         return nibbles[..., 0] | (nibbles[..., 1] << 4)
 
     def unpack(self, qdata, dtype):

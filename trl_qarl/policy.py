@@ -31,7 +31,7 @@ from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness, check_arithmetic
-from .quantization.fixed_scales import fixed_scales
+from .quantization.fixed_scales import fixed_scales, scales_fingerprint
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
@@ -131,7 +131,7 @@ class Policy:
             raise_problems(problems_of_fixed_scales(scales, args))
             self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
             if scales:
-                self._base = base_fingerprint(model)
+                self._base = scales_fingerprint(scales)
         if args.precisions is not None:
             raise_problems(problems_of_patterns(args.precisions, self.swap_report.schemes))
         raise_problems(problems_of_experts(model, args, self.swap_report.skipped))

@@ -1,4 +1,4 @@
-r"""
+"""
 Scales that a quantized checkpoint gives, and that training keeps.
 
 GPTQ, AutoRound and quantization-aware training choose scales by rules of their own, which no master gives back: a
@@ -14,6 +14,7 @@ The scales belong to the model until [`~trl_qarl.quantization.swap.prepare_model
 takes a multiple of the scales of the container's finest grid, which are the ones that are kept.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -45,6 +46,15 @@ def fixed_scales(model: nn.Module) -> dict[str, FixedScale]:
 def fix_scales(model: nn.Module, scales: Mapping[str, FixedScale]) -> None:
     """Have `prepare_model` quantize `model` with these scales."""
     vars(base_model(model))[_ATTRIBUTE] = dict(scales)
+
+
+def scales_fingerprint(scales: Mapping[str, FixedScale]) -> str:
+    """Return 16 hexadecimal digits that differ for other scales or names."""
+    digest = hashlib.sha256()
+    for name, fixed in scales.items():
+        digest.update(f"{name}{fixed.container}{tuple(fixed.scale.shape)}".encode())
+        digest.update(fixed.scale.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def held_scale(weight: QuantizedWeight) -> FixedScale:

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
 
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-"""Last name components of MoE routers. They are compared whole, as `gate*` would also match `gate_proj`."""
+_ROUTER_NAMES = frozenset(["gate", "router", "modality_router", "shared_expert_gate"])
+
+
+def is_router(name: str) -> bool:
+    """Return whether a layer routes tokens to experts or branches, by its name or that of a module around it, such as
+    `mlp.gate.wg`. Components are compared whole, as `gate*` would also match `gate_proj`."""
+    return not _ROUTER_NAMES.isdisjoint(name.split("."))
 
 STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
 """Names with which vLLM takes the matrices of all experts at once, by the name of the first matrix of an expert."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import ROUTER_NAMES, STACKED, family_of, with_fact
+from ..models import STACKED, family_of, is_router, with_fact
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory, LayerWeights
@@ -153,7 +153,7 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
     """Return whether engines may treat a module as a linear layer; routers of transformers are not `nn.Linear`."""
     if isinstance(module, nn.Linear):
         return True
-    return name.rpartition(".")[2] in ROUTER_NAMES and len(shapes_of(module).get("weight", ())) == 2
+    return is_router(name) and len(shapes_of(module).get("weight", ())) == 2
 
 
 def loads_in_transformers(inventory: Inventory) -> bool:

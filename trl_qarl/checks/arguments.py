@@ -42,14 +42,14 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives other than TRL's
-    losses."""
+    """Switch off dropout that TRL's `disable_dropout` misses, and noise of routers, and require both to be off for
+    objectives other than TRL's losses."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         # Attention has no dropout module: it passes an attribute of the layer to a function.
-        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd)))
         and isinstance(value, float)
         and value > 0
     }
@@ -67,13 +67,23 @@ def check_dropout(model: nn.Module, args: Any) -> None:
                 args.objective,
             )
     for name, key in switched_off:
-        setattr(model.get_submodule(name), key, 0.0)
+        module = model.get_submodule(name)
+        if "jitter" in key:
+            # Without training the rate adds no noise. It is kept, because PhiMoE also compares scores with it.
+            module.eval()
+            module.train = partial(_stay_in_evaluation, module)
+        else:
+            setattr(module, key, 0.0)
     if remaining := active.keys() - switched_off.keys():
         name, key = next(place for place in active if place in remaining)
         raise ValueError(
-            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={active[name, key]}), so rollout, "
+            f"The model drops activations or adds noise ({len(remaining)} rates above 0, the first is {name}.{key}={active[name, key]}), so rollout, "
             f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
         )
+
+
+def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
 
 
 def keep_attention_cap(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models import ROUTER_NAMES
+from ..models import is_router
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
 from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
 from .plan import covers
@@ -214,7 +214,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "output head"
         elif id(module.weight) in embedding_weights:
             reasons[name] = "shares the embedding's weight"
-        elif leaf in ROUTER_NAMES:
+        elif is_router(name):
             reasons[name] = "router"
         elif name in excluded:
             reasons[name] = "exclude_modules"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Gemma4Config, Gemma4ForConditionalGeneration
 
 from testing_utils import make_mixture
 from testing_utils.layers import LAYERS, logits, tiny
@@ -267,6 +267,30 @@ def test_releases_that_no_plan_reproduces_are_refused(tmp_path, options, message
     folder = write_release(tiny("qwen3").bfloat16(), tmp_path, **{"group_size": None} | options)
     with pytest.raises(ValueError, match=message):
         prepare_model(load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
+
+
+def test_the_language_model_of_a_release_with_a_tower_is_trained(tmp_path):
+    """Gemma 4 in INT4: one class with its tower, buffers among the weights, and a tied head that the file holds too."""
+    text = {"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "global_head_dim": 64, "num_kv_shared_layers": 1}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 260}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 32, "position_embedding_size": 16}
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, image_token_id=255)
+    model = Gemma4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.5)
+    folder = write_release(model, tmp_path, group_size=32, ignore=["lm_head", "re:.*vision.*", "re:.*per_layer.*"])
+    theirs = load_file(folder / "model.safetensors")
+    theirs["lm_head.weight"] = theirs["model.language_model.embed_tokens.weight"].clone()
+    save_file(theirs, folder / "model.safetensors")
+    again = load_masters(str(folder))
+    report = prepare_model(again, "w4a16", scale_dtype=torch.bfloat16)
+    assert_are_those_of(theirs, again)
+    assert len(report.converted) == 12 and all(".language_model." in name for name in report.converted)
+    assert {float(layer.layer_scalar) for layer in again.model.language_model.layers} == {0.5}
+    assert again.lm_head.weight is again.model.language_model.embed_tokens.weight
 
 
 def test_layers_in_high_precision_in_a_release_stay_so(tmp_path):

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
 
-_ROUTER_NAMES = frozenset(["gate", "router", "modality_router", "shared_expert_gate"])
+ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+"""Components of the names of routers. They are compared whole, as `gate*` would also match `gate_proj`."""
 
+RECURRENT_STEPS = ("dt_proj", "x_proj")
+"""Last components of the names of layers that compute step sizes of a recurrence, of any number of outputs."""
 
-def is_router(name: str) -> bool:
-    """Return whether a layer routes tokens to experts or branches, by its name or that of a module around it, such as
-    `mlp.gate.wg`. Components are compared whole, as `gate*` would also match `gate_proj`."""
-    return not _ROUTER_NAMES.isdisjoint(name.split("."))
+MIN_RECURRENT_OUTPUTS = 128
+"""Layers of a recurrence with fewer outputs compute a few numbers for each head, such as decays and step sizes. Their
+errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/issues/2100)."""
 
 STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
 """Names with which vLLM takes the matrices of all experts at once, by the name of the first matrix of an expert."""
@@ -71,6 +73,12 @@ _ROWS = (
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family("SmolVLMForConditionalGeneration", "smolvlm", has_compared_pictures=True),
 )
+
+
+def is_router(name: str) -> bool:
+    """Return whether a module with this name chooses experts, or is a part of one that does (`mlp.gate.wg`)."""
+    return any(part in ROUTER_NAMES or part.endswith("_router") for part in name.split("."))
+
 
 FAMILIES = {row.architecture: row for row in _ROWS}
 """The rows, by architecture."""

@@ -38,10 +38,10 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
         assert differences("model.", ours, other) == [f"model.{name}: learner {ours[name]!r}, engine {value!r}"]
     theta = describe_model(make_tiny_config("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
     (line,) = differences("model.", ours, theta)
-    assert line.startswith("model.rope_parameters: learner") and "100.0" in line
+    assert line.startswith("model.rope_parameters.rope_theta: learner") and "100.0" in line
     # Another version of transformers may write a setting that this one does not know, or leave one that is not set
     # out.
-    newer = ours | {"new_setting": 1, "rope_parameters": ours["rope_parameters"] | {"factor": None}}
+    newer = ours | {"new_setting": 1, "rope_parameters.factor": None}
     assert differences("model.", ours, newer) == []
 
 

@@ -173,9 +173,10 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
-    own = {name.rpartition(".")[2] for name in linears}
+    # The number of a layer in a list would match others.
+    own = {leaf for name in linears if not (leaf := name.rpartition(".")[2]).isdigit()}
     whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own - shared)]
-    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] in shared]
+    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] not in own - shared]
 
 
 def _leaves(name: str, names: CheckpointNames) -> set[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models import is_router
+from ..models import MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
 from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
 from .plan import covers
@@ -216,6 +216,8 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "shares the embedding's weight"
         elif is_router(name):
             reasons[name] = "router"
+        elif _steers_recurrence(inventory, name, module):
+            reasons[name] = "steers a recurrence"
         elif name in excluded:
             reasons[name] = "exclude_modules"
         elif type(module) is not nn.Linear:
@@ -223,6 +225,13 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
         elif shapes_of(module).get("weight", module.weight.shape).numel() == 0:
             reasons[name] = "no weights"
     return reasons
+
+
+def _steers_recurrence(inventory: Inventory, name: str, module: nn.Linear) -> bool:
+    """Return whether a layer computes decays, step sizes or other numbers of a few per head for a recurrence."""
+    parent, _, leaf = name.rpartition(".")
+    is_recurrent = "A_log" in shapes_of(inventory.modules[parent]) if parent else False
+    return is_recurrent and (leaf in RECURRENT_STEPS or module.out_features < MIN_RECURRENT_OUTPUTS)
 
 
 def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[str]:

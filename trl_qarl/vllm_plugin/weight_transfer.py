@@ -46,6 +46,7 @@ from .adapters import PublishedAdapter, on_bare_model
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
 from .engine_tensors import (
+    convolution_copies,
     engine_name,
     live_fingerprints,
     names_by_module,
@@ -161,6 +162,15 @@ class AuditedReload:
             self._owned[path] = self._owned[source]
         self._read_when_loaded = set(self._watch_layers()) if self._is_whole else set()
 
+    def _own(self, names: Iterable[str]) -> None:
+        """Have parameters that are sent under their own names be filled by these, such as GLM's `gate_up_proj`, whose
+        checkpoints hold the fused matrix that vLLM's mapping of packed modules splits."""
+        for name in names:
+            if (parts := self._owned.get(name, [name])) != [name]:
+                if self._read_when_loaded.issuperset(parts):
+                    self._read_when_loaded.add(name)
+                self._owned[name] = [name]
+
     @on_bare_model
     def abandon(self) -> None:
         """Abandon an unfinished update. The model holds garbage until the next one is finished."""
@@ -236,6 +246,8 @@ class AuditedReload:
     def _finalize(self) -> None:
         with set_default_torch_dtype(self.model_config.dtype):
             finalize_layerwise_reload(self.model, self.model_config)
+        for _, buffer, weight in convolution_copies(self.model):
+            buffer.copy_(weight)
         self._is_loading = False
 
     def _problems(self, expected: Mapping[str, str]) -> list[str]:
@@ -244,6 +256,7 @@ class AuditedReload:
         received = self._kept() | self._arrived
         received = {name: value for name, value in received.items() if name in self._arrived or name in expected}
         problems = fingerprint_differences(expected, received)
+        self._own(self._engine_name(name) for name in expected)
         owned = {name for names in self._owned.values() for name in names}
         mapped = {self._engine_name(name): name for name in expected if not is_adapter_tensor(name)}
         problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
@@ -269,11 +282,12 @@ class AuditedReload:
         arrived = {self._engine_name(name) for name in self._arrived}
         loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
         modules = dict(self.model.named_modules())
+        copies = {path for path, *_ in convolution_copies(self.model)}
         problems = []
         for path, value in live.items():
             prefix, _, leaf = path.rpartition(".")
-            if path in self._filled:
-                # Compared with the learner's.
+            if path in self._filled or path in copies:
+                # Compared with the learner's, or copied from what was.
                 continue
             if path in self._processed:
                 wanted = self._processed[path]
@@ -325,6 +339,7 @@ class AuditedReload:
         sources = set(self._tied.values())
         for name, tensor in tensors:
             own_name = self._engine_name(name)
+            self._own([own_name])
             is_read_later = own_name in self._read_when_loaded
             self._arrived[name] = "nothing was loaded" if is_read_later else fingerprint(tensor)
             self._received[own_name] = name, tensor.shape

@@ -46,6 +46,7 @@ from .adapters import PublishedAdapter, on_bare_model
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
 from .engine_tensors import (
+    borrowed_parameters,
     convolution_copies,
     engine_name,
     live_fingerprints,
@@ -97,6 +98,8 @@ class AuditedReload:
                     names = [name for name, buffer in layer._buffers.items() if buffer is not None]
                     names = [name for name in names if name not in layer._non_persistent_buffers_set]
                     self._noisy += [f"{prefix}.{name}" if prefix else name for name in names]
+        # vLLM finishes experts without the router's bias, which it fills with garbage for them and the router (0.31).
+        self._borrowed = list(borrowed_parameters(self.model))
         if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
             cuda.use_one_tiling()
         # Whether the update in progress has passed all checks.
@@ -152,6 +155,8 @@ class AuditedReload:
         if self.has_graphs and self._addresses is None:
             # Graphs are captured before the first publication.
             self._addresses = Addresses(self.model)
+        for module, name, _ in self._borrowed:
+            del module._parameters[name]
         # Reloading unties tensors for its duration.
         self._tied = dict(tied_names(self.model))
         with set_default_torch_dtype(self.model_config.dtype):
@@ -246,6 +251,8 @@ class AuditedReload:
     def _finalize(self) -> None:
         with set_default_torch_dtype(self.model_config.dtype):
             finalize_layerwise_reload(self.model, self.model_config)
+        for module, name, parameter in self._borrowed:
+            module._parameters[name] = parameter
         for _, buffer, weight in convolution_copies(self.model):
             buffer.copy_(weight)
         self._is_loading = False

@@ -4,7 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Gemma4Config, Gemma4ForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+)
 
 from testing_utils import make_mixture
 from testing_utils.layers import LAYERS, logits, tiny
@@ -270,7 +276,7 @@ def test_releases_that_no_plan_reproduces_are_refused(tmp_path, options, message
 
 
 def test_the_language_model_of_a_release_with_a_tower_is_trained(tmp_path):
-    """Gemma 4 in INT4: one class with its tower, buffers among the weights, and a tied head that the file holds too."""
+    """Gemma 4 in INT4: a class with a tower, buffers among the weights, and a tied head in the file."""
     text = {"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "global_head_dim": 64, "num_kv_shared_layers": 1}
     text |= {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 260}
@@ -291,6 +297,22 @@ def test_the_language_model_of_a_release_with_a_tower_is_trained(tmp_path):
     assert len(report.converted) == 12 and all(".language_model." in name for name in report.converted)
     assert {float(layer.layer_scalar) for layer in again.model.language_model.layers} == {0.5}
     assert again.lm_head.weight is again.model.language_model.embed_tokens.weight
+
+
+def test_a_release_under_names_of_earlier_transformers_is_read(tmp_path):
+    """transformers writes Gemma 3's `model.language_model` as `language_model.model`."""
+    text = {"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    model = Gemma3ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    folder = write_release(model, tmp_path, group_size=32, ignore=["lm_head", "re:.*vision.*", "re:.*projector.*"])
+    theirs = load_file(folder / "model.safetensors")
+    again = load_masters(str(folder))
+    prepare_model(again, "w4a16", scale_dtype=torch.bfloat16)
+    stored = {"model." + name.replace(".model.", ".", 1): tensor for name, tensor in theirs.items()}
+    assert "language_model.model.layers.0.mlp.up_proj.weight_packed" in theirs
+    assert_are_those_of(stored, again)
 
 
 def test_layers_in_high_precision_in_a_release_stay_so(tmp_path):

@@ -296,7 +296,8 @@ def _fill(
         for name in scales
     }
     inventory = Inventory.of(model)
-    names = inventory.names
+    # Releases of models of pictures have the names of earlier releases of transformers.
+    names = find_checkpoint_names(inventory.model, inventory.modules, is_mixture=False)
     in_model = {of: name for name, of in names.tensors.items()}
     dense = {in_model.get(n, n): t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     unexpected = model.load_state_dict(dense, strict=False, assign=True).unexpected_keys
@@ -307,7 +308,7 @@ def _fill(
         parts = {
             leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
         }
-        first = parts[DOWN][0] if parts else names.of_tensor(name)
+        first = parts[DOWN][0] if parts else name if name in low_bit else names.of_tensor(name)
         if first not in low_bit:
             continue
         scheme = _scheme_of(first, schemes, folder)

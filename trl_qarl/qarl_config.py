@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 import torch
@@ -12,12 +12,13 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checks import options as checks
+from .checks.conflicts import problems_of_conflicts
 from .checks.launch import launched_precision, problems_of_precision
 from .checks.names import RENAMED, problems_of_names
 from .checks.refused import REFUSED
-from .checks.values import fits, problems_of_values
+from .checks.values import as_dict, fits, problems_of_values
 from .objectives.registry import get_objective, problems_of_objective
-from .options import EngineOptions, ObjectiveOptions, QuantOptions, describe_options
+from .options import CHOICES, MUONS, EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import parse_scheme
 from .sharding.zero3 import keep_float32_masters
@@ -42,17 +43,18 @@ def _collect_unknown_names(cls: type) -> type:
 @_collect_unknown_names
 @describe_options
 @dataclass
-class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
+class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, GRPOConfig):
     # docstyle-ignore
     r"""
     Configuration class for the [`QaRLTrainer`].
 
     It inherits every option of [`~trl.GRPOConfig`], [`~trl_qarl.options.QuantOptions`],
-    [`~trl_qarl.options.ObjectiveOptions`] and [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and
-    follow the paper's Table 2 (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and
-    eight updates per generation batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of
-    `steps_per_generation` and `generation_batch_size` is given). The table's batch sizes and lengths (512 completions
-    in mini-batches of 64, 2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
+    [`~trl_qarl.options.ObjectiveOptions`], [`~trl_qarl.options.LearnerOptions`] and
+    [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and follow the paper's Table 2
+    (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and eight updates per generation
+    batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of `steps_per_generation` and
+    `generation_batch_size` is given). The table's batch sizes and lengths (512 completions in mini-batches of 64,
+    2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
     Without an accelerator `use_cpu` is switched on. On a CPU `bf16` defaults to `True` if the processor multiplies
     bfloat16 matrices natively, or if accelerate was launched with `mixed_precision: bf16`. A value that is given is
@@ -68,7 +70,11 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             Set by `objective`; give `objective` instead.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
-            of [`~transformers.TrainingArguments`], such as `"adamw_torch"`.
+            of [`~transformers.TrainingArguments`], such as `"adamw_torch"`. `"muon_8bit"` is `"muon"` with its state
+            in 8 bits, except for second moments of embeddings and experts.
+        gradient_dtype (`str`, *optional*, defaults to `"float32"`):
+            Dtype in which gradients are kept until the optimizer's step: `"float32"`, or `"bfloat16"` with
+            `optim="muon_8bit"` and torchao's 8-bit and 4-bit AdamW. With FSDP2 processes still add them up in float32.
         weight_decay (`float`, *optional*, defaults to `0.01`):
             Weight decay of the optimizer.
     """
@@ -77,13 +83,14 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
 
     loss_type: str | None = None
     optim: str = "muon"
+    gradient_dtype: str = field(default="float32", metadata={"choices": list(CHOICES["gradient_dtype"])})
     weight_decay: float = 0.01
 
     # True if `steps_per_generation` has our default, which the trainer lowers to what the dataset fills.
     chooses_steps = False
 
     def __post_init__(self):
-        hints, defaults = get_type_hints(type(self)), {field.name: field.default for field in fields(self)}
+        hints, defaults = get_type_hints(type(self)), {option.name: option.default for option in fields(self)}
         unknown = vars(self).pop("_unknown", {})
         problems = [*problems_of_names(unknown, defaults, lambda name, value: fits(value, hints[name]))]
         for name in RENAMED.keys() & unknown.keys():
@@ -97,8 +104,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             setattr(self, name, defaults[name])
         self._choose_device()
         problems += [*checks.check_scheme(self), *checks.check_numerics(self)]
-        problems += [*problems_of_objective(self), *checks.check_choices(self)]
-        problems += [*checks.check_inherited(self), *checks.check_vllm(self), *checks.check_ahead(self)]
+        problems += [*problems_of_objective(self), *checks.check_choices(self), *problems_of_conflicts(self)]
+        problems += [*checks.check_inherited(self), *checks.check_generation_kwargs(self), *checks.check_gpu(self)]
         problems += [*problems_of_precision(self), *checks.check_hub(self)]
         if problems:
             for name in REFUSED.keys() & defaults.keys():
@@ -128,7 +135,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             self.scheme = type(self).scheme
         for name in ("objective_kwargs", "generation_kwargs", "model_init_kwargs"):
             try:
-                value = checks.as_dict(self, name)
+                value = as_dict(self, name)
             except ValueError as error:
                 yield str(error)
                 setattr(self, name, None)
@@ -151,12 +158,12 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
         if self.chooses_steps:
             self.steps_per_generation = 8 * self.gradient_accumulation_steps
         # transformers does not know this optimizer name; the trainer builds the optimizer.
-        is_muon = self.optim == "muon"
-        if is_muon:
+        optim = self.optim
+        if optim in MUONS:
             self.optim = "adamw_torch"
         super().__post_init__()
-        if is_muon:
-            self.optim = "muon"
+        if optim in MUONS:
+            self.optim = optim
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()

@@ -13,13 +13,14 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
-from .checks.arguments import check_arguments, check_prompts, has_pictures, problems_of_pictures
+from .checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures
 from .checks.options import raise_problems
-from .checks.resume import check_before_loading
+from .doctor.memory import check_host_memory
 from .forward import Batch
 from .muon import MuonAdamW
 from .numerics.low_bit import use_cpu_weights
 from .objectives.registry import get_objective
+from .options import MUONS
 from .policy import Policy
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
@@ -114,10 +115,17 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
         }
-        check_arguments(**given)
-        check_before_loading(args, model, peft_config, optimizers[0])
-        self._own_optimizer = optimizers[0]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
+        problems = [*problems_of_arguments(self.policy, **given)]
+        if train_dataset is None and environment_factory is None:
+            problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
+        if not reward_funcs and environment_factory is None:
+            problems.append("There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards.")
+        raise_problems(problems)
+        check_host_memory(args, model, peft_config)
+        self._own_optimizer = optimizers[0]
+        if self._own_optimizer is not None and args.optim in MUONS:
+            logger.info("`optimizers` was given, so optim=%r is not used.", args.optim)
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False
@@ -129,6 +137,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             super().__init__(**given)
         with all_or_none(self.accelerator):
             self.policy.check_head()
+        self.policy.choose_layout(self.accelerator.num_processes, self.aux_loss_enabled)
         self.eos_token_ids = [*self.eos_token_ids, *_own_ends(args, self.eos_token_ids)]
         if self.is_deepspeed_enabled and args.bf16:
             # TRL has given the models another forward by now.
@@ -179,7 +188,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.args.cast_lm_head_to_fp32:
             # TRL casts the inputs, but autocast undoes this in the rollout; TRL's scoring turns autocast off.
             head = self.model.get_output_embeddings()
-            head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
+            head.forward = torch.autocast(self.accelerator.device.type, enabled=False)(head.forward)
         return OwnGenerationConfig(**kwargs)
 
     def _add_callbacks(self) -> None:
@@ -199,8 +208,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def create_optimizer(self, model=None):
-        """Builds Muon with AdamW for `optim="muon"`; other names are TRL's. Skips updates without a gradient."""
-        if self.optimizer is None and self.args.optim == "muon":
+        """Builds Muon with AdamW for `optim="muon"` and `"muon_8bit"`; other names are TRL's. Skips updates without a
+        gradient."""
+        if self.optimizer is None and self.args.optim in MUONS:
             model = self.model if model is None else model
             self.optimizer = MuonAdamW(
                 model,
@@ -209,6 +219,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 weight_decay=self.args.weight_decay,
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
+                in_8_bits=self.args.optim == "muon_8bit",
             )
         optimizer = super().create_optimizer(model)
         self._skips_updates.watch(optimizer)
@@ -365,12 +376,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
         if self._objective is None:
-            loss = super()._compute_loss(model, inputs)
+            with self._choosing(inputs):
+                loss = super()._compute_loss(model, inputs)
             self._measure(inputs, self._forward_logps)
             return loss
-        per_token_logps, entropies, aux_loss = self._score(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        with self._choosing(inputs):
+            per_token_logps, entropies, aux_loss = self._score(
+                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
         self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, spread
-from testing_utils.trainings import EXPERTS, arguments, make
-from trl_qarl.checks.arguments import problems_of_pictures
+from testing_utils.trainings import EXPERTS, arguments, config, make
+from trl_qarl.checks.arguments import problems_of_division, problems_of_pictures
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.swap import restore_model
 
@@ -192,7 +192,7 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NotImplementedError, match=match):
+    with pytest.raises(ValueError, match=match):
         QaRLTrainer(tiny_model, spread, args, make_problems())
 
 
@@ -205,6 +205,8 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
         ([[{"role": "user", "content": "a"}], []], 1),
         ([None, None], 0),
         ([["a", "b"]], 0),
+        ([[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]], 1),
+        ([[{"role": "user"}]], 0),
     ],
     ids=str,
 )
@@ -293,6 +295,21 @@ def test_long_rope_is_refused_in_an_engine_with_a_longer_context(long_rope, tmp_
         make(long_rope, tmp_path / "run", use_vllm=True, vllm_max_model_length=length)
 
 
+@pytest.mark.parametrize("length", [None, 128])
+def test_a_window_that_vllm_counts_otherwise_bounds_the_engine(tmp_path, no_engine, length):
+    path = make_tiny_model(tmp_path, "cohere2", sliding_window=64, tie_word_embeddings=True)
+    message = rf"vllm_max_model_length={length} with Cohere2ForCausalLM: .* Set vllm_max_model_length=64"
+    with pytest.raises(ValueError, match=message):
+        make(path, tmp_path / "run", use_vllm=True, vllm_max_model_length=length)
+
+
+def test_a_mixture_whose_experts_trl_cannot_count_is_refused(tmp_path):
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "num_local_experts": 0}
+    path = make_tiny_model(tmp_path, "granitemoehybrid", layer_types=["mamba", "attention"], **sizes)
+    with pytest.raises(ValueError, match=r"TRL reads `num_experts`.* Set router_aux_loss_coef=0"):
+        make(path, tmp_path / "run", max_completion_length=8)
+
+
 def test_long_rope_refuses_sequences_that_change_others(long_rope, tmp_path):
     trainer = make(long_rope, tmp_path / "run", max_completion_length=8)
     ids = torch.arange(64)[None] + 4
@@ -323,3 +340,18 @@ def test_a_forward_that_scales_logits_is_refused(tmp_path, scheme):
     model.forward = scaling_logits(model.forward)
     with pytest.raises(ValueError, match="TRL's loss differ from those of Qwen2ForCausalLM's logits by"):
         make(model, tmp_path / "scaled", scheme=scheme)
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_processes", "has_aux_loss", "why"),
+    [
+        (None, 2, False, "different numbers of forwards"),
+        ("it takes pictures", 1, False, "are padded: it takes pictures"),
+        (None, 1, True, "the auxiliary loss"),
+    ],
+)
+def test_forwards_that_cannot_be_divided_are_refused(tmp_path, reason, num_processes, has_aux_loss, why):
+    args = config(tmp_path, max_tokens_per_forward=100)
+    (problem,) = problems_of_division(args, reason, num_processes, has_aux_loss)
+    assert why in problem and "max_tokens_per_forward=100 is unsupported here" in problem
+    assert not [*problems_of_division(args, None, 1, False)]

@@ -12,6 +12,7 @@ from trl_qarl.wire.describe import (
     describe_tokenizer,
     differences,
     group_name,
+    rotation_differences,
     scheme_of_group,
 )
 
@@ -43,6 +44,20 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
     # out.
     newer = ours | {"new_setting": 1, "rope_parameters.factor": None}
     assert differences("model.", ours, newer) == []
+
+
+def test_rotary_embeddings_are_compared_by_their_angles():
+    ours = [(1.0, [1.0, 0.1, 0.01]), (1.2, [1.0, 0.5])]
+    rounded = [(1.196, [0.998, 0.501])]
+    assert (
+        rotation_differences(ours, rounded)
+        == rotation_differences([], rounded)
+        == rotation_differences(ours, [])
+        == []
+    )
+    for other in ((1.0, [1.0, 0.5]), (1.2, [1.0, 0.55]), (1.0, [1.0, 0.1])):
+        (line,) = rotation_differences(ours, [other])
+        assert line.startswith("rotary embedding: the learner has 3 pairs with angles of 1 to 0.01")
 
 
 def test_tokenizers_are_told_apart():

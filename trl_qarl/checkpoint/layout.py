@@ -173,16 +173,20 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
-    # The number of a layer in a list would match others.
-    own = {leaf for name in linears if not (leaf := name.rpartition(".")[2]).isdigit()}
-    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own - shared)]
-    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] not in own - shared]
+    own = {leaf for name in linears if not (leaf := _leaf(name)).isdigit()} - shared
+    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own)]
+    return whole + [names.of_tensor(name) for name in linears if _leaf(name) not in own]
+
+
+def _leaf(name: str) -> str:
+    """Return the last component of a name; of a layer in a list, that of the list with its number."""
+    return re.search(r"[^.]+(\.\d+)*$", name)[0]  # pyrefly: ignore[unsupported-operation]
 
 
 def _leaves(name: str, names: CheckpointNames) -> set[str]:
     """Return the last components of a layer's names in a checkpoint; for experts, those of their matrices."""
     matrices = [matrix for leaf in (GATE_UP, DOWN) for matrix in names.experts.get(f"{name}.{leaf}", ())]
-    return {matrix.rpartition(".")[2] for matrix in matrices} or {name.rpartition(".")[2]}
+    return {matrix.rpartition(".")[2] for matrix in matrices} or {_leaf(name)}
 
 
 def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
@@ -191,8 +195,9 @@ def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
     return matrices[0].rsplit(".", 2)[0] if matrices else None
 
 
-def problem_of_mixture(inventory: Inventory) -> str | None:
-    """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts."""
+def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme] | None = None) -> str | None:
+    """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts.
+    `schemes` has those of layers that are yet to be quantized, by name."""
     name = architecture(inventory.model)
     for path, module in inventory.experts.items():
         if not family_of(name).has_compared_experts:
@@ -200,7 +205,7 @@ def problem_of_mixture(inventory: Inventory) -> str | None:
                 f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM is untested. Tested are "
                 f"{', '.join(with_fact('has_compared_experts'))}. Use one of these, a dense model, or use_vllm=False."
             )
-        scheme = getattr(module, "scheme", None)
+        scheme = (schemes or {}).get(path, getattr(module, "scheme", None))
         if scheme is not None and not _has_compared_experts(scheme):
             known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]
             return (

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
+from transformers.pytorch_utils import Conv1D
 
 from .experts import QuantizedExperts, has_stacked_matrices
 from .fixed_scales import FixedScale, attach_fixed_scales, fixed_scales, fixed_schemes
@@ -172,9 +173,28 @@ def prepare_model(
     a layer; and if layers that vLLM fuses do not share a scheme.
     """
     plan = get_plan(scheme)
-    _check_not_quantized(model)
+    schemes, reasons = assign_schemes(model, plan, exclude_modules)
     if not plan.is_quantized:
         return SwapReport(plan)
+    candidates = Inventory.of(model).quantizable
+    scheme_of = {candidates[name]: scheme for name, scheme in schemes.items()}
+    layers = _replace(model, scheme_of, lambda module: _quantized(module, scheme_of[module], scale_dtype))
+    named = {name: layers[candidates[name]] for name in schemes}
+    share_global_scales(named)
+    if scales := fixed_scales(model):
+        attach_fixed_scales(named, scales)
+        plan = QuantPlan.of_layers(schemes)
+    return report_layers(plan, named, reasons)
+
+
+def assign_schemes(
+    model: nn.Module, plan: QuantPlan, exclude_modules: str | Sequence[str] | None = None
+) -> tuple[dict[str, QuantScheme], dict[str, str]]:
+    """Return the scheme of each layer that [`prepare_model`] would quantize, and the reason for each other linear
+    layer. Nothing is changed, and `model` may be on the meta device. The errors are those of [`prepare_model`]."""
+    _check_not_quantized(model)
+    if not plan.is_quantized:
+        return {}, {}
     inventory = Inventory.of(model)
     candidates = inventory.quantizable
     if not candidates:
@@ -187,13 +207,14 @@ def prepare_model(
     reasons |= kept
     if scales:
         schemes = fixed_schemes(schemes, scales)
-        plan = QuantPlan.of_layers(schemes)
     chosen = {name: candidates[name] for name in schemes}
     if not chosen:
-        raise ValueError(
-            f"No layer of {type(model).__name__} is left to quantize: {len(candidates)} linear layers, all skipped "
-            f"({'; '.join(sorted(set(reasons.values())))}). Relax `exclude_modules`={exclude_modules!r}."
-        )
+        why = f"{len(candidates)} linear layers, all skipped ({'; '.join(sorted(set(reasons.values())))})"
+        if any(isinstance(module, Conv1D) for module in inventory.modules.values()):
+            # GPT-2 and its kin.
+            why += ". Its `Conv1D` is no linear layer: it stores the weight transposed, which has no low-bit form"
+        remedy = f"Relax `exclude_modules`={exclude_modules!r}" if exclude_modules else "Use scheme='bf16'"
+        raise ValueError(f"No layer of {type(model).__name__} is left to quantize: {why}. {remedy}.")
     if scales or not plan.is_uniform:
         check_fused(schemes, candidates)
     formats = set()
@@ -211,13 +232,7 @@ def prepare_model(
         raise ValueError(
             f"Experts of different layers have {listed}: transformers applies the format of one layer to all. Give all experts the same."
         )
-    scheme_of = {module: schemes[name] for name, module in chosen.items()}
-    layers = _replace(model, chosen.values(), lambda module: _quantized(module, scheme_of[module], scale_dtype))
-    named = {name: layers[module] for name, module in chosen.items()}
-    share_global_scales(named)
-    if scales:
-        attach_fixed_scales(named, scales)
-    return report_layers(plan, named, reasons)
+    return schemes, reasons
 
 
 def _reasons_with(

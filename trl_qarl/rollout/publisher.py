@@ -26,7 +26,6 @@ from ..quantization.names import layer_of
 from ..quantization.storage import is_sharded
 from ..wire.describe import (
     PICTURE_OPTIONS,
-    Rotation,
     config_differences,
     describe_model,
     describe_pictures,
@@ -89,7 +88,8 @@ class Publisher:
         if config is not None:
             ours = describe_model(config.get_text_config())
             problems += differences("model.", ours, theirs.get("model") or {})
-            problems += rotation_differences(_rotations(inventory), theirs.get("rotations") or [])
+            rotations = [(factor, angles[angles != 0].tolist()) for factor, angles in inventory.rotary_embeddings]
+            problems += rotation_differences(rotations, theirs.get("rotations") or [])
             image_processor = getattr(self.processing_class, "image_processor", None)
             ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
             problems += differences("pictures.", ours, theirs.get("pictures") or {})
@@ -212,18 +212,6 @@ class Publisher:
             current = fingerprints_of(layer)
             self._audit_seconds += time.perf_counter() - start
             yield layer, current
-
-
-def _rotations(inventory: Inventory) -> list[Rotation]:
-    """Return the rotary embeddings of a learner; transformers has one for each kind of layers in one module."""
-    found = []
-    for module in inventory.modules.values():
-        for name, buffer in module._buffers.items():
-            kind, is_rotary, rest = name.partition("inv_freq")
-            if is_rotary and not rest and not kind.endswith("original_") and buffer is not None and buffer.ndim == 1:
-                factor = float(getattr(module, f"{kind}attention_scaling", 1.0))
-                found.append((factor, [angle for angle in buffer.tolist() if angle]))
-    return found
 
 
 @contextmanager

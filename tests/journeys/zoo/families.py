@@ -8,8 +8,8 @@ SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 64,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 2},
     "cohere": {"tie_word_embeddings": True},
-    "cohere2": {"tie_word_embeddings": True, "sliding_window": 16, "num_hidden_layers": 4},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
     "cwm": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5": {},
     "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
@@ -80,21 +80,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 2.0,
     },
-    "helium": {},
     "hunyuan_v1_dense": {},
     "hyperclovax": {},
     "jais2": {},
     "llama": {},
-    "minicpm3": {},
     "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None},
-    "nanochat": {},
     "nemotron": {},
     "olmo": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
-    "phi": {"partial_rotary_factor": 0.5},
+    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
     "phi3": {"sliding_window": None},
     "phi3 long": {},
     "qwen2": {},
@@ -130,6 +127,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"],
         "mamba_chunk_size": 16,
         "num_local_experts": 0,
+        "router_aux_loss_coef": 0.0,
         "num_experts_per_tok": 0,
         "shared_intermediate_size": 256,
         "position_embedding_type": "rope",
@@ -143,7 +141,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_dt_rank": 8,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "block_multiple_of": 128},
+    "lfm2": {
+        "tie_word_embeddings": True,
+        "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 128,
+    },
     "mamba": {"state_size": 16, "time_step_rank": 8},
     "mamba2": {**_MAMBA},
     "nemotron_h": {
@@ -175,4 +182,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "adapter_rank": 32,
         "chunk_size": 16,
     },
+}
+
+# vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
+IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5_text"}
+
+# Their configuration computes it from the other sizes.
+WITHOUT_HEAD_DIM = {"falcon"}
+
+REFUSED: dict[str, str] = {
+    "bamba": "only if all its layers attend",
+    "bloom": "reorders the rows",
+    "falcon": "FalconLinear has its own forward",
+    "falcon_mamba": "selective_scan_fwd",
+    "gemma3n_text": "in plain vLLM 0.31 and plain transformers",
+    "gpt2": "Its `Conv1D` is no linear layer",
+    "gpt_neox": "reorders the rows",
+    "gpt_bigcode": "is left to quantize",
+    "jamba": "selective_scan_fwd",
+    "mamba": "selective_scan_fwd",
+    "qwen3_next": "weight sync with vLLM is untested",
+    "zamba2": "names its shared blocks",
+}
+"""Parts of the refusals of families that do not train with vLLM on a CPU."""
+
+EXPORT_FAILS: dict[tuple[str, str], str] = {}
+"""Parts of the errors of plain engines that cannot load an export, by family and engine."""
+
+NOTES: dict[str, str] = {
+    "cohere2": "sequences within the window",
+    "granitemoehybrid": "`router_aux_loss_coef=0`",
+    "phi3 long": "sequences within `original_max_position_embeddings`",
 }

@@ -250,18 +250,3 @@ def test_a_router_that_the_engine_has_under_two_names_is_no_tied_weight():
     model["head"] = torch.nn.Linear(4, 8, bias=False)
     model["head"].weight = model["embed"].weight
     assert list(tied_names(model)) == [("head.weight", "embed.weight")]
-
-
-@pytest.mark.vllm
-def test_a_router_keeps_the_bias_that_its_experts_share():
-    """vLLM's reload of experts that got no bias would fill both with garbage."""
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-    from trl_qarl.vllm_plugin.engine_tensors import borrowed_parameters
-
-    block = torch.nn.Module()
-    block.gate, block.experts = torch.nn.Linear(4, 2), object.__new__(RoutedExperts)
-    torch.nn.Module.__init__(block.experts)
-    block.experts.e_score_correction_bias = block.gate.bias
-    block.experts.w2_weight = torch.nn.Parameter(torch.zeros(2))
-    assert [*borrowed_parameters(block)] == [(block.experts, "e_score_correction_bias", block.gate.bias)]

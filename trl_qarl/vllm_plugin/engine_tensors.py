@@ -59,17 +59,6 @@ def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield name, first[id(parameter)]
 
 
-def borrowed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the parameters that experts share with their router, such as the bias with which DeepSeek-V3 chooses, with
-    module and name. Their reload belongs to the router."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in seen and isinstance(module, RoutedExperts):
-                yield module, name, parameter
-            seen.add(id(parameter))
-
-
 def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield each parameter of a model in checkpoint format, with the names in a checkpoint that fill it, in order."""
     # In a model of pictures and text, the language model may have the mapping.

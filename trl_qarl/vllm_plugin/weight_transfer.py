@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     layerwise,
 )
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
@@ -50,7 +51,6 @@ from .adapters import PublishedAdapter, on_bare_model
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
 from .engine_tensors import (
-    borrowed_parameters,
     convolution_copies,
     engine_name,
     live_fingerprints,
@@ -110,8 +110,6 @@ class AuditedReload:
                     names = [name for name, buffer in layer._buffers.items() if buffer is not None]
                     names = [name for name in names if name not in layer._non_persistent_buffers_set]
                     self._noisy += [f"{prefix}.{name}" if prefix else name for name in names]
-        # vLLM finishes experts without the router's bias, which it fills with garbage for them and the router (0.31).
-        self._borrowed = list(borrowed_parameters(self.model))
         if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
             cuda.use_one_tiling()
         # Whether the update in progress has passed all checks.
@@ -167,8 +165,6 @@ class AuditedReload:
         if self.has_graphs and self._addresses is None:
             # Graphs are captured before the first publication.
             self._addresses = Addresses(self.model)
-        for module, name, _ in self._borrowed:
-            del module._parameters[name]
         # Reloading unties tensors for its duration.
         self._tied = dict(tied_names(self.model))
         with set_default_torch_dtype(self.model_config.dtype):
@@ -269,8 +265,6 @@ class AuditedReload:
     def _finalize(self) -> None:
         with set_default_torch_dtype(self.model_config.dtype):
             finalize_layerwise_reload(self.model, self.model_config)
-        for module, name, parameter in self._borrowed:
-            module._parameters[name] = parameter
         for _, buffer, weight in convolution_copies(self.model):
             buffer.copy_(weight)
         self._is_loading = False
@@ -401,7 +395,8 @@ class AuditedReload:
     def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
         """Yield the names and parameters of a layer, with the names that fill their rows."""
         for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            if not name.endswith(_SHARED_BY_SHARDS):
+            # vLLM loads some tensors in place, such as a router's bias, at any time: only the running ones are compared.
+            if not name.endswith(_SHARED_BY_SHARDS) and name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
                 yield name, parameter, self._owned.get(name, [])
 
     def _record_then(self, prefix: str, process):
@@ -426,7 +421,8 @@ class AuditedReload:
             process(layer)
             for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 path = f"{prefix}.{leaf}" if prefix else leaf
-                if tensor is not None and leaf not in layer._non_persistent_buffers_set and path not in as_loaded:
+                is_kept = leaf in layer._non_persistent_buffers_set or leaf in SKIP_LOAD_TENSORS or path in as_loaded
+                if tensor is not None and not is_kept:
                     self._processed[path] = fingerprint(tensor)
 
         return record_then_process

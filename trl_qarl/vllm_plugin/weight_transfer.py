@@ -395,7 +395,7 @@ class AuditedReload:
     def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
         """Yield the names and parameters of a layer, with the names that fill their rows."""
         for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            # vLLM loads some tensors in place, such as a router's bias, at any time: only the running ones are compared.
+            # vLLM loads some tensors in place, such as the bias of a router: only the running ones are compared.
             if not name.endswith(_SHARED_BY_SHARDS) and name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
                 yield name, parameter, self._owned.get(name, [])
 

@@ -31,6 +31,8 @@ QUICK = {
     "max_completion_length": 4,
     "max_steps": 1,
     "report_to": "none",
+    # As on a GPU.
+    "bf16": True,
     "use_cpu": True,
 }
 

@@ -103,6 +103,7 @@ _ROWS = (
         "gpt_neox",
         problem_with_vllm=_REORDERED.format("gpt_neox"),
     ),
+    Family("Glm4MoeForCausalLM", "glm4_moe", has_compared_experts=True),
     Family(
         "GptOssForCausalLM",
         "gpt_oss",

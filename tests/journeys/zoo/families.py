@@ -86,6 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_embd": 128, "n_layer": 2, "n_head": 4},
     "gpt_neox": {},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
+    "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
     "gpt_oss": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "granite": {
         "embedding_multiplier": 2.0,
@@ -225,7 +226,9 @@ REFUSED: dict[str, str] = {
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
 
 # vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
-EXPORT_FAILS: dict[tuple[str, str], str] = {("olmoe", "vllm"): "No WNA16 MoE backend"}
+EXPORT_FAILS: dict[tuple[str, str], str] = dict.fromkeys(
+    [(family, "vllm") for family in ("glm4_moe", "olmoe")], "No WNA16 MoE backend"
+)
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
 
 NOTES: dict[str, str] = {

@@ -1,5 +1,5 @@
 # Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
-.PHONY: help check quickstart test nightly lint format docs clean
+.PHONY: help check quickstart test nightly models lint format docs clean
 MAKEFLAGS += --no-print-directory
 # Set to 1 by some container images: every process that a test starts would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,6 +33,11 @@ nightly:  ## run what `make test` leaves out: further cases of what it proves, f
 	.ci/setup .venv-test $(TEST_EXTRAS)
 	.ci/pictures .venv-test
 	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "nightly and not gpu" --durations=25 $(ARGS)
+
+models:  ## train a tiny model of each family with vLLM and write docs/models.md; ARGS="olmo2 glm4" prints some
+	.ci/setup .venv-test $(TEST_EXTRAS)
+	.ci/pictures .venv-test
+	.venv-test/bin/python tests/journeys/zoo/zoo.py $(ARGS)
 
 lint:  ## style and types, as CI checks them
 	.ci/setup $(VENV) $(LINT_EXTRAS)

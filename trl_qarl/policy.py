@@ -28,6 +28,7 @@ from .checks.arguments import (
     problems_of_positions,
     switch_off_dropout,
 )
+from .checks.models import problem_of_architecture, problems_with_vllm
 from .checks.options import raise_problems
 from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
@@ -161,6 +162,11 @@ class Policy:
         if args.precisions is not None:
             yield from problems_of_patterns(args.precisions, schemes)
         yield from problems_of_experts(model, args, schemes, skipped)
+        if args.use_vllm:
+            for problem in problems_with_vllm(model, self._engine_dtype(model), args.use_cpu, schemes):
+                yield f"use_vllm=True: {problem}"
+            if args.vllm_mode == "colocate" and (problem := problem_of_architecture(model)):
+                yield f"use_vllm=True: {problem}. Use use_vllm=False."
         if is_placed:
             yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)
 

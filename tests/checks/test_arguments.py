@@ -290,6 +290,21 @@ def test_long_rope_is_refused_in_an_engine_with_a_longer_context(long_rope, tmp_
         make(long_rope, tmp_path / "run", use_vllm=True, vllm_max_model_length=length)
 
 
+@pytest.mark.parametrize("length", [None, 128])
+def test_a_window_that_vllm_counts_otherwise_bounds_the_engine(tmp_path, no_engine, length):
+    path = make_tiny_model(tmp_path, "cohere2", sliding_window=64, tie_word_embeddings=True)
+    message = rf"vllm_max_model_length={length} with Cohere2ForCausalLM: .* Set vllm_max_model_length=64"
+    with pytest.raises(ValueError, match=message):
+        make(path, tmp_path / "run", use_vllm=True, vllm_max_model_length=length)
+
+
+def test_a_mixture_whose_experts_trl_cannot_count_is_refused(tmp_path):
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "num_local_experts": 0}
+    path = make_tiny_model(tmp_path, "granitemoehybrid", layer_types=["mamba", "attention"], **sizes)
+    with pytest.raises(ValueError, match=r"TRL reads `num_experts`.* Set router_aux_loss_coef=0"):
+        make(path, tmp_path / "run", max_completion_length=8)
+
+
 def test_long_rope_refuses_sequences_that_change_others(long_rope, tmp_path):
     trainer = make(long_rope, tmp_path / "run", max_completion_length=8)
     ids = torch.arange(64)[None] + 4

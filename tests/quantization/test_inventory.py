@@ -125,6 +125,28 @@ def test_routers_stay_and_gate_proj_does_not(name):
     assert report.skipped == {f"mlp.{name}": "router"}
 
 
+@pytest.mark.parametrize("name", ["gate.wg", "router.proj", "altup.modality_router"])
+def test_parts_of_routers_stay_in_high_precision(name):
+    parent, _, leaf = name.partition(".")
+    model = nn.Module()
+    model.mlp = nn.ModuleDict({parent: nn.ModuleDict({leaf: nn.Linear(128, 128)}), "gate_proj": nn.Linear(128, 128)})
+    assert prepare_model(model, "w4a16").skipped == {f"mlp.{name}": "router"}
+
+
+def test_what_steers_a_recurrence_stays_in_high_precision():
+    model = nn.Module()
+    layers = {"in_proj": nn.Linear(128, 256), "in_proj_a": nn.Linear(128, 16), "dt_proj": nn.Linear(128, 256)}
+    model.mixer, model.mlp = nn.ModuleDict(layers), nn.ModuleDict({"k_proj": nn.Linear(128, 16)})
+    model.mixer.A_log = nn.Parameter(torch.zeros(16))
+    kept = dict.fromkeys(("mixer.in_proj_a", "mixer.dt_proj"), "decays and step sizes of a recurrence")
+    assert prepare_model(model, "w4a16").skipped == kept
+
+
+def test_layers_of_fewer_inputs_than_a_group_stay_in_high_precision():
+    model = nn.ModuleDict({"streams": nn.Linear(4, 128), "k_proj": nn.Linear(128, 16)})
+    assert prepare_model(model, "w4a16").skipped == {"streams": "fewer than 32 inputs"}
+
+
 def test_head_under_another_name_is_recognised_by_its_tie():
     model = nn.Module()
     model.embed = nn.Embedding(64, 128)
@@ -206,3 +228,14 @@ def test_an_expression_keeps_decoder_layers_in_high_precision():
     kept = r"re:.*text_model[.]layers[.]0[.].*"
     report = prepare_model(picture_model("idefics3"), "w8a16", exclude_modules=[kept])
     assert len(report.converted) == 7 and all("text_model.layers.1." in name for name in report.converted)
+
+
+def test_a_layer_in_a_list_is_matched_with_the_name_of_its_list():
+    """Its number alone would match decoder layers."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(128, 64)}) for _ in range(2)])
+    model.streams = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+    prepare_model(model, "w4a16")
+    groups = quantization_config(Inventory.of(model))["config_groups"].values()
+    targets = {group["weights"]["group_size"]: group["targets"] for group in groups}
+    assert targets == {128: [r"re:.*\.up$"], 64: [r"re:.*\.streams\.0$", r"re:.*\.streams\.1$"]}

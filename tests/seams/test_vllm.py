@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from seams import imported_names, resolve, takes, without_place
-from trl_qarl.rollout.pictures import NOT_COMPARED
+from trl_qarl.models import with_fact
 from trl_qarl.wire.describe import PICTURE_OPTIONS
 
 
@@ -207,7 +207,7 @@ def test_pictures_are_described_and_taken_with_token_ids_as_we_do():
     assert "enable_scale_out" in {field.name for field in dataclasses.fields(BaseFrontendArgs)}
 
 
-@pytest.mark.parametrize("name", [*NOT_COMPARED])
+@pytest.mark.parametrize("name", with_fact("problem_of_pictures"))
 def test_towers_that_are_refused_are_still_called_otherwise(name, tmp_path):
     """transformers saves `vision_tower.embeddings`, for which vLLM wants a `vision_model` in between."""
     import transformers

@@ -340,7 +340,8 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
         "model.num_attention_heads: learner 2, engine 4",
         "model.num_key_value_heads: learner 1, engine 2",
         "model.rms_norm_eps: learner 1e-06, engine 0.001",
-        "model.rope_parameters: learner {'rope_theta': 10000.0, 'rope_type': 'default'}, engine {'rope_theta': 100.0",
+        "model.rope_parameters.rope_theta: learner 10000.0, engine 100.0",
+        "rotary embedding: the learner has 32 pairs",
         "tokenizer.eos_token_id: learner 2, engine 3",
     ):
         assert line in str(error.value)

@@ -12,6 +12,7 @@ from trl_qarl.wire.describe import (
     describe_tokenizer,
     differences,
     group_name,
+    rotation_differences,
     scheme_of_group,
 )
 
@@ -38,11 +39,25 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
         assert differences("model.", ours, other) == [f"model.{name}: learner {ours[name]!r}, engine {value!r}"]
     theta = describe_model(make_tiny_config("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
     (line,) = differences("model.", ours, theta)
-    assert line.startswith("model.rope_parameters: learner") and "100.0" in line
+    assert line.startswith("model.rope_parameters.rope_theta: learner") and "100.0" in line
     # Another version of transformers may write a setting that this one does not know, or leave one that is not set
     # out.
-    newer = ours | {"new_setting": 1, "rope_parameters": ours["rope_parameters"] | {"factor": None}}
+    newer = ours | {"new_setting": 1, "rope_parameters.factor": None}
     assert differences("model.", ours, newer) == []
+
+
+def test_rotary_embeddings_are_compared_by_their_angles():
+    ours = [(1.0, [1.0, 0.1, 0.01]), (1.2, [1.0, 0.5])]
+    rounded = [(1.196, [0.998, 0.501])]
+    assert (
+        rotation_differences(ours, rounded)
+        == rotation_differences([], rounded)
+        == rotation_differences(ours, [])
+        == []
+    )
+    for other in ((1.0, [1.0, 0.5]), (1.2, [1.0, 0.55]), (1.0, [1.0, 0.1])):
+        (line,) = rotation_differences(ours, [other])
+        assert line.startswith("rotary embedding: the learner has 3 pairs with angles of 1 to 0.01")
 
 
 def test_tokenizers_are_told_apart():

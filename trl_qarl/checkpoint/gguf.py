@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from ..models import gguf_architectures
 from ..packages import install_hint
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
@@ -46,8 +47,7 @@ GGUF_FILE = "model.gguf"
 
 _BLOCK = 32
 
-# For other architectures llama.cpp's conversion changes tensors in ways that are not implemented here.
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_ARCHITECTURES = gguf_architectures()
 _DENSE_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _WRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")
 _ROPE = "rope_"

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models import STACKED, family_of, is_router, with_fact
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import format_of
-from ..quantization.inventory import ROUTER_NAMES, Inventory, LayerWeights
+from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import CheckpointNames, architecture
 from ..quantization.plan import fused_layers
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name
-
-
-MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-"""Mixtures of experts whose names, layouts and log-probs in vLLM were compared with the learner's."""
 
 
 def iter_checkpoint_layers(
@@ -72,14 +69,11 @@ def _checkpoint_tensors(
             yield names.of_tensor(name), value
 
 
-_STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
-
-
 def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors `(E, ...)` of a parameter of experts, named for vLLM's `RoutedExperts.load_weights`."""
     prefix, _, leaf = matrices[0].rsplit(".", 2)
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
-    stem = f"{prefix}.{_STACKED.get(leaf, leaf)}"
+    stem = f"{prefix}.{STACKED.get(leaf, leaf)}"
     for key, value in tensors.items():
         if key == "weight_shape":
             shape = value // value.new_tensor([len(matrices), 1])
@@ -159,7 +153,7 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
     """Return whether engines may treat a module as a linear layer; routers of transformers are not `nn.Linear`."""
     if isinstance(module, nn.Linear):
         return True
-    return name.rpartition(".")[2] in ROUTER_NAMES and len(shapes_of(module).get("weight", ())) == 2
+    return is_router(name) and len(shapes_of(module).get("weight", ())) == 2
 
 
 def loads_in_transformers(inventory: Inventory) -> bool:
@@ -179,15 +173,20 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
-    own = {name.rpartition(".")[2] for name in linears}
-    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own - shared)]
-    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] in shared]
+    own = {leaf for name in linears if not (leaf := _leaf(name)).isdigit()} - shared
+    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own)]
+    return whole + [names.of_tensor(name) for name in linears if _leaf(name) not in own]
+
+
+def _leaf(name: str) -> str:
+    """Return the last component of a name; of a layer in a list, that of the list with its number."""
+    return re.search(r"[^.]+(\.\d+)*$", name)[0]  # pyrefly: ignore[unsupported-operation]
 
 
 def _leaves(name: str, names: CheckpointNames) -> set[str]:
     """Return the last components of a layer's names in a checkpoint; for experts, those of their matrices."""
     matrices = [matrix for leaf in (GATE_UP, DOWN) for matrix in names.experts.get(f"{name}.{leaf}", ())]
-    return {matrix.rpartition(".")[2] for matrix in matrices} or {name.rpartition(".")[2]}
+    return {matrix.rpartition(".")[2] for matrix in matrices} or {_leaf(name)}
 
 
 def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
@@ -201,10 +200,10 @@ def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme] 
     `schemes` has those of layers that are yet to be quantized, by name."""
     name = architecture(inventory.model)
     for path, module in inventory.experts.items():
-        if name not in MIXTURES:
+        if not family_of(name).has_compared_experts:
             return (
                 f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM is untested. Tested are "
-                f"{', '.join(MIXTURES)}. Use one of these, a dense model, or use_vllm=False."
+                f"{', '.join(with_fact('has_compared_experts'))}. Use one of these, a dense model, or use_vllm=False."
             )
         scheme = (schemes or {}).get(path, getattr(module, "scheme", None))
         if scheme is not None and not _has_compared_experts(scheme):

@@ -18,11 +18,11 @@ from transformers import AutoConfig
 
 from ..adapters.base import problem_of_low_bit_start
 from ..adapters.tensors import is_adapter_folder
-from ..checkpoint.layout import problem_of_mixture
 from ..checkpoint.load import is_low_bit, skeleton
+from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model, is_adapted, is_peft_model
+from ..quantization.names import architecture, base_model, is_adapted, is_peft_model
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
@@ -118,9 +118,21 @@ def keep_attention_cap(model: nn.Module) -> None:
 
 def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem of an engine that would compute positions unlike the learner: with LongRoPE (such as Phi-3) an
-    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence."""
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence; and a
+    sliding window that vLLM and transformers count differently may not be left."""
+    if not args.use_vllm:
+        return
+    name, length = architecture(model), args.vllm_max_model_length
+    if family_of(name).has_longer_window:
+        window = base_model(model).config.get_text_config().sliding_window
+        if length is None or length > window:
+            yield (
+                f"vllm_max_model_length={length} with {name}: in longer sequences than its sliding_window={window} "
+                "vLLM's layers see one more token than transformers', so learner and engine would be different policies. Set "
+                f"vllm_max_model_length={window}, and start a server with --max-model-len {window}."
+            )
     limit = _longest_of_short(model)
-    if args.use_vllm and limit and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
+    if limit and (length is None or length > limit):
         yield (
             f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
             "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
@@ -206,9 +218,15 @@ def problems_of_experts(
 ) -> Iterator[str]:
     """Yield problems of the experts of a mixture whose layers get these `schemes`, by name; `skipped` has the reasons
     why the others stay in high precision."""
-    inventory = Inventory.of(model)
-    if args.use_vllm and (problem := problem_of_mixture(inventory, schemes)):
-        yield f"use_vllm=True: {problem}"
+    inner, inventory = base_model(model), Inventory.of(model)
+    config = inner.config.get_text_config()
+    coef = args.router_aux_loss_coef
+    coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
+    if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
+        yield (
+            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(inner).__name__} does not have "
+            "(https://github.com/huggingface/trl/issues/5754). Set router_aux_loss_coef=0"
+        )
     experts = {name: p for name, p in inventory.stacked_experts.items() if name.rpartition(".")[0] not in schemes}
     if not args.is_quantized or not experts:
         return
@@ -341,6 +359,12 @@ def problems_of_arguments(
     yield from problems_of_content(
         model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
     )
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if not (isinstance(reward, str) or callable(reward)):
+            yield (
+                f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
+                "or a list of these."
+            )
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (
@@ -353,7 +377,9 @@ def problems_of_arguments(
         yield from _problems_of_ahead(args, train_dataset, others)
     launch = Launch.of_arguments(args)
     state = args.distributed_state
-    if state is not None and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+    on_cpu = state is not None and state.device.type == "cpu"
+    # With a GPU only accelerate knows.
+    if on_cpu and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         yield from problems_of_ignored_sharding(Launch(), state.device.type, state.num_processes)
     yield from problems_of_launch(launch, args, has_adapter, is_nf4(quantization_config))
     config = getattr(model, "config", None)

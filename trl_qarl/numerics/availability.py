@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models import with_fact
 from ..packages import install_hint
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
@@ -23,10 +24,10 @@ from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .experts import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, FAMILIES, TRANSPARENT, LoraOperation, class_of, window_of
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, LoraOperation, class_of, window_of
 
 
-COVERED_CLASSES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
+COVERED_CLASSES = with_fact("has_engine_numerics")
 """Model classes with engine numerics for all their operations."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
@@ -54,7 +55,7 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
         yield "engine numerics are untested on GPUs; numerics='engine' selects them, and every batch is compared"
     for problem in contradicting_options(config, loads_vllm=True):
         yield f"engine numerics contradict {problem.partition('. ')[0]}"
-    if reason := _obstacle_of_model(model, dtype):
+    if reason := obstacle_of_model(model, dtype):
         yield f"Engine numerics are not available: {reason}."
 
 
@@ -101,7 +102,7 @@ def _schemes(config: Any) -> tuple[QuantScheme, ...]:
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
     """Raise `ValueError`, naming the unsupported part and supported ones, unless `model` can compute with the engine's
     arithmetic in `dtype` in this process."""
-    if reason := _obstacle_of_model(model, dtype):
+    if reason := obstacle_of_model(model, dtype):
         raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
 
 
@@ -116,11 +117,14 @@ def problems_of_engine_numerics(
     for problem in contradicting_options(config, loads_vllm=True):
         yield f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'."
         return
-    if reason := _obstacle_of_model(model, dtype, schemes, is_dropout_off=True):
+    if reason := obstacle_of_model(model, dtype, schemes, is_dropout_off=True):
         yield f"Engine numerics are not available: {reason}. Use the fast numerics."
 
 
-def _obstacle_of_model(model: nn.Module, dtype: torch.dtype, *expected: Any, **kwargs: Any) -> str | None:
+def obstacle_of_model(model: nn.Module, dtype: torch.dtype, *expected: Any, **kwargs: Any) -> str | None:
+    """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
+    device is judged as if it were on the accelerator of this machine, or on its CPU. Further arguments are those of
+    [`problems_of_engine_numerics`]."""
     return next((reason for is_met, reason in _conditions(model, dtype, *expected, **kwargs) if not is_met), None)
 
 
@@ -137,6 +141,8 @@ def _conditions(
     yield name in COVERED_CLASSES, f"{name} is not supported, only {', '.join(COVERED_CLASSES)}"
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
+    if device.type == "meta":
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     on_gpu = device.type == "cuda"
     yield on_gpu or device.type == "cpu", f"they exist for CPUs and for NVIDIA GPUs; the model is on {device}"
     reason = cuda.reason_against() if on_gpu else None

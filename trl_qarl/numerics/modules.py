@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
+from ..models import family_of, with_fact
 from ..quantization.names import adapted_layers
 from ..quantization.storage import weight_version
 from . import experts, ops
@@ -29,9 +30,6 @@ from . import experts, ops
 
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
-
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
-"""Prefixes of the classes of models with engine numerics for all their operations."""
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -255,9 +253,9 @@ ENGINE_OPERATIONS = {
     nn.Embedding: _Embedding,
     nn.Linear: _Linear,
     **{
-        getattr(module, f"{family}{name}"): operation
-        for family in FAMILIES
-        for folder in [family.lower().replace("moe", "_moe")]
+        getattr(module, f"{family.prefix}{name}"): operation
+        for family in map(family_of, with_fact("has_engine_numerics"))
+        for folder in [family.model_type]
         for module in [import_module(f"transformers.models.{folder}.modeling_{folder}")]
         for name, operation in (
             ("RMSNorm", _RMSNorm),
@@ -270,7 +268,7 @@ ENGINE_OPERATIONS = {
             ("SparseMoeBlock", _SparseBlock),
         )
         # A mixture has no plain block, a dense model no experts.
-        if hasattr(module, f"{family}{name}")
+        if hasattr(module, f"{family.prefix}{name}")
     },
 }
 """Operations by the class of the module; quantized layers and experts keep their forward and get

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
 from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
 from .plan import covers
@@ -23,9 +24,6 @@ from .weight import QuantizedLayer, QuantizedWeight
 
 
 _ATTRIBUTE = "_trl_qarl_inventory"
-
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-"""Last name components of MoE routers. They are compared whole, as `gate*` would also match `gate_proj`."""
 
 EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
@@ -141,6 +139,18 @@ class Inventory:
         }
 
     @property
+    def rotary_embeddings(self) -> list[tuple[float, torch.Tensor]]:
+        """Factor and angles of rotary embeddings; transformers has one for each kind of layers in one module. A pair
+        of features turns by its angle, in radians, from one position to the next."""
+        return [
+            (float(getattr(module, f"{kind}attention_scaling", 1.0)), buffer)
+            for module in self.modules.values()
+            for name, buffer in module._buffers.items()
+            for kind, is_rotary, rest in [name.partition("inv_freq")]
+            if is_rotary and not rest and not kind.endswith("original_") and buffer is not None and buffer.ndim == 1
+        ]
+
+    @property
     def holds_adapter(self) -> bool:
         """True if adapters are part of the weights that are quantized (`lora_mode="merged"`)."""
         return any(layer.holds_adapter for layer in self.layers.values())
@@ -216,15 +226,27 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "output head"
         elif id(module.weight) in embedding_weights:
             reasons[name] = "shares the embedding's weight"
-        elif leaf in ROUTER_NAMES:
+        elif is_router(name):
             reasons[name] = "router"
+        elif _steers_recurrence(inventory, name, module):
+            reasons[name] = "decays and step sizes of a recurrence"
         elif name in excluded:
             reasons[name] = "exclude_modules"
         elif type(module) is not nn.Linear:
             reasons[name] = f"{type(module).__name__} has its own forward"
         elif shapes_of(module).get("weight", module.weight.shape).numel() == 0:
             reasons[name] = "no weights"
+        elif module.in_features < MIN_INPUTS:
+            reasons[name] = f"fewer than {MIN_INPUTS} inputs"
     return reasons
+
+
+def _steers_recurrence(inventory: Inventory, name: str, module: nn.Linear) -> bool:
+    """Return whether a layer computes a few numbers for each head or channel of a state-space model or of linear
+    attention."""
+    parent, _, leaf = name.rpartition(".")
+    is_recurrent = bool(parent) and "A_log" in shapes_of(inventory.modules[parent])
+    return is_recurrent and (leaf in RECURRENT_STEPS or module.out_features < MIN_RECURRENT_OUTPUTS)
 
 
 def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[str]:

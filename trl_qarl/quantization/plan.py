@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..models import FUSED
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
 DEFAULT = "_default"
 _EXPRESSION = "re:"
 _HIGH_PRECISION = SCHEMES["bf16"]
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
 
 
 @dataclass(frozen=True)

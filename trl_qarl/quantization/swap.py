@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
+from transformers.pytorch_utils import Conv1D
 
 from .experts import QuantizedExperts, has_stacked_matrices
 from .formats.registry import format_of
@@ -196,10 +197,12 @@ def assign_schemes(
     reasons |= kept
     chosen = {name: candidates[name] for name in schemes}
     if not chosen:
-        raise ValueError(
-            f"No layer of {type(model).__name__} is left to quantize: {len(candidates)} linear layers, all skipped "
-            f"({'; '.join(sorted(set(reasons.values())))}). Relax `exclude_modules`={exclude_modules!r}."
-        )
+        why = f"{len(candidates)} linear layers, all skipped ({'; '.join(sorted(set(reasons.values())))})"
+        if any(isinstance(module, Conv1D) for module in inventory.modules.values()):
+            # GPT-2 and its kin.
+            why += ". Its `Conv1D` is no linear layer: it stores the weight transposed, which has no low-bit form"
+        remedy = f"Relax `exclude_modules`={exclude_modules!r}" if exclude_modules else "Use scheme='bf16'"
+        raise ValueError(f"No layer of {type(model).__name__} is left to quantize: {why}. {remedy}.")
     if not plan.is_uniform:
         check_fused(schemes, candidates)
     formats = set()

@@ -17,27 +17,12 @@ import torch
 from torch import nn
 from trl.generation.vllm_client import parse_logprobs, pil_to_base64
 
+from ..models import family_of, with_fact
 from ..quantization.names import architecture
 from ..wire.describe import sample_token_ids
 from ..wire.protocol import PublishError
 from .answers import BadAnswer
 
-
-PICTURE_CLASSES = (
-    "Idefics3ForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "SmolVLMForConditionalGeneration",
-)
-"""Classes whose prompts, tensors and log-probs in vLLM were compared with the learner's."""
-
-_OTHER_NAMES = "transformers 5.17 and vLLM 0.31 have different names for the tensors of its vision tower"
-
-NOT_COMPARED = {
-    "Gemma3ForConditionalGeneration": _OTHER_NAMES,
-    "LlavaNextForConditionalGeneration": _OTHER_NAMES,
-}
 
 PICTURE_PATH = "/inference/v1/generate"
 """Path of vLLM's server for token ids with pictures, available with `--enable-scale-out`."""
@@ -49,7 +34,7 @@ _MAX_REQUESTS = 64
 
 def takes_pictures(model: nn.Module) -> bool:
     """Return whether the pictures of a model's class were compared with vLLM's."""
-    return architecture(model) in PICTURE_CLASSES
+    return family_of(architecture(model)).has_compared_pictures
 
 
 def problem_of_class(model: nn.Module) -> str | None:
@@ -57,8 +42,9 @@ def problem_of_class(model: nn.Module) -> str | None:
     if takes_pictures(model):
         return None
     name = architecture(model)
-    reason = NOT_COMPARED.get(name, "its pictures in vLLM were not compared with the learner's")
-    return f"{name} with pictures and use_vllm=True: {reason}. Use one of {', '.join(PICTURE_CLASSES)}, or use_vllm=False."
+    reason = family_of(name).problem_of_pictures or "its pictures in vLLM were not compared with the learner's"
+    compared = ", ".join(with_fact("has_compared_pictures"))
+    return f"{name} with pictures and use_vllm=True: {reason}. Use one of {compared}, or use_vllm=False."
 
 
 class ExpandedPrompt(list):

@@ -31,6 +31,7 @@ from ..wire.describe import (
     describe_pictures,
     describe_tokenizer,
     differences,
+    rotation_differences,
 )
 from ..wire.fingerprint import fingerprints as fingerprints_of
 from ..wire.protocol import is_adapter_tensor, load_order
@@ -87,6 +88,8 @@ class Publisher:
         if config is not None:
             ours = describe_model(config.get_text_config())
             problems += differences("model.", ours, theirs.get("model") or {})
+            rotations = [(factor, angles[angles != 0].tolist()) for factor, angles in inventory.rotary_embeddings]
+            problems += rotation_differences(rotations, theirs.get("rotations") or [])
             image_processor = getattr(self.processing_class, "image_processor", None)
             ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
             problems += differences("pictures.", ours, theirs.get("pictures") or {})

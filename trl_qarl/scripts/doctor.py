@@ -1,6 +1,6 @@
 """`trl-qarl doctor`: checks this machine before training."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from ..quantization.plan import plan_of
 from .command_line import add_plan_options, check_folder, configuration_errors
@@ -13,8 +13,14 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         epilog="Exit code: 0 without errors, 1 with an error, 2 for invalid options.",
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights"
+        "model",
+        nargs="?",
+        # The default of the option below.
+        default=SUPPRESS,
+        metavar="MODEL",
+        help="hub id or folder: says if and how it trains with vLLM; its configuration is read, not its weights",
     )
+    parser.add_argument("--model", metavar="MODEL", help="the same")
     add_plan_options(parser, default=None)
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     parser.add_argument(

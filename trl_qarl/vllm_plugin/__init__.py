@@ -34,6 +34,8 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
 
+    from .shared_classes import register_classes
+
     # Before vLLM starts the process of its engine, which would inherit the secret.
     if take_token() or TOKEN_FILE_VARIABLE in os.environ:
         from vllm.v1.engine.core_client import DPLBAsyncMPClient
@@ -42,6 +44,7 @@ def register() -> None:
         assert "call_utility_async" in vars(DPLBAsyncMPClient)
         DPLBAsyncMPClient.call_utility_async = call_every_replica
     _end_with_parent()
+    register_classes()
     for backend, name in ((FILE_BACKEND, "FileChannel"), (NCCL_BACKEND, "NCCLChannel")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from ..wire.describe import Rotation
 from ..wire.fingerprint import fingerprints
 from .linear_kernels import LowBitKernel
 
@@ -100,6 +102,28 @@ def names_by_module(owned: Mapping[str, list[str]]) -> dict[str, list[str]]:
     for path, names in owned.items():
         modules.setdefault(path.rpartition(".")[0], []).extend(names)
     return modules
+
+
+def convolution_copies(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the name of each buffer in which a Mamba 2 layer keeps the weight of its convolution for its kernel, the
+    buffer, and the weight. On CPUs with bf16 instructions vLLM packs the weight, and the buffer is no longer a view of
+    it, so that a reload misses it."""
+    for prefix, layer in model.named_modules():
+        if (buffer := layer._buffers.get("conv_weights")) is not None:
+            weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
+            yield f"{prefix}.conv_weights", buffer, weight.view_as(buffer)
+
+
+def rotations(model: nn.Module) -> list[Rotation]:
+    """Return the rotary embeddings of a model, each once, from their tables of cosines and sines."""
+    found = {}
+    for layer in model.modules():
+        table = getattr(layer, "cos_sin_cache", None)
+        if isinstance(layer, RotaryEmbeddingBase) and isinstance(table, torch.Tensor) and table.ndim == 2:
+            cosines, sines = table[1].float().chunk(2)
+            angles = [angle for angle in torch.atan2(sines, cosines).tolist() if angle]
+            found[id(table)] = table[0, 0].item(), angles
+    return list(found.values())
 
 
 def kernels_in_use(model: nn.Module) -> dict[str, int]:

@@ -35,7 +35,11 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
@@ -46,6 +50,7 @@ from .adapters import PublishedAdapter, on_bare_model
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
 from .engine_tensors import (
+    convolution_copies,
     engine_name,
     live_fingerprints,
     names_by_module,
@@ -79,10 +84,18 @@ class AuditedReload:
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
         self._engine_name = partial(engine_name, self.model)
+        # Names that the model's loader maps itself, such as Granite 4's `A_log`, by the parameter that they fill.
+        self._found: dict[str, dict[Any, str]] = {}
+        self._names_of_parameters: dict[int, str] = {}
+        self._parts: set[str] = set()
+        # A name that nothing in the model has, while its tensor is loaded.
+        self._unknown: str | None = None
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
         self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         self._addresses: Addresses | None = None
+        # Persistent buffers, which checkpoints may hold.
+        self._buffers = self.model.state_dict().keys() - dict(self.model.named_parameters()).keys()
         # Buffers that dummy loading has filled with noise, and that quantized layers do not make themselves.
         self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":
@@ -159,7 +172,22 @@ class AuditedReload:
         self._owned = dict(owned_names(self.model))
         for path, source in self._tied.items():
             self._owned[path] = self._owned[source]
+        self._owned |= {path: _in_order(names) for path, names in self._found.items()}
+        self._parts = {part for parts in self._owned.values() for part in parts}
+        self._names_of_parameters = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._read_when_loaded = set(self._watch_layers()) if self._is_whole else set()
+
+    def _own(self, names: Iterable[str]) -> None:
+        """Have tensors that are sent under their own names be filled by these: persistent buffers, such as Gemma 4's
+        `layer_scalar`, and parameters such as GLM's `gate_up_proj`, whose checkpoints hold the fused matrix that
+        vLLM's mapping of packed modules splits."""
+        for name in names:
+            if name in self._buffers:
+                self._owned[name] = [name]
+            if (parts := self._owned.get(name, [name])) != [name]:
+                if self._read_when_loaded.issuperset(parts):
+                    self._read_when_loaded.add(name)
+                self._owned[name] = [name]
 
     @on_bare_model
     def abandon(self) -> None:
@@ -236,6 +264,8 @@ class AuditedReload:
     def _finalize(self) -> None:
         with set_default_torch_dtype(self.model_config.dtype):
             finalize_layerwise_reload(self.model, self.model_config)
+        for _, buffer, weight in convolution_copies(self.model):
+            buffer.copy_(weight)
         self._is_loading = False
 
     def _problems(self, expected: Mapping[str, str]) -> list[str]:
@@ -244,10 +274,15 @@ class AuditedReload:
         received = self._kept() | self._arrived
         received = {name: value for name, value in received.items() if name in self._arrived or name in expected}
         problems = fingerprint_differences(expected, received)
+        self._own(self._engine_name(name) for name in expected)
         owned = {name for names in self._owned.values() for name in names}
         mapped = {self._engine_name(name): name for name in expected if not is_adapter_tensor(name)}
-        problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
-        problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
+        missing, unknown = (
+            sorted(name for name in names if not name.endswith(_SHARED_BY_SHARDS))
+            for names in (owned - mapped.keys(), mapped.keys() - owned)
+        )
+        problems += [f"{name}: the learner sent nothing for it" for name in missing][:5]
+        problems += [f"{mapped[name]}: the engine has no such parameter" for name in unknown][:5]
         problems += [
             f"{name}: dummy loading has filled this buffer with noise, and the learner sent nothing for it"
             for name in self._noisy
@@ -269,11 +304,12 @@ class AuditedReload:
         arrived = {self._engine_name(name) for name in self._arrived}
         loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
         modules = dict(self.model.named_modules())
+        copies = {path for path, *_ in convolution_copies(self.model)}
         problems = []
         for path, value in live.items():
             prefix, _, leaf = path.rpartition(".")
-            if path in self._filled:
-                # Compared with the learner's.
+            if path in self._filled or path in copies or leaf.endswith(_SHARED_BY_SHARDS):
+                # Compared with the learner's, copied from what was, or without effect on numbers.
                 continue
             if path in self._processed:
                 wanted = self._processed[path]
@@ -296,7 +332,15 @@ class AuditedReload:
 
     @contextmanager
     def _watched_loading(self) -> Iterator[None]:
-        load_weights = self.model.load_weights
+        load_weights, count = self.model.load_weights, layerwise.get_numel_loaded
+
+        def note_and_count(loader: Callable[..., Any], args: Any) -> Any:
+            name = self._names_of_parameters.get(id(args.arguments.get("param")))
+            if self._unknown is not None and name is not None:
+                shard = args.arguments.get("loaded_shard_id", args.arguments.get("shard_id"))
+                self._found.setdefault(name, {})[shard] = self._unknown
+                self._owned[name] = _in_order(self._found[name])
+            return count(loader, args)
 
         def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
             weights = self.adapter.take(((name, t.to(self.device)) for name, t in tensors), self._arrived)
@@ -316,7 +360,8 @@ class AuditedReload:
             return loaded
 
         dtype = set_default_torch_dtype(self.model_config.dtype)
-        with dtype, patch.object(self.model, "load_weights", load_and_watch):
+        noting = patch.object(layerwise, "get_numel_loaded", note_and_count)
+        with dtype, noting, patch.object(self.model, "load_weights", load_and_watch):
             yield
 
     def _take_fingerprints(
@@ -325,12 +370,15 @@ class AuditedReload:
         sources = set(self._tied.values())
         for name, tensor in tensors:
             own_name = self._engine_name(name)
+            self._own([own_name])
             is_read_later = own_name in self._read_when_loaded
             self._arrived[name] = "nothing was loaded" if is_read_later else fingerprint(tensor)
             self._received[own_name] = name, tensor.shape
             if own_name in sources:
                 kept[own_name] = tensor
+            self._unknown = None if own_name in self._owned or own_name in self._parts else own_name
             yield name, tensor
+        self._unknown = None
 
     def _watch_layers(self) -> Iterator[str]:
         """Record the parameters of each layer between loading and repacking, and yield the names of these tensors."""
@@ -375,6 +423,12 @@ class AuditedReload:
                     self._processed[path] = fingerprint(tensor)
 
         return record_then_process
+
+
+def _in_order(names: Mapping[Any, str]) -> list[str]:
+    """Return names by the shards of a fused parameter that they fill, in the order of its rows."""
+    order = {"q": 0, "k": 1, "v": 2}
+    return [names[shard] for shard in sorted(names, key=lambda shard: order.get(shard, shard or 0))]
 
 
 def _dtype_and_shape(fingerprint: str) -> str:

@@ -17,7 +17,7 @@ from ..numerics import cuda
 from ..numerics.low_bit import describe_arithmetic
 from ..wire.describe import PICTURE_OPTIONS, describe_model, describe_pictures, describe_tokenizer
 from .adapters import describe_lora, serve_adapter
-from .engine_tensors import kernels_in_use
+from .engine_tensors import kernels_in_use, rotations
 
 
 # vLLM reloads a layer into copies in checkpoint format, except for biases, which Marlin permutes and pads in new
@@ -73,6 +73,7 @@ class WorkerExtension:
             "published": len(self.weight_transfer_engine.published),
             "kernels": kernels_in_use(self.model_runner.model),
             "model": describe_model(hf_config),
+            "rotations": rotations(self.model_runner.model),
             "pictures": self._describe_pictures(),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,

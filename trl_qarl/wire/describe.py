@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..quantization.schemes import SCHEMES, QuantScheme
@@ -123,10 +124,47 @@ def describe_model(config) -> dict[str, Any]:
         for name, value in config.to_dict().items()
         if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
     }
+    # Engines drop and add some, such as `mrope_section` of a model of text. Angles are compared too.
+    settings |= _flat("rope_parameters", settings.pop("rope_parameters", None))
     if settings.get("sliding_window") == 0:
         # 0 and `None` both stand for no window, and vLLM replaces one by the other.
         settings["sliding_window"] = None
     return json.loads(json.dumps(settings, default=str))
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: leaf for part, each in value.items() for key, leaf in _flat(f"{name}.{part}", each).items()}
+
+
+Rotation = tuple[float, list[float]]
+"""Factor of a rotary embedding, and the angles in radians by which each pair of features turns from one position to
+the next, without those that do not turn."""
+
+
+def rotation_differences(ours: Sequence[Rotation], theirs: Sequence[Rotation]) -> list[str]:
+    """Return the rotary embeddings of an engine that the learner does not have, up to the rounding of tables in 16
+    bits; none if one of the sides has no table."""
+
+    def agree(one: Rotation, other: Rotation) -> bool:
+        numbers = [*zip([one[0], *one[1]], [other[0], *other[1]], strict=False)]
+        return len(one[1]) == len(other[1]) and all(math.isclose(*pair, rel_tol=2**-6) for pair in numbers)
+
+    if not ours:
+        return []
+    return [
+        f"rotary embedding: the learner has {_describe(ours)}, the engine {_describe([each])}"
+        for each in theirs
+        if not any(agree(each, known) for known in ours)
+    ]
+
+
+def _describe(rotations: Iterable[Rotation]) -> str:
+    return " and ".join(
+        f"{len(angles)} pairs with angles of {max(angles, default=0):.4g} to {min(angles, default=0):.4g} and factor {factor:.4g}"
+        for factor, angles in rotations
+    )
 
 
 def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""Refusals of models before an engine is started."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config
+from trl_qarl.checks.models import problem_of_architecture, problems_with_vllm
+from trl_qarl.quantization.swap import prepare_model
+
+
+LINEAR = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def model_of(arch, **fields):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "dtype", "remedy"),
+    [
+        ("qwen3_5_text", LINEAR, torch.float32, "Set bf16=True"),
+        ("apertus", {}, torch.float32, "Set bf16=True"),
+        ("stablelm", {"head_dim": None, "partial_rotary_factor": 0.3}, torch.bfloat16, "Set bf16=False"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_kernels_that_a_cpu_lacks_are_named_with_the_dtype(arch, fields, dtype, remedy):
+    model = model_of(arch, **fields)
+    (problem,) = problems_with_vllm(model, dtype, on_cpu=True)
+    assert type(model).__name__ in problem and problem.endswith(remedy)
+    other = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[dtype]
+    assert [*problems_with_vllm(model, other, on_cpu=True)] == []
+    assert bool([*problems_with_vllm(model, dtype, on_cpu=False)]) == (arch == "apertus")
+
+
+def test_mamba_1_is_refused_on_a_cpu_alone():
+    model = model_of("mamba", state_size=16, time_step_rank=8)
+    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=True)
+    assert "selective_scan_fwd" in problem
+    assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False)] == []
+
+
+def test_low_bit_layers_of_mamba_1_are_refused_with_what_excludes_them():
+    model = model_of("mamba", state_size=16, time_step_rank=8)
+    prepare_model(model, "w4a16")
+    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=False)
+    with pytest.raises(ValueError, match="all skipped"):
+        prepare_model(
+            model_of("mamba", state_size=16, time_step_rank=8), "w4a16", exclude_modules=problem.split("'")[-2]
+        )
+
+
+BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_layer_indices": [1]}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("arch", "fields", "problem"),
+    [
+        ("llama", {}, None),
+        ("smollm3", {}, None),
+        ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
+        ("bamba", BAMBA, "only if all its layers attend"),
+    ],
+)
+def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):
+    found = problem_of_architecture(model_of(arch, **fields))
+    assert found is None if problem is None else problem in found

@@ -1,0 +1,56 @@
+"""Families of models, trained with vLLM and deployed: the zoo, of which docs/models.md is the page."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+sys.path.append(str(Path(__file__).parent / "zoo"))
+
+from families import EXPORT_FAILS, FAMILIES, REFUSED
+from zoo import LARGEST, dtype_of, visit
+
+
+pytestmark = [
+    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
+    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
+]
+OFTEN = (
+    *("cohere2", "falcon_h1", "gemma2", "gemma3_text", "gemma4_text", "glm4", "hunyuan_v1_dense", "olmo2"),
+    *("phi3", "qwen3_5_text", "smollm3", "gpt2"),
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=() if each in OFTEN else pytest.mark.nightly)
+        for each in FAMILIES
+        if each not in REFUSED
+    ],
+)
+def test_family_trains_with_vllm_and_its_export_is_the_policy(family, tmp_path, warm):
+    visited = visit(family, tmp_path, warm)
+    assert visited.found is not None, visited.log[-3000:]
+    largest = LARGEST[dtype_of(family)]
+    assert len(visited.found["mismatch"]) == 3 and max(visited.found["mismatch"]) < largest
+    if "own" in visited.found:
+        assert max(visited.found["mismatch"]) < 1.5 * max(visited.found["own"])
+    assert visited.found["flips"][-1] > 0
+    for engine, distance in visited.plain.items():
+        if (error := EXPORT_FAILS.get((family, engine))) is not None:
+            assert error in str(distance)
+        else:
+            # Plain vLLM computes in bfloat16.
+            assert distance < (largest if engine == "transformers" else LARGEST["bfloat16"]), (engine, distance)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each in OFTEN else pytest.mark.nightly) for each in REFUSED]
+)
+def test_family_is_refused_in_one_line_before_an_engine_starts(family, tmp_path, warm):
+    visited = visit(family, tmp_path, warm)
+    assert visited.found is None
+    assert REFUSED[family] in visited.log.strip().splitlines()[-1]
+    assert "vLLM engine on" not in visited.log

@@ -1,0 +1,216 @@
+"""The families of the zoo: fields of a tiny configuration by model type, beside those of [`SIZES`]."""
+
+from typing import Any
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_MAMBA = {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16, "expand": 2}
+_QWEN_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 2},
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
+    "cwm": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 64, "sliding_window": 16},
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gemma3n_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "num_hidden_layers": 4,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 260,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 32,
+        "intermediate_size": [256] * 4,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    },
+    "gemma4_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "num_hidden_layers": 4,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 260,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 128,
+    },
+    "glm": {"partial_rotary_factor": 0.5},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
+    "gpt_bigcode": {"n_embd": 128, "n_layer": 2, "n_head": 4},
+    "gpt_neox": {},
+    "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
+    "granite": {
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "hunyuan_v1_dense": {},
+    "hyperclovax": {},
+    "jais2": {},
+    "llama": {},
+    "ministral3": {"sliding_window": None},
+    "mistral": {"sliding_window": None},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
+    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
+    "phi3": {"sliding_window": None},
+    "phi3 long": {},
+    "qwen2": {},
+    "qwen3": {},
+    "seed_oss": {},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "starcoder2": {"sliding_window": None},
+    "vaultgemma": {"query_pre_attn_scalar": 64, "sliding_window": 16},
+    # Hybrids
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "attn_layer_indices": [1],
+        "mamba_chunk_size": 16,
+    },
+    "falcon_h1": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_ssm": 256,
+        "mamba_chunk_size": 16,
+    },
+    "falcon_mamba": {"state_size": 16, "time_step_rank": 8},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "layer_types": ["mamba", "attention"],
+        "mamba_chunk_size": 16,
+        "num_local_experts": 0,
+        "router_aux_loss_coef": 0.0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 256,
+        "position_embedding_type": "rope",
+    },
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 100,
+        "expert_layer_offset": 99,
+        "num_experts": 1,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
+    "lfm2": {
+        "tie_word_embeddings": True,
+        "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 128,
+    },
+    "mamba": {"state_size": 16, "time_step_rank": 8},
+    "mamba2": {**_MAMBA},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "hybrid_override_pattern": "M*-",
+        "num_hidden_layers": 3,
+        "chunk_size": 16,
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {**_QWEN_LINEAR, "head_dim": 128},
+    "qwen3_next": {
+        **_QWEN_LINEAR,
+        "head_dim": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "mamba_d_state": 16,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 1,
+        "use_shared_mlp_adapter": True,
+        "adapter_rank": 32,
+        "chunk_size": 16,
+    },
+}
+
+# vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
+IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5_text"}
+
+# Their configuration computes it from the other sizes.
+WITHOUT_HEAD_DIM = {"falcon"}
+
+REFUSED: dict[str, str] = {
+    "bamba": "only if all its layers attend",
+    "bloom": "reorders the rows",
+    "falcon": "FalconLinear has its own forward",
+    "falcon_mamba": "selective_scan_fwd",
+    "gemma3n_text": "in plain vLLM 0.31 and plain transformers",
+    "gpt2": "Its `Conv1D` is no linear layer",
+    "gpt_neox": "reorders the rows",
+    "gpt_bigcode": "is left to quantize",
+    "jamba": "selective_scan_fwd",
+    "mamba": "selective_scan_fwd",
+    "qwen3_next": "weight sync with vLLM is untested",
+    "zamba2": "names its shared blocks",
+}
+"""Parts of the refusals of families that do not train with vLLM on a CPU."""
+
+EXPORT_FAILS: dict[tuple[str, str], str] = {}
+"""Parts of the errors of plain engines that cannot load an export, by family and engine."""
+
+NOTES: dict[str, str] = {
+    "cohere2": "sequences within the window",
+    "granitemoehybrid": "`router_aux_loss_coef=0`",
+    "phi3 long": "sequences within `original_max_position_embeddings`",
+}

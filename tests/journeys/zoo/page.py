@@ -1,0 +1,45 @@
+"""docs/models.md: a row for each family of the zoo."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from families import NOTES
+
+
+BEGIN, END = "<!-- begin: families -->", "<!-- end: families -->"
+
+
+def row(family: str, dtype: str, visit) -> str:
+    """A row of the table."""
+    from trl_qarl.models import FAMILIES, gguf_architectures
+
+    gguf = "yes" if family in gguf_architectures() else ""
+    if visit.found is None:
+        last = visit.log.strip().splitlines()[-1]
+        return f"| {family} | {dtype} | **refused**: {last.partition(': ')[2]} | | | | | {gguf} |"
+    found = visit.found
+    may_be_exact = any(each.model_type == family and each.has_engine_numerics for each in FAMILIES.values())
+    numerics = f"{found['numerics']}{', engine in bfloat16' if may_be_exact and found['numerics'] == 'fast' else ''}"
+    kept = [
+        f"{', '.join(f'`{name}`' for name in sorted({n.rpartition('.')[2] for n in names}))} ({reason})"
+        for reason, names in found["kept"].items()
+        if reason != "output head"
+    ]
+    before, *after = found["mismatch"]
+    plain = [f"{value:.0e}" if isinstance(value, float) else "no" for value in visit.plain.values()]
+    note = f" {NOTES[family]}" if family in NOTES else ""
+    own = f" (bf16: {max(found['own']):.0e})" if "own" in found else ""
+    cells = [numerics, f"{before:.0e}, {max(after):.0e}{own}", "; ".join(kept) + note, *plain, gguf]
+    return f"| {family} | {dtype} | {' | '.join(cells)} |"
+
+
+def write(path: Path, rows: Sequence[str], versions: Mapping[str, str]) -> None:
+    """Replace the table of the page."""
+    from torch.backends.cpu import get_cpu_capability
+
+    text = path.read_text()
+    head = "| family | dtype | numerics | mismatch | in high precision, next to the output head | transformers | vLLM | GGUF |"
+    made = ", ".join(f"{name} {value}" for name, value in versions.items())
+    table = [f"Made on a CPU ({get_cpu_capability()}) with {made}.", "", head, "|---" * 8 + "|", *rows]
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    path.write_text(f"{before}{BEGIN}\n" + "\n".join(table) + f"\n{END}{after}")

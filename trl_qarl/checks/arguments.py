@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig
 
-from ..adapters.base import problem_of_low_bit_start
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.load import is_low_bit, skeleton
 from ..models import family_of
 from ..objectives.registry import get_objective
+from ..quantization.fixed_scales import fixed_scales
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model, is_adapted, is_peft_model
 from ..quantization.schemes import QuantScheme
@@ -50,14 +50,14 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
-    """Yield a problem of dropout that stays on although rollout, scoring and loss must see one policy: for objectives
-    other than TRL's losses, and for adapters inside low-bit weights."""
+    """Yield a problem of dropout, or of noise in routers, that stays on although rollout, scoring and loss must see
+    one policy: for objectives other than TRL's losses, and for adapters inside low-bit weights."""
     off = _dropout_to_switch_off(model, args)
     remaining = {place: rate for place, rate in _dropout(model).items() if place not in off}
     if remaining and get_objective(args) is not None:
         name, key = next(iter(remaining))
         yield (
-            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
+            f"The model drops activations or adds noise ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
             f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
         )
     rates = [rate for (name, _), rate in remaining.items() if ".lora_dropout." in name]
@@ -69,7 +69,8 @@ def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
 
 
 def switch_off_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and LoRA's for objectives other than TRL's losses."""
+    """Switch off dropout that TRL's `disable_dropout` misses, noise in routers, and LoRA's dropout for objectives
+    other than TRL's losses."""
     off = _dropout_to_switch_off(model, args)
     for rate in () if args.disable_dropout else set(off.values()):
         logger.warning(
@@ -79,7 +80,13 @@ def switch_off_dropout(model: nn.Module, args: Any) -> None:
             args.objective,
         )
     for name, key in off:
-        setattr(model.get_submodule(name), key, 0.0)
+        module = model.get_submodule(name)
+        if "jitter" in key:
+            # Without training the rate adds no noise. It is kept, because PhiMoE also compares scores with it.
+            module.eval()
+            module.train = partial(_stay_in_evaluation, module)
+        else:
+            setattr(module, key, 0.0)
 
 
 def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
@@ -89,7 +96,7 @@ def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         # Attention has no dropout module: it passes an attribute of the layer to a function.
-        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd)))
         and isinstance(value, float)
         and value > 0
     }
@@ -103,6 +110,10 @@ def _dropout_to_switch_off(model: nn.Module, args: Any) -> dict[tuple[str, str],
         return {}
     # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
     return {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
+
+
+def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
 
 
 def keep_attention_cap(model: nn.Module) -> None:
@@ -211,6 +222,16 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
+
+
+def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem if the run's group size differs from that of the checkpoint with whose scales it starts."""
+    sizes = {fixed.group_size for fixed in fixed_scales(model).values() if fixed.group_size is not None}
+    if args.group_size is not None and sizes - {args.group_size}:
+        yield (
+            f"group_size={args.group_size} was given, and the checkpoint has groups of {', '.join(map(str, sorted(sizes)))}, which "
+            "training keeps. Remove it."
+        )
 
 
 def problems_of_experts(
@@ -491,8 +512,7 @@ def _problems_of_layers(policy: Any, name: str, config: Any, args: Any, peft_con
     if config is None:
         return
     if is_low_bit(getattr(config, "quantization_config", None)):
-        if peft_config is None:
-            yield problem_of_low_bit_start(name)
+        # Its tensors tell which layers are in low bits.
         return
     model = None
     # Loading the model gives the reason.

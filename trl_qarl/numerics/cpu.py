@@ -56,8 +56,6 @@ def reason_against() -> str | None:
     """Return why the kernels cannot be used in this process, or `None`. Any release of vLLM is compared."""
     if reason := reason_not_to_call():
         return reason
-    if not torch.cpu._is_avx512_bf16_supported():
-        return "vLLM's kernels cut numbers off on this processor, which has no bf16 instructions, instead of rounding"
     difference = first_difference(sys.modules[__name__], torch.device("cpu"))
     return None if difference is None else f"vLLM {vllm_version()} is installed, and {difference}"
 

@@ -82,9 +82,35 @@ def share_of_vowels(completions, **kwargs) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
 
 
+def text_of(tokenizer, text: str, num_tokens: int) -> str:
+    """Return `text` again and again, until it has about `num_tokens` tokens."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return tokenizer.decode((ids * (num_tokens // len(ids) + 1))[:num_tokens])
+
+
+def length_of(number: int, longest: int) -> int:
+    """Return the tokens of completion `number` of a group, which spread from a quarter of the `longest` to all: most
+    are short, as in a training."""
+    return max(1, round(longest * (0.25 + 0.75 * ((number * 5 % 8) / 7) ** 2)))
+
+
+def cut_completions(trainer, longest: int) -> None:
+    """Give completions the lengths of [`length_of`], as if they had ended there."""
+    generate, count = trainer._generate_single_turn, trainer.num_generations
+
+    def generate_and_cut(*args, **kwargs):
+        ids, logps = generate(*args, **kwargs)
+        lengths = [length_of(i % count, longest) for i in range(len(ids))]
+        cut = [[row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in (ids, logps) if rows]
+        return cut[0], cut[1] if logps else logps
+
+    trainer._generate_single_turn = generate_and_cut
+
+
 def make_trainer(contender: str, options):
     import torch
     from datasets import Dataset
+    from transformers import AutoTokenizer
 
     has_gpu = torch.cuda.is_available()
     arguments = {
@@ -107,14 +133,13 @@ def make_trainer(contender: str, options):
         "model_init_kwargs": {"dtype": "float32"},
         "loss_type": "grpo",
     }
-    dataset = Dataset.from_dict(
-        {
-            "prompt": [
-                f"Count upwards from {i}, one number per line, and explain each number in a sentence."
-                for i in range(512)
-            ]
-        }
-    )
+    texts = [
+        f"Count upwards from {i}, one number per line, and explain each number in a sentence." for i in range(512)
+    ]
+    if options.prompt_tokens is not None:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        texts = [text_of(tokenizer, text, options.prompt_tokens) for text in texts]
+    dataset = Dataset.from_dict({"prompt": texts})
     in_vllm = find_spec("vllm") is not None and (has_gpu or contender != TRL) and not options.without_vllm
     if in_vllm:
         arguments |= {
@@ -156,6 +181,8 @@ def compete(contender: str, options) -> None:
     from transformers import TrainerCallback
 
     trainer, sampler = make_trainer(contender, options)
+    if options.spread:
+        cut_completions(trainer, options.new_tokens)
     watch = Stopwatch()
     watch.watch(trainer, "_generate_and_score_completions", "scoring")
     watch.watch(trainer, "_generate_single_turn", "rollout")
@@ -352,6 +379,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=2, help="prompts of a generation batch")
     parser.add_argument("--updates", type=int, default=2, help="updates of a generation batch")
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens of every completion")
+    parser.add_argument("--prompt_tokens", type=int, help="tokens of every prompt, by default about 20")
+    parser.add_argument(
+        "--spread", action="store_true", help="cut completions to lengths from a quarter of `new_tokens`"
+    )
     parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument(
         "--shapes", default="smollm2-135m", help="of `bench.shapes`, with random weights but for this one"
@@ -387,7 +418,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
             for contender in contenders:
                 contender.end()
     rows = [summarize(each.name, each.described, each.batches, options.sequences) for each in contenders]
-    task = f"{described}, {options.sequences} completions of {options.new_tokens} tokens, {options.updates} updates"
+    task = f"{described}, {options.sequences} completions of {'up to ' * options.spread}{options.new_tokens} tokens, {options.updates} updates"
+    if options.prompt_tokens is not None:
+        task += f", prompts of {options.prompt_tokens} tokens"
     print(f"{task}; median of {options.batches} batches, in turns.\n{describe_processor()}\n\n{table(rows)}")
     if options.output:
         result = {"task": task, "processor": describe_processor(), "rows": rows}

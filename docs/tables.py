@@ -1,5 +1,5 @@
 """
-Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py`, the one of
+Writes the tables of options.md from `trl_qarl/checks/` and `trl_qarl/objectives/tbpo.py`, the one of
 health.md from `trl_qarl/telemetry/advisor.py`, and the one of schemes.md from `trl_qarl/rollout/gpu_kernels.py`:
 `python docs/tables.py`.
 """
@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 from trl_qarl.checks import refused
+from trl_qarl.checks.conflicts import CONFLICTS
 from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
@@ -28,6 +29,7 @@ def _options() -> dict[str, str]:
     model_init = {f'model_init_kwargs["{name}"]': why for name, why in refused.MODEL_INIT_KWARGS_REFUSED.items()}
     return {
         "every objective": _table(refused.REFUSED | model_init),
+        "conflicts": _conflicts(),
         "lora": _table(refused.REFUSED_BY_LORA),
         "tbpo": _table(REFUSED_BY_TBPO),
         "generation_kwargs": _names(refused.GENERATION_KWARGS_THAT_RESHAPE),
@@ -53,6 +55,16 @@ def _table(options: dict[str, str]) -> str:
         reasons.setdefault(why, []).append(f"`{name}`")
     rows = "".join(f"| {', '.join(names)} | {why} |\n" for why, names in reasons.items())
     return f"| option | why, and what to do |\n|---|---|\n{rows}"
+
+
+def _conflicts() -> str:
+    """Return one row for each reason and way out, with the options of all examples."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in CONFLICTS:
+        options = ", ".join(f"`{name}={value!r}`" for name, value in row.example.items())
+        rows.setdefault((row.why, row.use), []).append(options)
+    lines = "".join(f"| {'; '.join(options)} | {why} | {use} |\n" for (why, use), options in rows.items())
+    return f"| options | why | what to do |\n|---|---|---|\n{lines}"
 
 
 def _names(names: frozenset[str]) -> str:

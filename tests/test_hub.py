@@ -126,7 +126,9 @@ def test_a_save_pushes_the_policy_if_the_strategy_says_so(tiny_model, tmp_path, 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_pushes_of_checkpoints_are_refused(tmp_path, hub, strategy):
-    with pytest.raises(ValueError, match=f"hub_strategy='{strategy}' uploads checkpoints.* Use 'every_save' or 'end'"):
+    with pytest.raises(
+        ValueError, match=f"hub_strategy='{strategy}'.*only the policy is pushed.* Use 'every_save' or 'end'"
+    ):
         QaRLConfig(str(tmp_path / "run"), push_to_hub=True, hub_strategy=strategy)
 
 

@@ -9,7 +9,7 @@ import pytest
 from trl import GRPOConfig
 
 from testing_utils.trainings import config
-from trl_qarl.options import EngineOptions, ObjectiveOptions, QuantOptions, own_options
+from trl_qarl.options import EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, own_options
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.quantization.plan import get_plan
 
@@ -35,7 +35,7 @@ def test_help_of_every_own_option_is_its_text_in_the_docstring():
         return " ".join(re.sub(r"[`\[\]~]", "", text).split())
 
     own = [f for f in dataclasses.fields(QaRLConfig) if f.name in own_options(QaRLConfig, GRPOConfig)]
-    classes = (QuantOptions, ObjectiveOptions, EngineOptions, QaRLConfig)
+    classes = (QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, QaRLConfig)
     entries = [e for cls in classes for e in re.split(r"\n {4}(?=\w)", inspect.cleandoc(cls.__doc__))[1:]]
     documented = {name: entry for entry in entries for name in entry.partition(" (")[0].split(", ")}
     assert {f.name for f in own} == documented.keys()

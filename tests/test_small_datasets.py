@@ -82,8 +82,10 @@ def test_a_dataset_that_fills_no_batch_is_refused(tiny_model, tmp_path, num_rows
     [
         (DatasetDict({"train": make_problems(8)}), "is a DatasetDict with the splits .'train'.*dataset.'train'."),
         ([{"prompt": "1 + 1 ="}], "of type list, and must be a `datasets.Dataset`"),
+        ({"prompt": ["1 + 1 ="]}, "is a dictionary with .'prompt'.. `Dataset.from_dict.columns.`"),
+        (None, "There is no training dataset. Give `train_dataset`"),
     ],
-    ids=["splits", "list"],
+    ids=["splits", "list", "columns", "none"],
 )
 def test_another_kind_of_dataset_is_refused_by_its_kind(tiny_model, tmp_path, dataset, message):
     with pytest.raises(ValueError, match=message) as error:

@@ -1,15 +1,16 @@
 """Rollouts whose log-probs are the sampler's, compared in the first update of their batch."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
 
 from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
 from testing_utils.trainings import lora, without_times
+from trl_qarl import trainer_mixins
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.scoring import ScoringPlan
 from trl_qarl.trainer_mixins import ScoresRollouts
@@ -96,13 +97,48 @@ def test_only_the_first_update_and_one_sequence_of_the_rest_run_with_the_weights
     assert rows == [(1, False), *[(4, True)] * 4] * 2
 
 
+def of_some_prompts(prompts, completions, **kwargs):
+    """Equal rewards for all completions of an even number."""
+    return [int(prompt[0]) % 2 * len(set(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
+def test_sequences_without_a_gradient_are_not_computed(tiny_model, tmp_path, monkeypatch, objective):
+    prompts = Dataset.from_dict({"prompt": [f"{i % 10} +" for i in range(32)]})
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 2}
+    runs = []
+    for skips in (True, False):
+        trainer = make_trainer(
+            tiny_model, tmp_path / str(skips), of_some_prompts, prompts, objective=objective, **(ENGINE | sizes)
+        )
+        num_tokens = []
+
+        def count(module, args, output, num_tokens=num_tokens):
+            if torch.is_grad_enabled():
+                num_tokens.append(args[0].numel())
+
+        trainer.model.get_input_embeddings().register_forward_hook(count)
+        with monkeypatch.context() as patch:
+            if not skips:
+                patch.setattr(ScoresRollouts, "_choosing", lambda self, inputs: nullcontext())
+            trainer.train()
+        advantages = torch.cat([part["advantages"] for part in trainer._buffered_inputs])
+        assert (advantages == 0).sum() >= 4 and (advantages != 0).any()
+        runs.append((sum(num_tokens), trainer))
+    (few, ours), (many, all_computed) = runs
+    assert few < 0.9 * many
+    assert logged(ours, "mismatch/abs_logp_max") == [0.0]
+    for name, rel in (("loss", 1e-3), ("grad_norm", 2**-6), ("reward", 0), ("num_tokens", 0), ("step/skipped", 0)):
+        assert logged(ours, name) == pytest.approx(logged(all_computed, name), rel=rel), name
+
+
 def shift_last_sequence(trainer, monkeypatch, of_batch):
     """Have the sampler of batch number `of_batch` give a token of the sequence that is shuffled to the last update
     another log-prob."""
-    shuffle, batches = grpo_trainer.shuffle_sequence_dict, []
+    shuffle, batches = trainer_mixins.shuffle_groups, []
 
-    def shuffle_and_shift(batch):
-        batch = shuffle(batch)
+    def shuffle_and_shift(batch, **groups):
+        batch = shuffle(batch, **groups)
         if len(batches) == of_batch:
             for name in ("sampling_per_token_logps", "old_per_token_logps"):
                 batch[name] = batch[name].clone()
@@ -110,7 +146,7 @@ def shift_last_sequence(trainer, monkeypatch, of_batch):
         batches.append(batch)
         return batch
 
-    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", shuffle_and_shift)
+    monkeypatch.setattr(trainer_mixins, "shuffle_groups", shuffle_and_shift)
 
 
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2}

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .layout import Layout, divide
 
 
 FORWARD_KEYS = (
@@ -23,15 +26,26 @@ FORWARD_KEYS = (
 """Inputs of a generation batch that the model's forward takes in addition to tokens and masks."""
 
 
-def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any]:
+def scoring_forward(
+    model: nn.Module,
+    unwrapped: nn.Module,
+    takes_layouts: bool = False,
+    chosen: torch.Tensor | None = None,
+    max_tokens: int | None = None,
+) -> Callable[..., Any]:
     """
     Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
 
     Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
     computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
-    are left out.
+    are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.layout.Layout`], unless none
+    can hold it. `RuntimeError` is raised if a layer has not attended by the layout. Only sequences that are `chosen`,
+    `(B,)` bool, are computed, by default all; the values of others are 0. A batch whose layout has more than
+    `max_tokens` is divided, and each part is computed again in the backward pass, so that only one part's activations
+    are held.
     """
-    is_text_model = unwrapped.config.get_text_config() is unwrapped.config
+    config = unwrapped.config
+    is_text_model = config.get_text_config() is config
     takes_positions = is_text_model and "position_ids" in inspect.signature(unwrapped.forward).parameters
 
     def forward(**inputs):
@@ -39,9 +53,60 @@ def scoring_forward(model: nn.Module, unwrapped: nn.Module) -> Callable[..., Any
             inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         elif not len(inputs.get("pixel_values", [None])):
             inputs = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_thw")}
-        return model(**inputs)
+        if not takes_layouts or inputs.keys() & set(FORWARD_KEYS):
+            return model(**inputs)
+        if chosen is not None:
+            inputs["labels"] = inputs["labels"].masked_fill(~chosen[:, None], -100)
+        batch = [inputs[name] for name in ("input_ids", "attention_mask", "labels")]
+        parts = [slice(None)] if max_tokens is None else divide(*batch, max_tokens)
+        if len(parts) == 1:
+            return score_row(**inputs)
+        outputs = []
+        for part in parts:
+            tensors = {name: v[part] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+            outputs.append(checkpoint(score_row, use_reentrant=False, **tensors))
+        names = [name for name in ("log_probs", "entropy") if outputs[0].get(name) is not None]
+        return type(outputs[0])(**{name: torch.cat([output[name] for output in outputs]) for name in names})
+
+    def score_row(**inputs):
+        counts_all = inputs.get("output_router_logits") or getattr(config, "output_router_logits", False)
+        layout = Layout.of(*(inputs[name] for name in ("input_ids", "attention_mask", "labels")), bool(counts_all))
+        if layout is None:
+            return model(**inputs)
+        # A mixture's auxiliary loss weights tokens by the mask.
+        row = {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "attention_mask": layout.counts}
+        output = model(**inputs | row | {"labels": None, "shift_labels": layout.labels, "layout": layout})
+        if len(layout.calls) != config.num_hidden_layers:
+            raise RuntimeError(
+                f"{len(layout.calls)} of {config.num_hidden_layers} layers of {type(unwrapped).__name__} attended to single "
+                "sequences of a row of tokens. Load the model with attn_implementation='eager', for which batches are padded."
+            )
+        for name in ("log_probs", "entropy"):
+            if (values := output.get(name)) is not None:
+                output[name] = layout.unpack(values)
+        return output
 
     return forward
+
+
+def shuffle_groups(batch: dict[str, Any], size: int, first: int = 0) -> dict[str, Any]:
+    """
+    Return a generation batch with its groups in random order. A group is `size` sequences that follow each other, of
+    which this process may have a part: its first sequence is number `first` of all processes' sequences.
+
+    It replaces TRL's `shuffle_sequence_dict`: values are tensors, lists or `None`, and scalars stay.
+    """
+    count = len(next(value for value in batch.values() if value is not None))
+    groups = torch.arange(first, first + count) // size
+    groups = groups - groups[0]
+    order = torch.randperm(int(groups[-1]) + 1)[groups].argsort(stable=True)
+
+    def ordered(value):
+        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+            return value
+        return value[order.to(value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+    return {name: ordered(value) for name, value in batch.items()}
 
 
 def padded_logps(rows: Sequence[Sequence[float | None]], length: int) -> torch.Tensor:

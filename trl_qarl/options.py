@@ -1,6 +1,6 @@
 """
-Options of quantization, objective and engine as plain dataclasses, independent of TRL. The configuration of a trainer
-inherits from those that it supports, like [`QaRLConfig`].
+Options of quantization, objective, learner and engine as plain dataclasses, independent of TRL. The configuration of a
+trainer inherits from those that it supports, like [`QaRLConfig`].
 """
 
 import re
@@ -147,6 +147,26 @@ class ObjectiveOptions:
     negative_epsilon_low: float = 3e-4
     negative_epsilon_high: float = 7e-4
     mismatch_cap: float = 2.0
+
+
+@describe_options
+@dataclass
+class LearnerOptions:
+    """
+    Division of a generation batch among the learner's updates and forwards.
+
+    Parameters:
+        keep_groups (`bool`, *optional*, defaults to `True`):
+            Whether the completions of a prompt stay together in an update, as far as its size allows, so that the
+            learner computes their prompt once. With `False` all completions are shuffled, as in TRL.
+        max_tokens_per_forward (`int`, *optional*):
+            Bound of the tokens that the learner computes at once, for one process. A micro-batch with more tokens is
+            divided, between prompts where possible, and computed again in the backward pass, so that memory holds the
+            activations of one part; its loss does not change. By default a micro-batch is computed as a whole.
+    """
+
+    keep_groups: bool = True
+    max_tokens_per_forward: int | None = None
 
 
 @describe_options

@@ -1,7 +1,7 @@
 """The policy being trained, independent of the trainer: loads the model, quantizes it, describes and exports it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,32 +10,36 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
+from .adapters.base import assign_base, base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
 from .checkpoint.export import export_checkpoint, keep_generation_config
 from .checkpoint.files import damaged_file
 from .checkpoint.record import check_record, scheme_record
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import (
-    check_dropout,
     check_output_head,
-    check_positions,
+    guard_positions,
     keep_attention_cap,
+    problems_of_division,
+    problems_of_dropout,
     problems_of_experts,
     problems_of_masters,
     problems_of_pictures,
+    problems_of_positions,
+    switch_off_dropout,
 )
 from .checks.models import problem_of_architecture, problems_with_vllm
 from .checks.options import raise_problems
 from .numerics import low_bit
 from .numerics.attach import attach_engine_numerics
-from .numerics.availability import choose_numerics
+from .numerics.availability import choose_numerics, problems_of_engine_numerics
 from .numerics.exact import Exactness, check_arithmetic
+from .numerics.rows import reason_to_pad
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
 from .quantization.storage import is_sharded, refresh
-from .quantization.swap import disable_quantized_forward, prepare_model
+from .quantization.swap import assign_schemes, disable_quantized_forward, prepare_model
 from .sharding.fsdp2 import shard_low_bit
 
 
@@ -63,6 +67,8 @@ class Policy:
             Those of [`QaRLTrainer`].
         precision (`int`, `dict[str, int]` or `None`):
             Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
+        takes_layouts (`bool`):
+            Whether the model takes a batch as one row of tokens, a [`~trl_qarl.layout.Layout`].
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
             Response to a log-prob that differs from the engine's.
     """
@@ -77,6 +83,7 @@ class Policy:
         self._reference: Any = None
         self._sharded_by: str | None = None
         self.precision: int | dict[str, int] | None = None
+        self.takes_layouts = False
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
@@ -99,44 +106,28 @@ class Policy:
         the model: `"FSDP2"`, `"ZeRO-3"` or, for other stages, `"DeepSpeed"`.
 
         Raises:
-            ValueError: if the model cannot be trained as configured; the message lists all problems.
+            ValueError: if the model cannot be trained as configured; the message lists all [`problems`], and the model
+                is as it was.
         """
         args = self.args
+        raise_problems(self.problems(model, is_placed=True))
         self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
         if self.has_adapter:
             keep_adapter_precise(model, self._loaded_adapter)
             self._loaded_adapter = {}
-        raise_problems(problems_of_masters(model, args, self.has_adapter))
-        if self.has_adapter:
-            raise_problems(problems_of_adapted_model(model))
-        check_dropout(model, args)
+        switch_off_dropout(model, args)
         keep_attention_cap(model)
-        check_positions(model, args)
+        guard_positions(model)
         keep_generation_config(base_model(model))
-        self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
+        self.dtype = self._engine_dtype(model)
         if self.has_adapter:
-            self.swap_report = prepare_base(
-                model,
-                args.plan,
-                keep_masters=not args.quantize_learner,
-                is_merged=args.lora_mode == "merged",
-                **self._swap_arguments,
-            )
+            self.swap_report = prepare_base(model, args.plan, **self._base_arguments, **self._swap_arguments)
             self._base = base_fingerprint(model)
             if self._adapter_folder is not None:
+                # Only a quantized base has a fingerprint. This model is no one else's: it was loaded here.
                 check_record(self._adapter_folder, self.record())
         else:
             self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
-        if args.precisions is not None:
-            raise_problems(problems_of_patterns(args.precisions, self.swap_report.schemes))
-        problems = [*problems_of_experts(model, args, self.swap_report.skipped)]
-        if args.use_vllm:
-            problems += (f"use_vllm=True: {each}" for each in problems_with_vllm(model, self.dtype, args.use_cpu))
-            if args.vllm_mode == "colocate" and (problem := problem_of_architecture(model)):
-                problems.append(f"use_vllm=True: {problem}. Use use_vllm=False.")
-        raise_problems(problems)
-        if self.has_pictures:
-            raise_problems(problems_of_pictures(model, args))
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
@@ -145,6 +136,43 @@ class Policy:
         logger.info("numerics=%r: %s", self.numerics, reason)
         self._choose_cpu_weights()
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
+
+    def problems(self, model: nn.Module, is_placed: bool = False) -> Iterator[str]:
+        """Yield everything for which a loaded `model`, with its adapter, cannot be prepared and trained as configured,
+        and change nothing. Of a model on the meta device, its layers are judged and not its dtypes; engine numerics
+        are judged where `is_placed`, on its device."""
+        args, has_adapter, is_loaded = self.args, is_peft_model(model), not _is_on_meta(model)
+        if is_loaded:
+            yield from problems_of_masters(model, args, has_adapter)
+        if has_adapter:
+            yield from problems_of_adapted_model(model)
+        yield from problems_of_dropout(model, args)
+        yield from problems_of_positions(model, args)
+        if self.has_pictures:
+            yield from problems_of_pictures(model, args)
+        try:
+            if has_adapter:
+                scales = {"exclude_modules": args.exclude_modules, "scale_dtype": self._engine_dtype(model)}
+                schemes, skipped = assign_base(model, args.plan, **self._base_arguments, **scales)
+            else:
+                schemes, skipped = assign_schemes(model, args.plan, args.exclude_modules)
+        except ValueError as error:
+            yield str(error)
+            return
+        if args.precisions is not None:
+            yield from problems_of_patterns(args.precisions, schemes)
+        yield from problems_of_experts(model, args, schemes, skipped)
+        if args.use_vllm:
+            dtype = self._engine_dtype(model) if is_loaded or args.bf16 or args.fp16 else None
+            problems = [*problems_with_vllm(model, dtype, args.use_cpu, schemes)]
+            if is_placed and args.vllm_mode == "colocate":
+                problems += filter(None, [problem_of_architecture(model)])
+            yield from (f"use_vllm=True: {each}" for each in problems)
+        if is_placed:
+            yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)
+
+    def _engine_dtype(self, model: nn.Module) -> torch.dtype:
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else model.dtype
 
     def _choose_cpu_weights(self) -> None:
         """Choose the form of weights in products of vLLM's kernels on a CPU; a learner follows a server's choice."""
@@ -183,6 +211,10 @@ class Policy:
         return None if self.precision is None else float(self.precision), False
 
     @property
+    def _base_arguments(self) -> dict[str, Any]:
+        return {"keep_masters": not self.args.quantize_learner, "is_merged": self.args.lora_mode == "merged"}
+
+    @property
     def _swap_arguments(self) -> dict[str, Any]:
         return {"exclude_modules": self.args.exclude_modules, "scale_dtype": self.dtype}
 
@@ -199,6 +231,16 @@ class Policy:
         is_in_4bit = getattr(base_model(self.model), "is_loaded_in_4bit", False)
         if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
             check_output_head(self.model, self.args.temperature)
+
+    def choose_layout(self, num_processes: int, has_aux_loss: bool) -> None:
+        """Choose whether a batch is computed as one row of tokens, once the numerics are attached. `ValueError` is
+        raised if its forward has to be divided and cannot be."""
+        reason = reason_to_pad(self.model)
+        self.takes_layouts = reason is None
+        if self.args.max_tokens_per_forward is not None:
+            raise_problems(problems_of_division(self.args, reason, num_processes, has_aux_loss))
+        if reason is not None:
+            logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""
@@ -256,3 +298,7 @@ class Policy:
             yield
         finally:
             self.set_precision(precision)
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())

@@ -12,12 +12,13 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checks import options as checks
+from .checks.conflicts import problems_of_conflicts
 from .checks.launch import launched_precision, problems_of_precision
 from .checks.names import RENAMED, problems_of_names
 from .checks.refused import REFUSED
-from .checks.values import fits, problems_of_values
+from .checks.values import as_dict, fits, problems_of_values
 from .objectives.registry import get_objective, problems_of_objective
-from .options import EngineOptions, ObjectiveOptions, QuantOptions, describe_options
+from .options import EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import parse_scheme
 from .sharding.zero3 import keep_float32_masters
@@ -42,17 +43,18 @@ def _collect_unknown_names(cls: type) -> type:
 @_collect_unknown_names
 @describe_options
 @dataclass
-class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
+class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, GRPOConfig):
     # docstyle-ignore
     r"""
     Configuration class for the [`QaRLTrainer`].
 
     It inherits every option of [`~trl.GRPOConfig`], [`~trl_qarl.options.QuantOptions`],
-    [`~trl_qarl.options.ObjectiveOptions`] and [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and
-    follow the paper's Table 2 (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and
-    eight updates per generation batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of
-    `steps_per_generation` and `generation_batch_size` is given). The table's batch sizes and lengths (512 completions
-    in mini-batches of 64, 2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
+    [`~trl_qarl.options.ObjectiveOptions`], [`~trl_qarl.options.LearnerOptions`] and
+    [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and follow the paper's Table 2
+    (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and eight updates per generation
+    batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of `steps_per_generation` and
+    `generation_batch_size` is given). The table's batch sizes and lengths (512 completions in mini-batches of 64,
+    2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
     Without an accelerator `use_cpu` is switched on. On a CPU `bf16` defaults to `True` if the processor multiplies
     bfloat16 matrices natively, or if accelerate was launched with `mixed_precision: bf16`. A value that is given is
@@ -97,8 +99,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             setattr(self, name, defaults[name])
         self._choose_device()
         problems += [*checks.check_scheme(self), *checks.check_numerics(self)]
-        problems += [*problems_of_objective(self), *checks.check_choices(self)]
-        problems += [*checks.check_inherited(self), *checks.check_vllm(self), *checks.check_ahead(self)]
+        problems += [*problems_of_objective(self), *checks.check_choices(self), *problems_of_conflicts(self)]
+        problems += [*checks.check_inherited(self), *checks.check_generation_kwargs(self), *checks.check_gpu(self)]
         problems += [*problems_of_precision(self), *checks.check_hub(self)]
         if problems:
             for name in REFUSED.keys() & defaults.keys():
@@ -128,7 +130,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, EngineOptions, GRPOConfig):
             self.scheme = type(self).scheme
         for name in ("objective_kwargs", "generation_kwargs", "model_init_kwargs"):
             try:
-                value = checks.as_dict(self, name)
+                value = as_dict(self, name)
             except ValueError as error:
                 yield str(error)
                 setattr(self, name, None)

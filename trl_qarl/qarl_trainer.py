@@ -13,9 +13,8 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
-from .checks.arguments import check_arguments, check_prompts, has_pictures, problems_of_pictures
+from .checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures
 from .checks.options import raise_problems
-from .checks.resume import check_before_loading
 from .forward import Batch
 from .muon import MuonAdamW
 from .numerics.low_bit import use_cpu_weights
@@ -114,10 +113,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
         }
-        check_arguments(**given)
-        check_before_loading(args, model, peft_config, optimizers[0])
-        self._own_optimizer = optimizers[0]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
+        problems = [*problems_of_arguments(self.policy, **given)]
+        if train_dataset is None and environment_factory is None:
+            problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
+        raise_problems(problems)
+        self._own_optimizer = optimizers[0]
+        if self._own_optimizer is not None and args.optim == "muon":
+            logger.info("`optimizers` was given, so `optim='muon'` is not used.")
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False
@@ -129,6 +132,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             super().__init__(**given)
         with all_or_none(self.accelerator):
             self.policy.check_head()
+        self.policy.choose_layout(self.accelerator.num_processes, self.aux_loss_enabled)
         self.eos_token_ids = [*self.eos_token_ids, *_own_ends(args, self.eos_token_ids)]
         if self.is_deepspeed_enabled and args.bf16:
             # TRL has given the models another forward by now.
@@ -365,12 +369,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
         if self._objective is None:
-            loss = super()._compute_loss(model, inputs)
+            with self._choosing(inputs):
+                loss = super()._compute_loss(model, inputs)
             self._measure(inputs, self._forward_logps)
             return loss
-        per_token_logps, entropies, aux_loss = self._score(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        with self._choosing(inputs):
+            per_token_logps, entropies, aux_loss = self._score(
+                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
         self._measure(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         loss, per_sequence, kl_ratio = self._objective.loss(self.args, batch)

@@ -10,6 +10,7 @@ the model to its device, and prepares the policy. TRL then builds a reference mo
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
 from .checks.launch import check_agreement, check_launch
-from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward
+from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward, shuffle_groups
 from .numerics.attach import keep_no_products
+from .objectives.objective import Objective
 from .policy import Policy
 from .quantization.inventory import Inventory
 from .rollout.ahead import Ahead, Pending
@@ -75,9 +77,12 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
 
     policy: Policy
     recorder: Recorder
+    _objective: Objective | None
     _ahead: Ahead | None = None
     # Plan of the generation batch in progress, until its last measurement.
     _plan: ScoringPlan | None = None
+    # Sequences that the loss in progress computes, and the log-probs of the others.
+    _chosen: tuple[torch.Tensor, torch.Tensor] | None = None
     # The sampler's log-probs of a rollout that TRL is about to score.
     _unscored: list[list[float | None]] | None = None
 
@@ -120,9 +125,13 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
 
     @override
     def _prepare_inputs(self, generation_batch):
-        """Scores the parts of a new generation batch that are compared and not used by the first update."""
+        """Keeps the completions of a prompt together, and scores the parts of a new generation batch that are compared
+        and not used by the first update."""
         earlier = self._plan
-        inputs = super()._prepare_inputs(generation_batch)
+        first = self.accelerator.process_index * self.args.per_device_train_batch_size * self.args.steps_per_generation
+        shuffle = partial(shuffle_groups, size=self.num_generations, first=first)
+        with replaced_in_trl(shuffle_sequence_dict=shuffle) if self.args.keep_groups else nullcontext():
+            inputs = super()._prepare_inputs(generation_batch)
         plan = self._plan
         if self.model.training and plan is not None and plan is not earlier and plan.compared == "first update":
             self._score_compared(plan)
@@ -136,7 +145,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
                 parts[0]["old_per_token_logps"] = self._score_drawn(parts[0], plan)
             num_in_first = 1 if plan.is_stale else accumulation - self._step % accumulation
             if num_in_first < len(parts):
-                # TRL has shuffled the batch with torch's generator: the choice is random, and the same when resumed.
+                # The batch was shuffled with torch's generator: the choice is random, and the same when resumed.
                 first = {name: value[:1] for name, value in parts[-1].items() if value is not None and value.ndim}
                 rest = parts[-1]["old_per_token_logps"][1:]
                 parts[-1]["old_per_token_logps"] = torch.cat([self._score_drawn(first, plan), rest])
@@ -176,6 +185,25 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         with plan.at_drawn(self.model):
             return self._score_rollout(inputs)
 
+    @contextmanager
+    def _choosing(self, inputs: dict[str, Any]):
+        """While open, the loss of `inputs` computes only sequences that have a gradient, and one of those that have
+        none, whose log-probs are still compared. Others keep their log-probs at rollout, and get the mean entropy."""
+        skips = self._objective is None or self._objective.skips_zero_advantages
+        needs_all = self.beta != 0.0 or self.aux_loss_enabled or self._entropy_bonus_enabled
+        # The first forward of a stale batch measures its age.
+        needs_all |= self.top_entropy_quantile < 1.0 or (self._plan is not None and self._plan.is_stale)
+        if self.model.training and self.policy.takes_layouts and skips and not needs_all:
+            known = inputs["old_per_token_logps"]
+            chosen = (inputs["advantages"] != 0) | known.isnan().any(dim=1)
+            if not chosen.all():
+                chosen[chosen.logical_not().nonzero()[0]] = True
+                self._chosen = chosen, known
+        try:
+            yield
+        finally:
+            self._chosen = None
+
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
         forward_kwargs = {key: inputs.get(key) for key in FORWARD_KEYS}
@@ -198,20 +226,27 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             if self._plan.source == "sampler":
                 return padded_logps(sampled, logits_to_keep).to(input_ids.device), None, None
             weights = self._plan.at_drawn(self.model)
-        forward = scoring_forward(model, self.accelerator.unwrap_model(model))
+        chosen, known = self._chosen or (None, None)
+        unwrapped, max_tokens = self.accelerator.unwrap_model(model), self.args.max_tokens_per_forward
+        forward = scoring_forward(model, unwrapped, self.policy.takes_layouts, chosen, max_tokens)
         with weights:
-            output = super()._get_per_token_logps_and_entropies(
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
-        self._forward_logps = output[0].detach()
-        return output
+        if chosen is not None:
+            mask = attention_mask[:, -logits_to_keep:] * chosen[:, None]
+            logps = torch.where(chosen[:, None], logps, known)
+            mean = (entropies.detach() * mask).sum() / mask.sum().clamp(min=1)
+            entropies = torch.where(chosen[:, None], entropies, mean)
+        self._forward_logps = logps.detach()
+        return logps, entropies, aux_loss
 
 
 @contextmanager
 def replaced_in_trl(**factories: Callable[..., Any]):
     """
     While open, [`~trl.GRPOTrainer`] calls `factories` in place of functions and classes of these names in its module,
-    which has no other point of injection for loading models and for rollouts.
+    which has no other point of injection for loading models, for rollouts and for the order of a batch.
     """
     originals = {name: getattr(grpo_trainer, name) for name in factories}
     vars(grpo_trainer).update(factories)

@@ -5,7 +5,6 @@ import functools
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -15,7 +14,7 @@ def decode_faster() -> None:
     Apply the patches of this module. Results only differ by the order of sums in attention, where heads share keys.
     """
     grow_cache_in_place()
-    AttentionInterface.register("sdpa", attend)
+    AttentionInterface.register("sdpa", attend_faster(AttentionInterface()["sdpa"]))
     LowBitTensor.dequantize = keep_dense(LowBitTensor.dequantize)
 
 
@@ -58,17 +57,22 @@ def grow_cache_in_place() -> None:
     DynamicLayer.update = update
 
 
-def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+def attend_faster(original):
     """
     Compute attention as two products, for a single query `(B, H, 1, D)` per sequence and fewer heads of keys.
 
     On a CPU, torch's kernel works on blocks of queries, takes two to three times as long, and needs a copy of the keys
     for each head.
     """
-    batch, heads, length, features = query.shape
-    if length > 1 or key.shape[1] == heads or torch.is_grad_enabled():
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    scores = torch.matmul(query.view(batch, key.shape[1], -1, features) * scaling, key.mT)
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1), value).view(batch, length, heads, features), None
+
+    @functools.wraps(original)
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        batch, heads, length, features = query.shape
+        if length > 1 or key.shape[1] == heads or torch.is_grad_enabled():
+            return original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        scores = torch.matmul(query.view(batch, key.shape[1], -1, features) * scaling, key.mT)
+        if attention_mask is not None:
+            scores = scores.masked_fill(~attention_mask, float("-inf"))
+        return torch.matmul(scores.softmax(-1), value).view(batch, length, heads, features), None
+
+    return attend

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bench.command import make_parser, run
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -61,8 +60,9 @@ def put_back(monkeypatch):
     """Put back what `decoding.py` replaces."""
     monkeypatch.setattr(DynamicLayer, "update", DynamicLayer.update)
     monkeypatch.setattr(LowBitTensor, "dequantize", LowBitTensor.dequantize)
+    attention = AttentionInterface()["sdpa"]
     yield
-    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    AttentionInterface.register("sdpa", attention)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, spread
-from testing_utils.trainings import EXPERTS, arguments, make
-from trl_qarl.checks.arguments import problems_of_pictures
+from testing_utils.trainings import EXPERTS, arguments, config, make
+from trl_qarl.checks.arguments import problems_of_division, problems_of_pictures
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.swap import restore_model
 
@@ -192,7 +192,7 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NotImplementedError, match=match):
+    with pytest.raises(ValueError, match=match):
         QaRLTrainer(tiny_model, spread, args, make_problems())
 
 
@@ -205,6 +205,8 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
         ([[{"role": "user", "content": "a"}], []], 1),
         ([None, None], 0),
         ([["a", "b"]], 0),
+        ([[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]], 1),
+        ([[{"role": "user"}]], 0),
     ],
     ids=str,
 )
@@ -333,3 +335,18 @@ def test_a_forward_that_scales_logits_is_refused(tmp_path, scheme):
     model.forward = scaling_logits(model.forward)
     with pytest.raises(ValueError, match="TRL's loss differ from those of Qwen2ForCausalLM's logits by"):
         make(model, tmp_path / "scaled", scheme=scheme)
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_processes", "has_aux_loss", "why"),
+    [
+        (None, 2, False, "different numbers of forwards"),
+        ("it takes pictures", 1, False, "are padded: it takes pictures"),
+        (None, 1, True, "the auxiliary loss"),
+    ],
+)
+def test_forwards_that_cannot_be_divided_are_refused(tmp_path, reason, num_processes, has_aux_loss, why):
+    args = config(tmp_path, max_tokens_per_forward=100)
+    (problem,) = problems_of_division(args, reason, num_processes, has_aux_loss)
+    assert why in problem and "max_tokens_per_forward=100 is unsupported here" in problem
+    assert not [*problems_of_division(args, None, 1, False)]

@@ -42,6 +42,11 @@ REFUSED = [
     ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be greater than 0"),
     ({"adam_beta2": 1.0}, "adam_beta2=1.0 must be at least 0 and below 1"),
     ({"seed": -1}, "seed=-1 must be at least 0"),
+    ({"data_seed": -1}, "data_seed=-1 must be at least 0"),
+    ({"pad_to_multiple_of": NAN}, "pad_to_multiple_of=nan is not a number"),
+    ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0 must be at least 1"),
+    ({"eval_accumulation_steps": 0}, "eval_accumulation_steps=0 must be at least 1"),
+    ({"entropy_target": -1.0}, "entropy_target=-1.0 must be at least 0"),
     ({"save_steps": -5}, "save_steps=-5 must be at least 0"),
     ({"vllm_gpu_memory_utilization": 70.0}, "vllm_gpu_memory_utilization=70.0 must be above 0 and at most 1"),
 ]

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from testing_utils import make_tiny_config, start_engines_quickly
 from trl_qarl.doctor import checks as doctor
@@ -81,6 +81,15 @@ WEIGHTS = sum(2 * size for size in (2 * 128 * 128, 2 * 128 * 64, 3 * 128 * 256))
 def meta_model(**sizes):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(make_tiny_config("llama", **sizes))
+
+
+@pytest.mark.parametrize(("attention", "level", "text"), [("sdpa", "ok", "once"), ("eager", "warning", "(eager)")])
+def test_the_doctor_says_whether_prompts_are_shared(attention, level, text):
+    with torch.device("meta"):
+        config = AutoConfig.for_model("llama", num_hidden_layers=1)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    found = doctor.check_layout(model)
+    assert found.level == level and text in found.text
 
 
 def diagnose_memory(model, plan, free):

@@ -6,9 +6,8 @@ import pickle
 import pytest
 import torch
 
-from testing_utils.learners import make_adapted, make_model, make_sequences
+from testing_utils.learners import VLLM, make_adapted, make_batch, make_model, make_sequences, score
 from trl_qarl import convert_model, restore_model
-from trl_qarl.numerics import attach
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics, has_engine_numerics
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -58,59 +57,66 @@ def test_a_copy_of_a_model_with_engine_numerics_has_its_own(tmp_path, kind, copi
     assert not has_engine_numerics(other) and not torch.equal(other(ids).logits.float(), changed.float())
 
 
-@pytest.mark.parametrize(("arch", "scheme"), [("qwen3", "w4a16"), ("llama", "w8a8"), ("qwen2", "bf16")])
-def test_nothing_is_computed_for_padding_and_log_probs_keep_their_bits(tmp_path, monkeypatch, arch, scheme):
-    model = make_model(tmp_path, arch, scheme)
+def adapted(tmp_path, *_):
+    return make_adapted(tmp_path)
+
+
+def windowed(tmp_path, arch, scheme):
+    return make_model(tmp_path, arch, scheme, sliding_window=8)
+
+
+@pytest.mark.parametrize(
+    ("arch", "scheme", "make"),
+    [
+        ("qwen3", "w4a16", make_model),
+        ("qwen2", "w4a16", adapted),
+        pytest.param("mistral", "w8a8", windowed, marks=VLLM),
+        ("qwen3_moe", "bf16", make_model),
+        pytest.param("llama", "w8a8", make_model, marks=pytest.mark.nightly),
+        pytest.param("mixtral", "w4a16", make_model, marks=pytest.mark.nightly),
+    ],
+)
+def test_one_row_of_prompts_and_completions_keeps_all_bits(tmp_path, arch, scheme, make):
+    model = make(tmp_path, arch, scheme)
     attach_engine_numerics(model)
-    prompts, completions = make_sequences((3, 9, 1, 17)), make_sequences((40, 7, 12, 1))
-    ids, mask, labels = (torch.zeros(4, 17 + 40, dtype=torch.long) for _ in range(3))
-    labels -= 100
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        start, end = 17 - len(prompt), 17 + len(completion)
-        ids[row, start:end], mask[row, start:end] = torch.tensor(prompt + completion), 1
-        labels[row, 17:end] = ids[row, 17:end]
-    rows = []
-    model.model.layers[1].mlp.register_forward_hook(
-        lambda module, args, output: rows.append(args[0].numel() // args[0].shape[-1])
-    )
-
-    def run(ids, mask, labels):
-        model.zero_grad()
-        output = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-        (output.log_probs.sum() + output.entropy.mean()).backward()
-        return output, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    ours, grads = run(ids, mask, labels)
-    with monkeypatch.context() as patch:
-        patch.setattr(attach, "_pack", lambda *args: None)
-        padded, expected = run(ids, mask, labels)
-    assert rows == [mask.sum(), mask.numel()]
+    batch, rows = make_batch((9, 1, 17), (40, 7, 12, 1, 30, 22), times=2)
+    options = {"output_router_logits": True} if "moe" in arch or arch == "mixtral" else {}
+    num_tokens = []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: num_tokens.append(args[0].numel()))
+    ours, grads = score(model, batch, True, **options)
+    padded, expected = score(model, batch, False, **options)
+    # Of a prompt's completions each has its last token, and of a mixture also the completions' own.
+    in_row = sum(length - 1 for length in (9, 1, 17)) + sum(len(completion) for _, completion in rows)
+    assert num_tokens == [in_row + (len(rows) if options else 0), batch["input_ids"].numel()]
     assert torch.equal(ours.log_probs, padded.log_probs) and torch.equal(ours.entropy, padded.entropy)
+    if options:
+        torch.testing.assert_close(ours.aux_loss, padded.aux_loss, rtol=1e-6, atol=0)
+    assert grads.keys() == expected.keys()
     for name, grad in grads.items():
         # Sums over rows are rounded in another order.
         assert (grad - expected[name]).norm() <= 2**-7 * expected[name].norm(), name
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+
+
+def test_gradient_checkpointing_of_a_row_changes_no_bit(tmp_path):
+    model = make_model(tmp_path)
+    attach_engine_numerics(model)
+    batch, _ = make_batch((9,), (40, 7, 12), times=3)
+    plain, expected = score(model, batch, True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    ours, grads = score(model, batch, True)
+    assert torch.equal(ours.log_probs, plain.log_probs)
+    assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
+
+
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_row(tmp_path):
+    model = make_model(tmp_path, "llama", "w8a8")
+    attach_engine_numerics(model)
+    batch, rows = make_batch((9, 17), (40, 7, 12, 1), times=2)
+    ours, _ = score(model, batch, True)
+    for row, (prompt, completion) in enumerate(rows):
         alone = torch.tensor([prompt + completion])
-        output, _ = run(alone, torch.ones_like(alone), alone)
-        ended = 16 + len(completion)
-        assert torch.equal(output.log_probs[0, len(prompt) - 1 :], ours.log_probs[row, 16:ended])
-
-
-def test_inputs_that_no_row_can_hold_are_computed_as_they_are(tmp_path):
-    scored = torch.tensor([[False, True], [False, True]])
-    ids, mask = torch.ones(2, 3, dtype=torch.long), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    assert attach._pack({"input_ids": ids, "attention_mask": mask}, scored)["position_ids"].tolist() == [
-        [0, 1, 0, 1, 2]
-    ]
-    others = [
-        {"attention_mask": torch.ones_like(mask)},
-        {"attention_mask": None},
-        {"input_ids": None},
-        {"inputs_of_another_kind": torch.ones(2, 3)},
-        # Of a sequence that goes on, with no token, with a hole before what is scored.
-        {"position_ids": torch.tensor([[0, 5, 6], [0, 1, 2]])},
-        {"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])},
-        {"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])},
-    ]
-    for other in others:
-        assert attach._pack({"input_ids": ids, "attention_mask": mask} | other, scored) is None
+        output, _ = score(
+            model, {"input_ids": alone, "attention_mask": torch.ones_like(alone), "labels": alone}, False
+        )
+        assert torch.equal(output.log_probs[0, len(prompt) - 1 :], ours.log_probs[row, 16 : 16 + len(completion)])

@@ -36,6 +36,7 @@ def test_an_unquantized_product_of_other_bits_is_named(judge, monkeypatch):
     assert "its product of unquantized weights differs from the learner's in" in judge()
 
 
+@pytest.mark.skipif(not kernels.has_norms(), reason="without AVX512-BF16 vLLM's norms truncate and are not used")
 def test_a_norm_of_other_bits_is_named(judge, monkeypatch):
     norm = kernels.rms_norm
     monkeypatch.setattr(kernels, "rms_norm", lambda x, *rest: norm(x, *rest) * (1.01 if x.dtype.itemsize == 4 else 1))

@@ -48,6 +48,41 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, window, arithmet
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_keys_of_several_sequences_have_their_exact_gradient(window, arithmetic):
+    """Two prompts of one and of nine sequences, which see the prompt and themselves."""
+    if window is not None and not kernels.has_engine_kernels():
+        pytest.skip("windows are vLLM's alone")
+    generator = torch.Generator().manual_seed(0)
+    prompts, rests = (31, 70), ((90,), (40, 41, 1, 70, 66, 64, 2, 39, 10))
+    queries, keys, start = [], [], 0
+    for prompt, lengths in zip(prompts, rests, strict=True):
+        shared = list(range(start, start + prompt))
+        queries, keys, start = [*queries, prompt], [*keys, shared], start + prompt
+        for length in lengths:
+            queries, keys = [*queries, length], [*keys, [*shared, *range(start, start + length)]]
+            start += length
+    index = torch.tensor([place for each in keys for place in each])
+    inputs = [torch.randn(start, heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    output = ops.attention(*inputs, tuple(queries), tuple(map(len, keys)), 0.125, window, index)
+    upstream = torch.randn(output.shape, generator=generator).bfloat16()
+    output.backward(upstream)
+    reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    query, *rows = reference
+    parts = []
+    for q, each in zip(query.split(queries), keys, strict=True):
+        k, v = (x[each].repeat_interleave(2, 1) for x in rows)
+        distance = torch.arange(len(each) - len(q), len(each))[:, None] - torch.arange(len(each))
+        hidden = (distance < 0) | (distance >= (window or start))
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * 0.125).masked_fill(hidden, -torch.inf)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    torch.cat(parts).backward(upstream.double())
+    assert (output - torch.cat(parts)).abs().max() < 0.02
+    for ours, exact in zip(inputs, reference, strict=True):
+        # One rounding to bfloat16, although ten sequences have added to a key's gradient.
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
+
+
 class LargestTensor(LiveBytes):
     """Keeps the size of the largest tensor that any operation returns."""
 

@@ -56,6 +56,18 @@ def test_an_export_becomes_nothing_but_one_of_fewer_bits(options, tiny_model, tm
     assert "an adapter needs the codes with which it was trained" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("scheme", "says"),
+    [("w8a16", "this package's kernels: VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints"), ("w4a8", "something else")],
+)
+def test_vllm_cpu_is_named_where_it_computes_the_policy(scheme, says, tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trl_qarl.scripts.command_line.installed", lambda name: name == "vllm-cpu")
+    main(["export", "--model_name_or_path", tiny_model, "--output_dir", str(tmp_path / "out"), "--scheme", scheme])
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert "The vllm-cpu of this machine" in last or "With the vllm-cpu of this machine" in last
+    assert says in last
+
+
 def merge(options, record):
     argv = ["--model_name_or_path", "run", "--output_dir", "out", *options.split()]
     return export.merge_with_record(export.make_parser("export").parse_args(argv), record, "run")

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import MIXTURES, make_tiny_mixture, make_tiny_model
 from trl_qarl import get_scheme, prepare_model
 from trl_qarl.adapters.base import prepare_base
+from trl_qarl.forward import scoring_forward
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.ops import backend_of, token_log_probs
 
@@ -79,6 +80,30 @@ def make_adapted(tmp_path, arch="qwen2", scheme="w4a16", is_merged=False, **conf
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **(options | config))).eval()
     prepare_base(model, get_scheme(scheme), keep_masters=is_merged, is_merged=is_merged, scale_dtype=torch.bfloat16)
     return model
+
+
+def make_batch(prompts, completions, times):
+    """Ids, mask and labels of completions, `times` for each prompt, padded like TRL's batches."""
+    prompts, completions = make_sequences(prompts), make_sequences(completions)
+    rows = list(zip((prompt for prompt in prompts for _ in range(times)), completions, strict=True))
+    width, length = max(map(len, prompts)), max(map(len, completions))
+    ids, mask, labels = (torch.zeros(len(rows), width + length, dtype=torch.long) for _ in range(3))
+    labels -= 100
+    for row, (prompt, completion) in enumerate(rows):
+        start, end = width - len(prompt), width + len(completion)
+        ids[row, start:end], mask[row, start:end] = torch.tensor(prompt + completion), 1
+        labels[row, width:end] = ids[row, width:end]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}, rows
+
+
+def score(model, batch, takes_layouts, **options):
+    """Output and gradients of a loss of log-probs, entropies and the auxiliary loss."""
+    model.zero_grad()
+    output = scoring_forward(model, model, takes_layouts)(**batch, fused_lm_head=True, **options)
+    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
+    loss = (weights * output.log_probs).sum() + output.entropy.mean() + (output.aux_loss or 0.0)
+    loss.backward()
+    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def make_attention(length, num_heads, num_key_heads, head_dim):

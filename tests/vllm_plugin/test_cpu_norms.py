@@ -47,6 +47,17 @@ def test_the_learner_norms_the_sum_like_the_engine_norms_its_two_parts(size, sca
     torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=1e-9)
 
 
+def test_a_kernel_that_truncates_is_not_used(monkeypatch):
+    """As on processors without AVX512-BF16."""
+
+    def add_and_truncate(x, residual, weight, epsilon):
+        total = x.float() + residual.float()
+        residual.copy_((total.view(torch.int32) & -(2**16)).view(torch.float32))
+
+    monkeypatch.setattr(torch.ops._C, "fused_add_rms_norm", add_and_truncate)
+    assert not cpu.has_norms.__wrapped__()
+
+
 def test_norms_of_queries_are_those_of_a_slice():
     torch.manual_seed(0)
     queries, weight = torch.randn(7, 4, 96).bfloat16()[..., :64], torch.rand(64).bfloat16()

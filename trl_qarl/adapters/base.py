@@ -19,10 +19,10 @@ from ..checkpoint.load import holds_shards, is_low_bit_checkpoint, load_frozen_m
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_model
+from ..quantization.names import adapted_layers, base_model
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
-from ..quantization.swap import SwapReport, freeze_model, prepare_model, report_frozen
+from ..quantization.swap import SwapReport, assign_schemes, freeze_model, prepare_model, report_frozen
 from ..quantization.tensors import LowBitTensor
 from .tensors import ADAPTER_NAME, is_adapter_folder
 
@@ -42,10 +42,7 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
         return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
     if is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
         if peft_config is None:
-            raise ValueError(
-                f"{name_or_path} is a low-bit checkpoint, without masters to train. Pass the masters that `save_model` wrote, or train an "
-                "adapter on it (`peft_config`). `trl_qarl.checkpoint.load.load_masters` makes masters from its codes."
-            )
+            raise ValueError(problem_of_low_bit_start(name_or_path))
         _as_linear(peft_config)
         return load_base(name_or_path, model_init_kwargs)
     if holds_shards(name_or_path):
@@ -53,6 +50,14 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
         given = {name: value for name, value in model_init_kwargs.items() if name in names and value is not None}
         return load_shards(name_or_path, **given)
     return create_model_from_path(name_or_path, **model_init_kwargs)
+
+
+def problem_of_low_bit_start(name: str) -> str:
+    """Return the reason why masters cannot be trained from a low-bit checkpoint."""
+    return (
+        f"{name} is a low-bit checkpoint, without masters to train. Pass the masters that `save_model` wrote, or train an "
+        "adapter on it (`peft_config`). `trl_qarl.checkpoint.load.load_masters` makes masters from its codes."
+    )
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -93,17 +98,11 @@ def prepare_base(
     model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
     """Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop unneeded
-    masters unless `keep_masters`. `ValueError` is raised by [`prepare_model`] and [`merge_adapters`], and if a low-bit
-    checkpoint has other schemes."""
+    masters unless `keep_masters`. `ValueError` is raised by [`prepare_model`] and [`merge_adapters`], if a low-bit
+    checkpoint has other schemes, and with `is_merged` if an adapted layer stays in high precision."""
     plan = get_plan(scheme)
-    layers = Inventory.of(model).layers
-    if any(layer.is_frozen for layer in layers.values()):
-        if is_merged:
-            raise ValueError(
-                "lora_mode='merged' quantizes base and adapter together, but the base comes from a low-bit checkpoint: its "
-                "masters are gone. Start from the high-precision checkpoint, or use lora_mode='adapter'."
-            )
-        _check_same_schemes(model, plan, keep_masters, **arguments)
+    assign_base(model, plan, keep_masters=keep_masters, is_merged=is_merged, **arguments)
+    if _is_frozen(model):
         _hide_from_ddp(model)
         return report_frozen(model, None if plan.is_uniform else plan)
     if not plan.is_quantized:
@@ -119,6 +118,39 @@ def prepare_base(
         report = replace(report, dropped_bytes=freeze_model(model))
         _hide_from_ddp(model)
     return report
+
+
+def assign_base(
+    model: nn.Module, plan: QuantPlan, *, keep_masters: bool, is_merged: bool, exclude_modules=None, scale_dtype=None
+) -> tuple[dict[str, QuantScheme], dict[str, str]]:
+    """Return what [`~trl_qarl.quantization.swap.assign_schemes`] does, for the base below adapters that
+    [`prepare_base`] would prepare. Nothing is changed, and the errors are those of [`prepare_base`]."""
+    if _is_frozen(model):
+        if is_merged:
+            raise ValueError(
+                "lora_mode='merged' quantizes base and adapter together, but the base comes from a low-bit checkpoint: its "
+                "masters are gone. Start from the high-precision checkpoint, or use lora_mode='adapter'."
+            )
+        _check_same_schemes(model, plan, keep_masters, exclude_modules, scale_dtype)
+        inventory = Inventory.of(model)
+        reasons = dict.fromkeys(inventory.quantizable, "not quantized in the checkpoint")
+        return {name: layer.scheme for name, layer in inventory.layers.items()}, reasons
+    if not plan.is_quantized:
+        # The base may be quantized by bitsandbytes.
+        return {}, {}
+    schemes, reasons = assign_schemes(model, plan, exclude_modules)
+    if is_merged:
+        adapted = {name for name, _ in adapted_layers(model)}
+        if plain := sorted(adapted - schemes.keys()):
+            raise ValueError(
+                f"lora_mode='merged' quantizes base and adapter together, but {len(plain)} of {len(adapted)} adapted layers stay "
+                f"in high precision, such as {plain[0]!r}. Leave them out of `target_modules`, or use lora_mode='adapter'."
+            )
+    return schemes, reasons
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    return any(layer.is_frozen for layer in Inventory.of(model).layers.values())
 
 
 def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:

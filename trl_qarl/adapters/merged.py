@@ -16,28 +16,21 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from typing_extensions import override
 
-from ..quantization.linear import QuantizedLinear
 from ..quantization.storage import storage_of, weight_version, whole
 from ..quantization.weight import MasterSource
 
 
 def merge_adapters(model: PeftModel) -> None:
-    """Have every adapted layer of `model`, prepared by [`prepare_model`], quantize base and adapter together.
-    `ValueError` is raised if one is not quantized, or if adapters drop some of their inputs."""
-    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
-    plain = [name for name, module in adapters.items() if not isinstance(module.base_layer, QuantizedLinear)]
-    if plain:
-        raise ValueError(
-            f"lora_mode='merged' quantizes base and adapter together, but {len(plain)} of {len(adapters)} adapted layers stay "
-            f"in high precision, such as {plain[0]!r}. Leave them out of `target_modules`, or use lora_mode='adapter'."
-        )
-    rates = {getattr(dropout, "p", 0.0) for module in adapters.values() for dropout in module.lora_dropout.values()}
+    """Have every adapted layer of `model`, all prepared by [`prepare_model`], quantize base and adapter together.
+    `ValueError` is raised if adapters drop some of their inputs."""
+    adapters = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    rates = {getattr(dropout, "p", 0.0) for module in adapters for dropout in module.lora_dropout.values()}
     if any(rates):
         raise ValueError(
             f"lora_dropout={max(rates)} with lora_mode='merged': dropout needs the adapter's branch, which merging removes. Use "
             "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
         )
-    for module in adapters.values():
+    for module in adapters:
         module.base_layer.quantized_weights["weight"].source = LoraSource(module)
         module.base_layer.invalidate()
 

@@ -195,8 +195,9 @@ def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
     return matrices[0].rsplit(".", 2)[0] if matrices else None
 
 
-def problem_of_mixture(inventory: Inventory) -> str | None:
-    """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts."""
+def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme] | None = None) -> str | None:
+    """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts.
+    `schemes` has those of layers that are yet to be quantized, by name."""
     name = architecture(inventory.model)
     for path, module in inventory.experts.items():
         if not family_of(name).has_compared_experts:
@@ -204,7 +205,7 @@ def problem_of_mixture(inventory: Inventory) -> str | None:
                 f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM is untested. Tested are "
                 f"{', '.join(with_fact('has_compared_experts'))}. Use one of these, a dense model, or use_vllm=False."
             )
-        scheme = getattr(module, "scheme", None)
+        scheme = (schemes or {}).get(path, getattr(module, "scheme", None))
         if scheme is not None and not _has_compared_experts(scheme):
             known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]
             return (

@@ -53,8 +53,13 @@ def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> boo
     )
     if path is None:
         return False
-    described = json.loads(Path(path).read_text()).get("quantization_config") or {}
-    return described.get("quant_method") == "compressed-tensors"
+    return is_low_bit(json.loads(Path(path).read_text()).get("quantization_config"))
+
+
+def is_low_bit(described: Any) -> bool:
+    """Return whether a `quantization_config` is that of a compressed-tensors checkpoint."""
+    method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
+    return getattr(method, "value", method) == "compressed-tensors"
 
 
 def auto_class(config: PreTrainedConfig) -> type:

@@ -1,33 +1,42 @@
 """Checks of the trainer's arguments, which are not part of a configuration."""
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import AutoConfig
 
+from ..adapters.base import problem_of_low_bit_start
 from ..adapters.tensors import is_adapter_folder
+from ..checkpoint.load import is_low_bit, skeleton
 from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model, is_adapted, is_peft_model
+from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
     is_nf4,
-    problems_of_adapted_model,
     problems_of_adapter,
     problems_of_options,
     problems_of_quantized_base,
     problems_of_start,
 )
 from .batches import fit_generation_batch, problems_of_dataset
-from .options import low_precision_masters, raise_problems
+from .launch import Launch, problems_of_ignored_sharding, problems_of_launch
+from .options import low_precision_masters
+from .resume import problems_before_loading
 
 
 logger = logging.getLogger(__name__)
@@ -40,10 +49,42 @@ _PROMPTS = (
 _PICTURE_COLUMNS = {"image", "images"}
 
 
-def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and require it to be off for objectives other than TRL's
-    losses."""
-    active = {
+def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of dropout that stays on although rollout, scoring and loss must see one policy: for objectives
+    other than TRL's losses, and for adapters inside low-bit weights."""
+    off = _dropout_to_switch_off(model, args)
+    remaining = {place: rate for place, rate in _dropout(model).items() if place not in off}
+    if remaining and get_objective(args) is not None:
+        name, key = next(iter(remaining))
+        yield (
+            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
+            f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
+        )
+    rates = [rate for (name, _), rate in remaining.items() if ".lora_dropout." in name]
+    if rates and args.lora_mode == "merged":
+        yield (
+            f"lora_dropout={max(rates)} with lora_mode='merged': dropout needs the adapter's branch, which merging removes. Use "
+            "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
+        )
+
+
+def switch_off_dropout(model: nn.Module, args: Any) -> None:
+    """Switch off dropout that TRL's `disable_dropout` misses, and LoRA's for objectives other than TRL's losses."""
+    off = _dropout_to_switch_off(model, args)
+    for rate in () if args.disable_dropout else set(off.values()):
+        logger.warning(
+            "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
+            "Use lora_dropout=0, or another objective.",
+            rate,
+            args.objective,
+        )
+    for name, key in off:
+        setattr(model.get_submodule(name), key, 0.0)
+
+
+def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
+    """Return the rates above 0, by module and attribute."""
+    return {
         (name, key): value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
@@ -52,27 +93,16 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         and isinstance(value, float)
         and value > 0
     }
-    switched_off = active
-    if not args.disable_dropout:
-        if get_objective(args) is None:
-            return
-        # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused below.
-        switched_off = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
-        for rate in set(switched_off.values()):
-            logger.warning(
-                "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
-                "Use lora_dropout=0, or another objective.",
-                rate,
-                args.objective,
-            )
-    for name, key in switched_off:
-        setattr(model.get_submodule(name), key, 0.0)
-    if remaining := active.keys() - switched_off.keys():
-        name, key = next(place for place in active if place in remaining)
-        raise ValueError(
-            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={active[name, key]}), so rollout, "
-            f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
-        )
+
+
+def _dropout_to_switch_off(model: nn.Module, args: Any) -> dict[tuple[str, str], float]:
+    active = _dropout(model)
+    if args.disable_dropout:
+        return active
+    if get_objective(args) is None:
+        return {}
+    # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
+    return {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
 
 
 def keep_attention_cap(model: nn.Module) -> None:
@@ -86,34 +116,42 @@ def keep_attention_cap(model: nn.Module) -> None:
         model.set_attn_implementation("eager")
 
 
-def check_positions(model: nn.Module, args: Any) -> None:
-    """Raise `ValueError` for an engine that computes positions unlike the learner: with LongRoPE (such as Phi-3) an
-    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence. From
-    now on the learner refuses sequences that would change the factors of others. Sequences may not be longer than a
-    sliding window that vLLM and transformers count differently."""
-    inner, name = base_model(model), architecture(model)
+def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of an engine that would compute positions unlike the learner: with LongRoPE (such as Phi-3) an
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence; and
+    sequences may not be longer than a sliding window that vLLM and transformers count differently."""
+    name = architecture(model)
     if args.use_vllm and family_of(name).has_longer_window:
-        window = inner.config.get_text_config().sliding_window
+        window = base_model(model).config.get_text_config().sliding_window
         if args.vllm_max_model_length is None or args.vllm_max_model_length > window:
-            raise ValueError(
+            yield (
                 f"vllm_max_model_length={args.vllm_max_model_length} with {name}: in longer sequences than its sliding_window={window} "
                 "vLLM's layers see one more token than transformers', so learner and engine would be different policies. Set "
                 f"vllm_max_model_length={window}, and start a server with --max-model-len {window}."
             )
-    layers = [
-        m for n, m in inner.named_modules() if n.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"
-    ]
-    if not layers:
-        return
-    limit = layers[0].config.rope_parameters["original_max_position_embeddings"]
-    for layer in layers:
-        layer.register_forward_pre_hook(partial(_check_longest, limit), with_kwargs=True)
-    if args.use_vllm and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
-        raise ValueError(
+    limit = _longest_of_short(model)
+    if args.use_vllm and limit and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
+        yield (
             f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
             "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
             f"short ones with those of short ones. Set vllm_max_model_length={limit}, and start a server with --max-model-len {limit}."
         )
+
+
+def guard_positions(model: nn.Module) -> None:
+    """Have a learner with LongRoPE refuse sequences that would change the factors of others in their batch."""
+    for layer in _layers_with_long_rope(model):
+        layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
+
+
+def _layers_with_long_rope(model: nn.Module) -> list[nn.Module]:
+    named = base_model(model).named_modules()
+    return [m for name, m in named if name.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"]
+
+
+def _longest_of_short(model: nn.Module) -> int | None:
+    layers = _layers_with_long_rope(model)
+    return layers[0].config.rope_parameters["original_max_position_embeddings"] if layers else None
 
 
 def _check_longest(limit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -164,25 +202,30 @@ def check_output_head(model: nn.Module, temperature: float) -> None:
 
 def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
     """Yield a problem if the masters' dtype rounds their updates away."""
+    if has_adapter and getattr(base_model(model), "is_loaded_in_4bit", False):
+        # Only the adapter is trained, and kept in float32.
+        return
     # A model that will get an adapter will be frozen.
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
 
 
-def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:
-    """Yield problems of the experts of a prepared mixture; `skipped` has the reasons why layers stay in high
-    precision, by name."""
-    inner, inventory = base_model(model), Inventory.of(model)
-    config = inner.config.get_text_config()
+def problems_of_experts(
+    model: nn.Module, args: Any, schemes: Mapping[str, QuantScheme], skipped: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield problems of the experts of a mixture whose layers get these `schemes`, by name; `skipped` has the reasons
+    why the others stay in high precision."""
+    inventory, config = Inventory.of(model), getattr(base_model(model), "config", None)
+    config = config and config.get_text_config()
     coef = args.router_aux_loss_coef
     coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
     if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
         yield (
-            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(inner).__name__} does not have "
+            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(config).__name__} does not have "
             "(https://github.com/huggingface/trl/issues/5754). Set router_aux_loss_coef=0"
         )
-    experts = inventory.stacked_experts
+    experts = {name: p for name, p in inventory.stacked_experts.items() if name.rpartition(".")[0] not in schemes}
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]
@@ -197,6 +240,25 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
         )
 
 
+def problems_of_division(
+    args: Any, reason_to_pad: str | None, num_processes: int, has_aux_loss: bool
+) -> Iterator[str]:
+    """Yield the problem of `max_tokens_per_forward` with a model that pads batches for this reason, if any, with
+    several processes, or with the auxiliary loss of a mixture."""
+    if num_processes > 1:
+        why = "processes would run different numbers of forwards"
+    elif reason_to_pad is not None:
+        why = f"batches of this model are padded: {reason_to_pad}"
+    elif has_aux_loss:
+        why = "the auxiliary loss of a mixture is one of all tokens of a micro-batch"
+    else:
+        return
+    yield (
+        f"max_tokens_per_forward={args.max_tokens_per_forward} is unsupported here: {why}. Leave it out, and lower "
+        "`per_device_train_batch_size` and raise `gradient_accumulation_steps` instead."
+    )
+
+
 def has_pictures(*datasets: Any) -> bool:
     """Return whether a dataset, or one of several by name, has a column from which TRL reads pictures."""
     return bool(_columns_among(_PICTURE_COLUMNS, datasets))
@@ -208,7 +270,7 @@ def _columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
 
 
 def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
-    """Yield problems of rollouts with pictures, for a prepared `model`."""
+    """Yield problems of rollouts with pictures, for a `model` with its adapter."""
     if not args.use_vllm:
         return
     if problem := problem_of_class(model):
@@ -248,7 +310,11 @@ def _is_prompt(prompt: Any) -> bool:
 
 
 def _are_messages(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(each, dict) and "role" in each for each in prompt)
+    # Only the text of a call of tools may be missing.
+    return isinstance(prompt, list) and all(
+        isinstance(each, dict) and "role" in each and (each.get("content") is not None or each.get("tool_calls"))
+        for each in prompt
+    )
 
 
 def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
@@ -263,78 +329,173 @@ def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
         )
 
 
-def check_arguments(*, model, args, train_dataset, eval_dataset, peft_config, optimizers, **others) -> None:
-    """Raise one `ValueError` with all problems of the trainer's arguments, before anything is loaded."""
+def problems_of_arguments(
+    policy: Any, *, model, args, train_dataset, eval_dataset, peft_config, optimizers=(None, None), **others
+) -> Iterator[str]:
+    """
+    Yield all problems of the trainer's arguments that are known before a model is loaded or an engine started, with
+    this [`~trl_qarl.policy.Policy`], and last the one that lowers our default of `steps_per_generation` in `args`
+    ([`fit_generation_batch`]). Of a model that is yet to be loaded, its layers are judged on the meta device.
+    """
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
-    problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
-    served = {"is_served": args.use_vllm and args.lora_mode == "adapter", "is_merged": args.lora_mode == "merged"}
-    if has_own_adapter and peft_config is not None:
-        problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
-    elif is_adapter_folder(model):
-        from peft import PeftConfig
-
-        problems += problems_of_adapter(PeftConfig.from_pretrained(str(model)), **served)
-    elif has_own_adapter:
-        for config in model.peft_config.values():
-            problems += problems_of_adapter(config, **served)
-        problems += problems_of_adapted_model(model)
-    elif has_adapter:
-        problems += problems_of_adapter(peft_config, **served)
-    if others["rollout_func"] is not None and not args.quantize_learner and not args.use_vllm:
-        problems.append(
+    yield from problems_of_options(args, has_adapter)
+    yield from problems_of_start(model, has_adapter)
+    of_adapter = [*_problems_of_adapters(args, model, peft_config, has_own_adapter)]
+    yield from of_adapter
+    if others.get("rollout_func") is not None and not args.quantize_learner and not args.use_vllm:
+        yield (
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
             "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
         )
-    environment_factory, quantization_config = others["environment_factory"], others["quantization_config"]
+    environment_factory, quantization_config = others.get("environment_factory"), others.get("quantization_config")
     if quantization_config is None:
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
-    problems += problems_of_quantized_base(args, quantization_config, has_adapter)
-    problems += problems_of_dataset(train_dataset)
-    columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
-    # An environment may supply the prompts.
-    if columns is not None and "prompt" not in columns and environment_factory is None:
-        problems.append(
-            f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
-        )
-    rewards = others["reward_funcs"] or []
+    yield from problems_of_quantized_base(args, quantization_config, has_adapter)
+    rewards = others.get("reward_funcs") or []
+    yield from problems_of_content(
+        model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
+    )
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
-        problems.append(
+        yield (
             f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
             "one for each."
         )
-    datasets = train_dataset, eval_dataset
+    if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
+        yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
+    if args.rollout_ahead:
+        yield from _problems_of_ahead(args, train_dataset, others)
+    launch = Launch.of_arguments(args)
+    state = args.distributed_state
+    if state is not None and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        yield from problems_of_ignored_sharding(Launch(), state.device.type, state.num_processes)
+    yield from problems_of_launch(launch, args, has_adapter, is_nf4(quantization_config))
+    config = getattr(model, "config", None)
+    if isinstance(model, nn.Module):
+        if peft_config is None:
+            yield from policy.problems(model)
+    elif not has_own_adapter:
+        config = _config_of(model, args)
+        if not has_adapter:
+            # The command line adds `dtype` after the configuration has been checked.
+            yield from low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
+        if not of_adapter:
+            yield from _problems_of_layers(policy, model, config, args, peft_config)
+    yield from problems_before_loading(args, model, config, peft_config, optimizers[0], launch)
+    yield from fit_generation_batch(args, train_dataset)
+
+
+def _problems_of_adapters(args: Any, model: Any, peft_config: Any, has_own_adapter: bool) -> Iterator[str]:
+    served = {"is_served": args.use_vllm and args.lora_mode == "adapter", "is_merged": args.lora_mode == "merged"}
+    if has_own_adapter and peft_config is not None:
+        yield "`peft_config` was given with a model that has an adapter already. Leave one of them out."
+    elif is_adapter_folder(model):
+        from peft import PeftConfig
+
+        yield from problems_of_adapter(PeftConfig.from_pretrained(str(model)), **served)
+    elif has_own_adapter:
+        for config in model.peft_config.values():
+            yield from problems_of_adapter(config, **served)
+    elif peft_config is not None:
+        yield from problems_of_adapter(peft_config, **served)
+
+
+def problems_of_content(
+    model: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    reward_funcs: Any = None,
+    processing_class: Any = None,
+    environment_factory: Any = None,
+) -> Iterator[str]:
+    """Yield problems of datasets, of reward functions with their columns, and of the model's tokenizer, which do not
+    depend on a configuration."""
+    yield from problems_of_dataset(train_dataset)
+    columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
+    # An environment may supply the prompts.
+    if columns is not None and "prompt" not in columns and environment_factory is None:
+        yield f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
+    if columns is not None and environment_factory is None:
+        yield from _problems_of_calls(reward_funcs, columns)
     if environment_factory is None:
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
-            problems += problems_of_prompts(data, name)
-    problems += problems_of_tokenizer(model, others["processing_class"])
-    if videos := _columns_among({"video", "videos"}, datasets):
-        problems.append(
+            yield from problems_of_prompts(data, name)
+    yield from problems_of_tokenizer(model, processing_class)
+    if videos := _columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
+        yield (
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
             "give frames as pictures in a column 'images'."
         )
-    if args.use_vllm and environment_factory is not None and has_pictures(*datasets):
-        problems.append(
-            "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
-        )
-    if args.rollout_ahead:
-        said = f"rollout_ahead={args.rollout_ahead} is unsupported with"
-        for name in ("tools", "environment_factory", "rollout_func"):
-            if others[name]:
-                problems.append(f"{said} `{name}`: its later turns would get newer weights. Leave out one of them.")
-        if isinstance(train_dataset, IterableDataset):
-            problems.append(
-                f"{said} a streamed dataset: prompts are looked up before their turn. Load it without streaming."
-            )
-        if pictures := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
-            problems.append(f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them.")
-    if isinstance(model, nn.Module):
-        problems += problems_of_masters(model, args, has_adapter)
-    elif not has_adapter:
-        # The command line adds `dtype` after the configuration has been checked.
-        problems += low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
-    raise_problems([*problems, *fit_generation_batch(args, train_dataset)])
-    if optimizers[0] is not None and args.optim == "muon":
-        logger.info("`optimizers` was given, so `optim='muon'` is not used.")
+
+
+def _problems_of_calls(reward_funcs: Any, columns: Iterable[str]) -> Iterator[str]:
+    """Yield a problem for each reward function that does not take the arguments that TRL gives: its own, and one for
+    each column of the dataset."""
+    if taken := sorted({"prompts", "completions"}.intersection(columns)):
+        yield f"The training dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
+        return
+    own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+    given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
+    for function in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
+        if not callable(function) or isinstance(function, nn.Module):
+            continue
+        with suppress(ValueError):
+            # Functions in C have no signature, and a wrapper may add arguments to those of what it wraps.
+            signature = inspect.signature(function, follow_wrapped=False)
+            try:
+                signature.bind(**given)
+            except TypeError as error:
+                name = getattr(function, "__name__", type(function).__name__)
+                yield (
+                    f"The reward function {name!r} cannot be called: {error}. It gets {[*given]}, among them the columns of the training "
+                    "dataset, by name. Give the dataset the column that it needs, and the function `**kwargs` for the others."
+                )
+
+
+def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any]) -> Iterator[str]:
+    said = f"rollout_ahead={args.rollout_ahead} is unsupported with"
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if others.get(name):
+            yield f"{said} `{name}`: its later turns would get newer weights. Leave out one of them."
+    if isinstance(train_dataset, IterableDataset):
+        yield f"{said} a streamed dataset: prompts are looked up before their turn. Load it without streaming."
+    if pictures := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
+        yield f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them."
+
+
+def _config_of(model: str, args: Any) -> Any:
+    given = args.model_init_kwargs or {}
+    names = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
+    try:
+        return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})
+    except (OSError, ValueError):
+        # The model cannot be loaded either, which is reported then.
+        return None
+
+
+def _problems_of_layers(policy: Any, name: str, config: Any, args: Any, peft_config: Any) -> Iterator[str]:
+    """Yield problems of a model with this `config` that is yet to be loaded from `name`, and of the adapter that it
+    will get, as far as they are known from its layers."""
+    if config is None:
+        return
+    if is_low_bit(getattr(config, "quantization_config", None)):
+        if peft_config is None:
+            yield problem_of_low_bit_start(name)
+        return
+    model = None
+    # Loading the model gives the reason.
+    with suppress(Exception):
+        model = skeleton(config, bool((args.model_init_kwargs or {}).get("trust_remote_code")))
+    if model is None or type(model).__name__ not in (config.architectures or ()):
+        return
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        try:
+            model = get_peft_model(model, deepcopy(peft_config))
+        except ValueError as error:
+            yield f"peft_config: {error}"
+            return
+    yield from policy.problems(model)

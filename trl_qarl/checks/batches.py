@@ -12,7 +12,9 @@ logger = logging.getLogger(__name__)
 
 def problems_of_dataset(dataset: Any) -> Iterator[str]:
     """Yield a problem of a training dataset that is of another class, or empty."""
-    if isinstance(dataset, dict):
+    if isinstance(dataset, dict) and not any(isinstance(each, Dataset | IterableDataset) for each in dataset.values()):
+        yield f"`train_dataset` is a dictionary with {[*dataset]}. `Dataset.from_dict(columns)` makes a dataset of columns."
+    elif isinstance(dataset, dict):
         split = "train" if "train" in dataset else next(iter(dataset), "train")
         yield (
             f"`train_dataset` is a {type(dataset).__name__} with the splits {[*dataset]}, and a training has one. Give "

@@ -5,13 +5,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, gather_object
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -51,41 +51,95 @@ LAUNCHES_BY_FILES = {
 """Launches by a file that only they write into a checkpoint; the first match counts."""
 
 
-def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
+@dataclass(frozen=True)
+class Launch:
     """
-    Check the settings of `accelerate launch`, and have FSDP2 add up gradients and DeepSpeed keep masters in float32.
+    Settings of `accelerate launch`: plugins of FSDP and DeepSpeed, `None` without, a `ParallelismConfig`, and the
+    backend of compilation.
+    """
 
-    Raises:
-        NotImplementedError: for unsupported settings.
-        ValueError: if accelerate has ignored a request for FSDP or DeepSpeed, or for options that FSDP2 or ZeRO do not
-            support.
-    """
-    state = accelerator.state
-    plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
-    for name, found in (("FSDP", plugin), ("DEEPSPEED", deepspeed)):
-        if found is None and os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise ValueError(
-                f"accelerate was launched with {name}, but accelerate shards only on GPUs and would train on "
-                f"{accelerator.num_processes} {accelerator.device.type.upper()} processes with whole masters. Launch with "
-                "`distributed_type: MULTI_CPU`."
-            )
-    parallel = accelerator.parallelism_config
-    if parallel is not None:
-        raise NotImplementedError(
-            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
+    fsdp: Any = None
+    deepspeed: Any = None
+    parallelism: Any = None
+    dynamo: DynamoBackend = DynamoBackend.NO
+
+    @classmethod
+    def of_arguments(cls, args: Any) -> "Launch":
+        """Return the settings as variables of the environment and `args` have them, before there is an accelerator."""
+        fsdp = args.fsdp_plugin_args
+        if fsdp is None and _asks_for("FSDP"):
+            fsdp = {}
+        plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp)
+        return cls(plugin, args.deepspeed_plugin, args.parallelism_config, TorchDynamoPlugin().backend)
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> "Launch":
+        """Return the settings as accelerate has completed them."""
+        state = accelerator.state
+        plugins = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
+        return cls(*plugins, accelerator.parallelism_config, state.dynamo_plugin.backend)
+
+    @property
+    def name(self) -> str:
+        """The name in [`LAUNCHES_BY_FILES`]."""
+        if self.fsdp is not None:
+            return f"FSDP2 and {self.fsdp.state_dict_type.name}"
+        if self.deepspeed is not None:
+            return "ZeRO-3" if self.deepspeed.zero_stage == 3 else "ZeRO-1 or 2"
+        return "one process or DDP"
+
+
+def _asks_for(backend: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{backend}", "false").lower() == "true"
+
+
+def problems_of_launch(launch: Launch, args: Any, has_adapter: bool, is_in_4bit: bool) -> Iterator[str]:
+    """Yield problems of the settings of `accelerate launch` with `args`, an adapter, and a base in bitsandbytes' 4
+    bits."""
+    if launch.parallelism is not None:
+        yield (
+            f"accelerate was launched with {' '.join(str(launch.parallelism).split())}, which splits master weights or sequences "
             "over processes. This is unsupported. Launch with FSDP2 or DDP (`accelerate launch --multi_gpu`)."
         )
-    backend = state.dynamo_plugin.backend
-    if backend != "NO":
-        raise NotImplementedError(
-            f"accelerate was launched with the dynamo backend {backend.value!r}, but a compiled graph ends at every "
+    if launch.dynamo != DynamoBackend.NO:
+        yield (
+            f"accelerate was launched with the dynamo backend {launch.dynamo.value!r}, but a compiled graph ends at every "
             "quantized layer, which looks up its low-bit weight by the version of its master. Launch with `--dynamo_backend no`."
         )
-    if plugin is not None:
-        _check_fsdp(plugin, args, model)
-    if deepspeed is not None:
-        raise_problems(_problems_of_zero(deepspeed.deepspeed_config, args, is_peft_model(model)))
-        keep_float32_masters(deepspeed.deepspeed_config)
+    if launch.fsdp is not None:
+        yield from _problems_of_fsdp(launch.fsdp, args, has_adapter, is_in_4bit)
+    if launch.deepspeed is not None:
+        yield from _problems_of_zero(launch.deepspeed.deepspeed_config, args, has_adapter)
+
+
+def problems_of_ignored_sharding(launch: Launch, device: str, num_processes: int) -> Iterator[str]:
+    """Yield a problem if accelerate ignores a request for FSDP or DeepSpeed."""
+    for name, found in (("FSDP", launch.fsdp), ("DEEPSPEED", launch.deepspeed)):
+        if found is None and _asks_for(name):
+            yield (
+                f"accelerate was launched with {name}, but accelerate shards only on GPUs and would train on "
+                f"{num_processes} {device.upper()} processes with whole masters. Launch with `distributed_type: MULTI_CPU`."
+            )
+
+
+def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
+    """
+    Check the settings of `accelerate launch` again, now that accelerate has completed them, and have FSDP2 add up
+    gradients and DeepSpeed keep masters in float32. `ValueError` lists unsupported settings.
+    """
+    launch = Launch.of(accelerator)
+    raise_problems(
+        [
+            *problems_of_ignored_sharding(launch, accelerator.device.type, accelerator.num_processes),
+            *problems_of_launch(
+                launch, args, is_peft_model(model), getattr(base_model(model), "is_loaded_in_4bit", False)
+            ),
+        ]
+    )
+    if launch.fsdp is not None:
+        _keep_float32_sums(launch.fsdp, args)
+    if launch.deepspeed is not None:
+        keep_float32_masters(launch.deepspeed.deepspeed_config)
 
 
 def launched_precision() -> str:
@@ -117,49 +171,49 @@ def problems_of_precision(args: Any) -> Iterator[str]:
         )
 
 
+def problems_of_resumed_launch(launch: Launch, folder: str | Path) -> Iterator[str]:
+    """Yield a problem if the checkpoint in `folder` was written by a launch whose optimizer state this one cannot
+    load."""
+    theirs = _launch_of(folder)
+    if theirs is None or theirs == launch.name:
+        return
+    yield (
+        f"The checkpoint {folder} was written with {theirs}, and this run with {launch.name} would not find its optimizer state. Launch "
+        f"with {theirs}{_advice_to_start_anew(folder)}."
+    )
+
+
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
     """
     Check that this launch can load the optimizer state of the checkpoint in `folder`; every process has to call.
     `ValueError` is raised for a checkpoint of another launch, or of another number of processes with DeepSpeed.
     """
-    folder, state = Path(folder), accelerator.state
-    theirs = next((launch for files, launch in LAUNCHES_BY_FILES.items() if any(folder.glob(files))), None)
-    if theirs is None:
-        # Saved with `save_only_model=True`.
-        return
-    plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
-    ours = "one process or DDP"
-    if plugin is not None:
-        ours = f"FSDP2 and {plugin.state_dict_type.name}"
-    elif deepspeed is not None:
-        ours = "ZeRO-3" if deepspeed.zero_stage == 3 else "ZeRO-1 or 2"
-    files = ("model.safetensors", "model.safetensors.index.json", f"{SHARDS_FOLDER}/.metadata")
-    has_masters = any((folder / name).exists() for name in files)
-    advice = ", or start a new run from its masters by passing it as the model" if has_masters else ""
-    if theirs != ours:
-        raise ValueError(
-            f"The checkpoint {folder} was written with {theirs}, and this run with {ours} would not find its optimizer state. Launch with "
-            f"{theirs}{advice}."
-        )
-    if deepspeed is None:
+    launch = Launch.of(accelerator)
+    raise_problems(problems_of_resumed_launch(launch, folder))
+    if launch.deepspeed is None or _launch_of(folder) is None:
         return
     # Every process lists the files that it sees, because machines need not share the folder.
-    parts = [path.name for path in folder.glob(_DEEPSPEED_STATES)]
+    parts = [path.name for path in Path(folder).glob(_DEEPSPEED_STATES)]
     count = len(set(gather_object(parts)))
     if count != accelerator.num_processes:
         raise ValueError(
             f"The checkpoint {folder} was written by {count} processes with DeepSpeed, which divides the optimizer state among them; this "
-            f"run has {accelerator.num_processes}. Launch with `--num_processes {count}`{advice}."
+            f"run has {accelerator.num_processes}. Launch with `--num_processes {count}`{_advice_to_start_anew(folder)}."
         )
 
 
-def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
-    if plugin.fsdp_version != 2:
-        raise NotImplementedError(
-            "accelerate was launched with FSDP1, which flattens the masters of a layer to one tensor and splits it in the middle of "
-            "rows and their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
-        )
-    raise_problems(_problems_of_fsdp(plugin, args, model))
+def _launch_of(folder: str | Path) -> str | None:
+    """Return the launch that wrote a checkpoint, `None` if it was saved with `save_only_model=True`."""
+    return next((launch for files, launch in LAUNCHES_BY_FILES.items() if any(Path(folder).glob(files))), None)
+
+
+def _advice_to_start_anew(folder: str | Path) -> str:
+    files = ("model.safetensors", "model.safetensors.index.json", f"{SHARDS_FOLDER}/.metadata")
+    has_masters = any(Path(folder, name).exists() for name in files)
+    return ", or start a new run from its masters by passing it as the model" if has_masters else ""
+
+
+def _keep_float32_sums(plugin: Any, args: Any) -> None:
     policy = plugin.mixed_precision_policy
     if policy is not None and args.numerics in ("engine", "exact"):
         # Engine operations round masters themselves and do not round activations between layers.
@@ -169,9 +223,15 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
-def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]:
-    if is_peft_model(model):
-        if getattr(base_model(model), "is_loaded_in_4bit", False):
+def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: bool) -> Iterator[str]:
+    if plugin.fsdp_version != 2:
+        yield (
+            "accelerate was launched with FSDP1, which flattens the masters of a layer to one tensor and splits it in the middle of "
+            "rows and their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
+        )
+        return
+    if has_adapter:
+        if is_in_4bit:
             yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Remove `quantization_config`"
         if plugin.cpu_ram_efficient_loading:
             yield (

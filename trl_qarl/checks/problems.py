@@ -1,6 +1,7 @@
-"""[`Problems`]: one error for everything that is wrong."""
+"""[`Problems`]: one error for everything that is wrong, and the form of options in messages."""
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class Problems(ValueError):
@@ -18,3 +19,8 @@ def raise_problems(problems: Iterable[str]) -> None:
     """Raise one `ValueError` that lists all `problems`, if there are any."""
     if problems := [*problems]:
         raise Problems(problems)
+
+
+def quote_options(config: Any, *names: str) -> str:
+    """Return options in the form of messages: `name=value, ...`."""
+    return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)

@@ -1,14 +1,16 @@
 """Checks that a run can go on from a checkpoint: settings that its states and its generation batch depend on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.record import SCHEME_FILE, differing, folder_to_resume, read_json
+from .launch import Launch, problems_of_resumed_launch
+from .problems import raise_problems
 
 
 RESUME_FILE = "resume.json"
@@ -38,6 +40,7 @@ _NOT_OF_A_BATCH = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_server_autostart", "vllm_token_file"),
     *("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
     *("log_completions_hub_repo", "rollout_ahead", "num_generations_eval", "model_init_kwargs", "trust_remote_code"),
+    "max_tokens_per_forward",
 }
 
 
@@ -70,18 +73,27 @@ def check_states(folder: str | Path, settings: Mapping[str, Any]) -> None:
     folder = Path(folder)
     if (folder / RESUME_FILE).is_file():
         theirs = read_json(folder / RESUME_FILE)
-        _raise(folder, differing([name for name in theirs if name in settings], theirs, settings))
+        raise_problems(_explain(folder, differing([name for name in theirs if name in settings], theirs, settings)))
 
 
-def check_before_loading(args: Any, model: Any, peft_config: Any, optimizer: Any) -> None:
-    """Compare the checkpoint of `args.resume_from_checkpoint` with the arguments of a trainer, before a model is
-    loaded or a server started. `ValueError` is raised if there is no such checkpoint, or if it does not fit."""
-    folder = folder_to_resume(resume_option(args.resume_from_checkpoint), args.output_dir)
-    if folder is None:
-        return
-    folder = Path(folder)
+def problems_before_loading(
+    args: Any, model: Any, config: Any, peft_config: Any, optimizer: Any, launch: Launch
+) -> Iterator[str]:
+    """Yield problems of the checkpoint of `args.resume_from_checkpoint` with a trainer's arguments, before a model is
+    loaded or a server started: there is no such checkpoint, or it does not fit. `config` is that of a `model` without
+    an adapter, as far as it is known."""
+    try:
+        folder = folder_to_resume(resume_option(args.resume_from_checkpoint), args.output_dir)
+        if folder is not None:
+            yield from problems_of_resumed_launch(launch, folder)
+            yield from _explain(Path(folder), _differences(Path(folder), args, model, config, peft_config, optimizer))
+    except ValueError as error:
+        # A file that cannot be read.
+        yield str(error)
+
+
+def _differences(folder: Path, args: Any, model: Any, config: Any, peft_config: Any, optimizer: Any) -> list[str]:
     is_new = isinstance(model, str) and not is_adapter_folder(model)
-    config = _config_of(model, args) if is_new else getattr(model, "config", None)
     ours = state_settings(args, config, None, optimizer)
     if peft_config is not None:
         ours["adapter"] = state_settings(args, None, peft_config.to_dict())["adapter"]
@@ -99,22 +111,12 @@ def check_before_loading(args: Any, model: Any, peft_config: Any, optimizer: Any
         ours = {"scheme": args.plan.written, "quantize_learner": args.quantize_learner}
         ours |= {"group_size": args.plan.group_size, "exclude_modules": _plain(args.exclude_modules)}
         problems += differing(ours, read_json(folder / SCHEME_FILE), ours)
-    _raise(folder, problems)
+    return problems
 
 
 def resume_option(value: Any) -> str | bool | None:
     """Return `True` (the last checkpoint) for `"true"` and `"last"`, `None` for `"false"`, and a path unchanged."""
     return {"true": True, "last": True, "false": None}.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def _config_of(model: str, args: Any) -> Any:
-    given = args.model_init_kwargs or {}
-    names = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
-    try:
-        return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})
-    except (OSError, ValueError):
-        # The model cannot be loaded either, which is reported then.
-        return None
 
 
 def _saved_targets(folder: Path) -> Any:
@@ -123,13 +125,13 @@ def _saved_targets(folder: Path) -> Any:
     return (adapter or {}).get("target_modules")
 
 
-def _raise(folder: Path, problems: list[str]) -> None:
+def _explain(folder: Path, problems: list[str]) -> Iterator[str]:
     if not problems:
         return
     names = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
     has_weights = any((folder / name).exists() for name in names)
     advice = f", or start a new run from its weights: give {folder} as the model, without `resume_from_checkpoint`"
-    raise ValueError(
+    yield (
         f"The checkpoint {folder} was trained with other settings ({'; '.join(problems)}), and its states do not fit. Resume "
         f"with the same values{advice if has_weights else ''}."
     )

@@ -1,7 +1,9 @@
 """Types and ranges of option values, before any other check reads them."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from inspect import formatannotation
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -17,15 +19,25 @@ RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
         *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
         *("steps_per_generation", "generation_batch_size", "num_generations_eval", "ref_model_sync_steps"),
         *("max_completion_length", "vllm_max_model_length", "vllm_tensor_parallel_size", "ddp_timeout"),
+        *("eval_accumulation_steps", "ddp_bucket_cap_mb", "pad_to_multiple_of"),
+        "max_tokens_per_forward",
     ): ("at least 1", lambda x: x >= 1, "it counts something that there must be"),
     (
         *("learning_rate", "weight_decay", "max_grad_norm", "beta", "adam_epsilon", "warmup_steps", "eval_delay"),
         *("router_aux_loss_coef", "save_steps", "eval_steps", "logging_steps", "dataloader_num_workers", "seed"),
+        *("data_seed", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        *("max_tool_calling_iterations", "num_completions_to_print"),
     ): ("at least 0", lambda x: x >= 0, "a negative value has no meaning"),
     ("adam_beta1", "adam_beta2"): ("at least 0 and below 1", lambda x: 0 <= x < 1, "it is the decay of a mean"),
     ("top_p",): ("above 0 and at most 1", lambda x: 0 < x <= 1, "it is the probability of the tokens that are kept"),
     ("min_p",): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share of the largest probability"),
     ("top_k",): ("at least 0, or -1", lambda x: x >= -1, "it counts tokens, and 0 and -1 keep all"),
+    ("temperature",): ("greater than 0", lambda x: x > 0, "the learner divides its logits by it"),
+    ("rollout_ahead",): (
+        "0 (rollouts of the learner's own weights) or 1",
+        lambda x: x in (0, 1),
+        "each weight sync waits for the batch in flight, so further batches would only be older",
+    ),
     ("repetition_penalty", "num_train_epochs", "vllm_server_timeout"): (
         "greater than 0",
         lambda x: x > 0,
@@ -63,7 +75,9 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
     for name in type(config).__dataclass_fields__:
         hint, value = hints[name], getattr(config, name)
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if name not in own and name != "output_dir" and not _SIMPLE.issuperset(allowed):
+        # A number that a command line may give as text is looked at too.
+        simple = {*allowed} - {str, NoneType}
+        if name not in own and name != "output_dir" and not (simple and _SIMPLE.issuperset(simple)):
             continue
         numbers = [number for number in (value if isinstance(value, list | tuple) else [value]) if _is_float(number)]
         if any(map(math.isnan, numbers)):
@@ -112,3 +126,16 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return value in arguments
     return isinstance(value, origin)
+
+
+def as_dict(config: Any, name: str) -> dict[str, Any]:
+    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed."""
+    value = getattr(config, name)
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{name}={value!r} is not a JSON object, such as '{{\"key\": 1}}'. Write one, or leave it out."
+            )
+    return value or {}

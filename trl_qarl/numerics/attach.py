@@ -4,7 +4,6 @@ Attaches the engine's operations to a transformers model, and detaches them: a m
 """
 
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -99,25 +98,6 @@ def _true_positions(module, args, kwargs):
     return args, kwargs
 
 
-def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
-    """Return the model's keyword arguments for a padded batch with all tokens in one row, where positions separate the
-    sequences: their bits stay the same, and padding costs nothing. `None` without padding, or for inputs of another
-    form. `scored`, `(B, T - 1)`, is true at positions whose next token is scored."""
-    known = "input_ids", "attention_mask", "position_ids"
-    ids, mask, given = map(kwargs.get, known)
-    if ids is None or mask is None or mask.shape != ids.shape or mask.all():
-        return None
-    if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known):
-        return None
-    mask = mask.bool()
-    own = mask.cumsum(-1) - 1
-    counts_from_zero = given is None or torch.equal(given.expand_as(own)[mask], own[mask])
-    # An empty sequence, or a scored token after padding, cannot be packed.
-    if not (counts_from_zero and mask.any(dim=1).all() and mask[:, :-1][scored].all()):
-        return None
-    return kwargs | {"input_ids": ids[mask][None], "position_ids": own[mask][None], "attention_mask": None}
-
-
 class _ModelForward(EngineOperation):
     """The model's forward, with the engine's log-probs for calls with `fused_lm_head` (TRL's `add_fused_lm_head`)."""
 
@@ -140,32 +120,29 @@ class _ModelForward(EngineOperation):
         else:
             model.forward = self.original
 
-    def __call__(self, *args, labels=None, fused_lm_head=False, **kwargs):
+    def __call__(self, *args, labels=None, shift_labels=None, fused_lm_head=False, **kwargs):
         model = self.module
         if not fused_lm_head:
-            kwargs |= {} if labels is None else {"labels": labels}
+            given = {"labels": labels, "shift_labels": shift_labels}
+            kwargs |= {name: value for name, value in given.items() if value is not None}
             original = self.original or MethodType(type(model).forward, model)
             return original(*args, **kwargs)
-        labels = labels[:, 1:]
-        scored = labels != -100
-        kwargs |= {"use_cache": False}
-        packed = _pack(kwargs, scored)
-        outputs = model.base_model(*args, **packed or kwargs)
+        outputs = model.base_model(*args, **kwargs | {"use_cache": False})
         hidden = outputs.last_hidden_state
-        if packed is None:
-            hidden, mask = hidden[:, :-1][scored], kwargs.get("attention_mask")
-        else:
-            places = kwargs["attention_mask"].bool().flatten().cumsum(0).view(len(labels), -1) - 1
-            # Without padding the load-balancing loss needs no mask.
-            hidden, mask = hidden[0].index_select(0, places[:, :-1][scored]), None
+        if shift_labels is None:
+            hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
+        scored = shift_labels != -100
+        places = scored.flatten().nonzero()[:, 0]
+        hidden = hidden.flatten(0, 1).index_select(0, places)
         head = model.get_output_embeddings()
         # FSDP2 gathers the head with the last norm, but with an adapter only when the head itself is called.
         weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
         product = operation_of(head).product(weight)
-        values = ops.head_log_probs(hidden, weight, bias, product, labels[scored], self.temperature)
-        log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
+        values = ops.head_log_probs(hidden, weight, bias, product, shift_labels[scored], self.temperature)
+        log_probs, entropy = (value.new_zeros(scored.shape).masked_scatter(scored, value) for value in values)
         aux_loss, config = None, model.config
         if logits := getattr(outputs, "router_logits", None):
+            mask = kwargs.get("attention_mask")
             # All mixtures of transformers, and TRL, use Mixtral's.
             aux_loss = load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, mask)
         return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)

@@ -4,8 +4,9 @@ options ([`contradicting_options`]), by its model ([`check_engine_numerics`]), a
 [`trl_qarl.numerics.exact`] compares the arithmetic of the running engine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,15 +39,9 @@ ROPE_TYPES = ("default", "llama3")
 
 def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
     """Return the numerics, `"fast"` or `"engine"`, and the reason: those of `config.numerics`, or if that is `None` a
-    choice for `model`, computed in `dtype`. `ValueError` is raised if engine numerics are configured, but their
-    kernels are not available."""
-    if config.numerics in ("engine", "exact"):
-        # The configuration has made all checks that do not load vLLM.
-        for problem in contradicting_options(config, loads_vllm=True):
-            raise ValueError(f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'.")
-        return "engine", "as configured"
+    choice for `model`, computed in `dtype`."""
     if config.numerics is not None:
-        return config.numerics, "as configured"
+        return "engine" if config.numerics == "exact" else config.numerics, "as configured"
     reason = next(obstacles(config, model, dtype), None)
     return ("engine", "everything it needs is here") if reason is None else ("fast", reason)
 
@@ -111,14 +106,35 @@ def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16)
         raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
 
 
-def obstacle_of_model(model: nn.Module, dtype: torch.dtype) -> str | None:
+def problems_of_engine_numerics(
+    config: Any, model: nn.Module, dtype: torch.dtype, schemes: Mapping[str, QuantScheme]
+) -> Iterator[str]:
+    """Yield the problem of configured engine numerics, if there is one, for a model whose layers are yet to get
+    `schemes`, by name, and whose dropout will be off. The kernels of vLLM are loaded."""
+    if config.numerics not in ("engine", "exact"):
+        return
+    # The configuration has made all checks that do not load vLLM.
+    for problem in contradicting_options(config, loads_vllm=True):
+        yield f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'."
+        return
+    if reason := obstacle_of_model(model, dtype, schemes, is_dropout_off=True):
+        yield f"Engine numerics are not available: {reason}. Use the fast numerics."
+
+
+def obstacle_of_model(model: nn.Module, dtype: torch.dtype, *expected: Any, **kwargs: Any) -> str | None:
     """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
     device is judged as if it were on the accelerator of this machine, or on its CPU."""
-    return next((reason for is_met, reason in _conditions(model, dtype) if not is_met), None)
+    return next((reason for is_met, reason in _conditions(model, dtype, *expected, **kwargs) if not is_met), None)
 
 
-def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
-    """Yield conditions and the reason if each is not met; later conditions rely on earlier ones."""
+def _conditions(
+    model: Any,
+    dtype: torch.dtype,
+    schemes: Mapping[str, QuantScheme] = MappingProxyType({}),
+    is_dropout_off: bool = False,
+) -> Iterator[tuple[bool, str]]:
+    """Yield conditions and the reason if each is not met; later conditions rely on earlier ones. `schemes` and
+    `is_dropout_off` are as in [`problems_of_engine_numerics`]."""
     model = base_model(model)
     name = class_of(model).__name__
     yield name in COVERED_CLASSES, f"{name} is not supported, only {', '.join(COVERED_CLASSES)}"
@@ -154,7 +170,10 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
         yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
         rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
-        yield not any(rates), f"{path!r} has lora_dropout={max(rates, default=0.0)}, and engines drop nothing"
+        yield (
+            is_dropout_off or not any(rates),
+            f"{path!r} has lora_dropout={max(rates, default=0.0)}, and engines drop nothing",
+        )
     noise = getattr(config, "router_jitter_noise", 0.0)
     yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
     known = (*ENGINE_OPERATIONS, QuantizedLinear, QuantizedExperts, *TRANSPARENT)
@@ -162,10 +181,10 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
         if path in ("", model.base_model_prefix):
             continue
         kind = class_of(module)
-        yield kind in known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
+        yield kind in known or path in schemes, f"{path!r} is a {kind.__name__}, whose operations are not supported"
         is_original = "forward" not in vars(module)
         yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
-        is_low_bit = isinstance(module, QuantizedExperts)
+        is_low_bit = isinstance(module, QuantizedExperts) or path in schemes
         if is_low_bit or has_stacked_matrices(path, module):
             yield not on_gpu, f"{path!r} are experts, whose routing and product are untested on GPUs"
             sizes = tuple(module.down_proj.shape[-2:])

@@ -56,8 +56,6 @@ def reason_against() -> str | None:
     """Return why the kernels cannot be used in this process, or `None`. Any release of vLLM is compared."""
     if reason := reason_not_to_call():
         return reason
-    if not torch.cpu._is_avx512_bf16_supported():
-        return "vLLM's kernels cut numbers off on this processor, which has no bf16 instructions, instead of rounding"
     difference = first_difference(sys.modules[__name__], torch.device("cpu"))
     return None if difference is None else f"vLLM {vllm_version()} is installed, and {difference}"
 
@@ -139,12 +137,18 @@ class PackedLinear:
 
 def has_norm_kernel(weight: torch.Tensor) -> bool:
     """Return whether vLLM's norms take a `weight`, `(H,)`. Learner and engine ask the same question, so they agree."""
-    return weight.dtype is torch.bfloat16 and weight.shape[-1] % 32 == 0 and _has_norms()
+    return weight.dtype is torch.bfloat16 and weight.shape[-1] % 32 == 0 and has_norms()
 
 
 @lru_cache(maxsize=1)
-def _has_norms() -> bool:
-    return reason_not_to_call() is None and all(hasattr(torch.ops._C, n) for n in ("rms_norm", "fused_add_rms_norm"))
+def has_norms() -> bool:
+    """Return whether vLLM has norms that round to nearest: without AVX512-BF16 they truncate, also the residual."""
+    if reason_not_to_call() or not all(hasattr(torch.ops._C, n) for n in ("rms_norm", "fused_add_rms_norm")):
+        return False
+    # Between the neighbours 1 and 1 + 2**-7, and nearer to the upper one.
+    x, residual = (torch.full((1, 32), value, dtype=torch.bfloat16) for value in (3 * 2**-9, 1.0))
+    torch.ops._C.fused_add_rms_norm(x, residual, torch.ones(32, dtype=torch.bfloat16), 1e-6)
+    return residual[0, 0].item() == 1 + 2**-7
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ..quantization.schemes import E4M3, INT8, INT8_CODES, Grid, QuantScheme, ge
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, NORMS
 from . import cuda, ops
-from .cpu import IN_ONE_PASS, PackedLinear, pad, reason_not_to_call, vllm_version
+from .cpu import IN_ONE_PASS, PackedLinear, has_norms, pad, reason_not_to_call, vllm_version
 
 
 logger = logging.getLogger(__name__)
@@ -124,6 +124,7 @@ def describe_arithmetic() -> dict[str, Any]:
         "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
         "attention": IN_ONE_PASS,
         "norms": NORMS,
+        "norm kernel": has_norms(),
         "cpu_weights": cpu_weights(),
         **{f"product of {name}": getattr(product, "name", "the learner's own") for name, product in products},
     }

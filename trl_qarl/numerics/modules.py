@@ -278,17 +278,24 @@ TRANSPARENT = (nn.ModuleList, SiLUActivation)
 """Modules that compute nothing, or are no longer called."""
 
 
-def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, **kwargs):
+def _attend(
+    module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, layout=None, **kwargs
+):
     """
     Implement transformers' attention interface with the engine's kernel. Return `(B, T, heads, head_dim)`, 0 for
     padding, and `None` in place of attention weights.
 
     `query` is `(B, heads, T, head_dim)`, `key` and `value` are `(B, key_heads, S, head_dim)`, with a cache `S > T`.
     `attention_mask`, `(B, S)`, is true for tokens; `None` without padding. Without a mask, a new sequence begins where
-    `position_ids`, `(B, T)`, are 0.
+    `position_ids`, `(B, T)`, are 0. With a `layout`, a [`~trl_qarl.layout.Layout`], its row is the batch.
     """
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if layout is not None:
+        layout.calls.append(ATTENTION)
+        lengths = layout.query_lengths, layout.key_lengths
+        output = ops.attention(query[0], key[0], value[0], *lengths, scaling, sliding_window, layout.keys)
+        return output[None], None
     if attention_mask is None:
         if key.shape[1] == length and position_ids is not None:
             starts = (position_ids == 0).flatten()

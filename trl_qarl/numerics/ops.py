@@ -68,12 +68,14 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
     return _Rotate.apply(x, positions, cache)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None, keys=None) -> torch.Tensor:
     """Return the causal attention of packed sequences, with the same bits for any number of queries. `query`, like the
     result, is `(sum(query_lengths), heads, head_dim)`, and `key` and `value` are `(sum(key_lengths), key_heads,
-    head_dim)`. The queries of a sequence are its last positions, and see `window` last keys, including their own, or
-    all; only vLLM's kernels for CPUs support a window, other backends raise `NotImplementedError`."""
-    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window)
+    head_dim)`, or `(N, key_heads, head_dim)` with `keys`, `(sum(key_lengths),)` int64, the place of each key that a
+    sequence sees; gradients of keys that several see are added in float32. The queries of a sequence are its last
+    positions, and see `window` last keys, including their own, or all; only vLLM's kernels for CPUs support a window,
+    other backends raise `NotImplementedError`."""
+    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window, keys)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product) -> torch.Tensor:
@@ -171,35 +173,56 @@ class _Rotate(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window):
-        if any(ctx.needs_input_grad) and query_lengths != key_lengths:
-            raise NotImplementedError(
-                "Attention to cached keys does not support gradients. Score whole sequences, without a cache."
-            )
-        ctx.save_for_backward(query, key, value)
-        ctx.lengths, ctx.scale, ctx.window = query_lengths, scale, window
+    def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window, keys):
+        ctx.save_for_backward(query, key, value, keys)
+        ctx.lengths, ctx.scale, ctx.window = (query_lengths, key_lengths), scale, window
+        if keys is not None:
+            key, value = key.index_select(0, keys), value.index_select(0, keys)
         return backend_of(query).attention(query, key, value, query_lengths, key_lengths, scale, window)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        tensors = [tensor.split(ctx.lengths) for tensor in (*ctx.saved_tensors, grad)]
-        num_key_heads = tensors[1][0].shape[1]
-        grads: list[Any] = [None] * len(ctx.lengths)
-        for group in _similar_lengths(ctx.lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
-            padded = (_pad_sequences([parts[i] for i in group], num_key_heads) for parts in tensors)
-            for i, *parts in zip(group, *_grad_attention(*padded, ctx.scale, ctx.window), strict=True):
-                grads[i] = [x[:, : ctx.lengths[i]].transpose(0, 1).flatten(1, 2).to(grad.dtype) for x in parts]
-        return *map(torch.cat, zip(*grads, strict=True)), None, None, None, None
+        query, key, value, keys = ctx.saved_tensors
+        query_lengths, key_lengths = ctx.lengths
+        num_key_heads = key.shape[1]
+        if keys is None:
+            keys = torch.arange(len(key), device=key.device)
+        places, queries, grads = keys.split(key_lengths), query.split(query_lengths), grad.split(query_lengths)
+        grad_query = torch.empty_like(query)
+        of_queries = grad_query.split(query_lengths)
+        totals = [torch.zeros_like(x, dtype=torch.float32) for x in (key, value)]
+        for group in _similar_lengths(query_lengths, key_lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
+            offset = key_lengths[group[0]] - query_lengths[group[0]]
+            padded = [
+                _pad_sequences(parts, num_key_heads)
+                for parts in (
+                    [queries[i] for i in group],
+                    *([x.index_select(0, places[i]) for i in group] for x in (key, value)),
+                    [grads[i] for i in group],
+                )
+            ]
+            for i, of_query, *of_keys in zip(
+                group, *_grad_attention(*padded, offset, ctx.scale, ctx.window), strict=True
+            ):
+                of_queries[i].copy_(_unpad(of_query, query_lengths[i]))
+                for total, rows in zip(totals, of_keys, strict=True):
+                    total.index_add_(0, places[i], _unpad(rows, key_lengths[i]))
+        return grad_query, *(total.to(grad.dtype) for total in totals), None, None, None, None, None
 
 
-def _similar_lengths(lengths: tuple[int, ...], num_tokens: int) -> Iterator[list[int]]:
-    """Yield groups of places in `lengths`, the longest first, that have at most `num_tokens` tokens together, or a
-    single sequence, and at most a tenth of padding each."""
+def _similar_lengths(
+    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], num_tokens: int
+) -> Iterator[list[int]]:
+    """Yield groups of places of sequences, the longest first, with equally many keys before the first query. A group
+    has at most `num_tokens` keys together, or a single sequence, and at most a tenth of padding in each one's
+    queries."""
+    lengths = [(keys - queries, queries) for queries, keys in zip(query_lengths, key_lengths, strict=True)]
     places = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     while places:
-        longest = lengths[places[0]]
-        count = sum(lengths[place] >= 0.9 * longest for place in places[: max(1, num_tokens // longest)])
+        offset, longest = lengths[places[0]]
+        candidates = places[: max(1, num_tokens // (offset + longest))]
+        count = sum(lengths[place][0] == offset and lengths[place][1] >= 0.9 * longest for place in candidates)
         yield places[:count]
         del places[:count]
 
@@ -211,10 +234,17 @@ def _pad_sequences(sequences: list[torch.Tensor], num_key_heads: int) -> torch.T
     return rows.to(torch.float32, memory_format=torch.contiguous_format)
 
 
-def _grad_attention(query, key, value, grad, scale, window):
+def _unpad(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the first `length` tokens of one sequence in the shape of [`_pad_sequences`], `(length, heads,
+    head_dim)`."""
+    return rows[:, :length].transpose(0, 1).flatten(1, 2)
+
+
+def _grad_attention(query, key, value, grad, offset, scale, window):
     """
     Return float32 gradients of causal attention to the last `window` keys, or to all, in the shapes of
-    [`_pad_sequences`]. Padding comes after the last token, which does not see it, and its own gradients are zeros.
+    [`_pad_sequences`]. `offset` keys come before the first query. Padding comes after the last token, which does not
+    see it, and its own gradients are zeros.
 
     A block of queries needs all its keys at once, so its probabilities are exact, and those of later keys are not
     computed. Queries that share a key head are rows of the same product.
@@ -226,11 +256,12 @@ def _grad_attention(query, key, value, grad, scale, window):
     length, num_groups = query.shape[1:3]
     size = BLOCK_OF_QUERIES.get(key.device.type, 512)
     for start in range(0, length, size):
-        end, first = min(start + size, length), 0 if window is None else max(start - window + 1, 0)
-        rows, keys = (slice(None), slice(start, end)), (slice(None), slice(first, end))
+        end = min(start + size, length)
+        first = 0 if window is None else max(offset + start - window + 1, 0)
+        rows, keys = (slice(None), slice(start, end)), (slice(None), slice(first, offset + end))
         q, g, k, v = query[rows].flatten(1, 2), grad[rows].flatten(1, 2), key[keys], value[keys]
-        places = torch.arange(first, end, device=key.device)
-        distance = places[start - first :, None] - places
+        distance = torch.arange(start, end, device=key.device)[:, None] + offset
+        distance = distance - torch.arange(first, offset + end, device=key.device)
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores = q @ k.mT
         scores.unflatten(1, (-1, num_groups)).masked_fill_(hidden[:, None], -torch.inf)

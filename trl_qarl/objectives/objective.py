@@ -41,7 +41,14 @@ class Objective:
 
     The trainer adds the KL term (`beta`), the auxiliary loss of a mixture, and the division by the number of
     micro-batches. TRL's options of a loss, such as `epsilon`, have no effect unless the class reads them.
+
+    Attributes:
+        skips_zero_advantages (`bool`):
+            Whether a sequence with an advantage of 0 has no gradient, so that its log-probs need not be computed: it
+            then has those at rollout. Defaults to `False`.
     """
+
+    skips_zero_advantages = False
 
     def loss(self, config: Any, batch: "Batch") -> Loss:
         """Compute the loss of a micro-batch. `config` is the [`QaRLConfig`]; only `batch.per_token_logps` has a

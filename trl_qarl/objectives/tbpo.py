@@ -179,6 +179,8 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
 class TBPO(Objective):
     """Trust-Band Policy Optimization, with the options of [`QaRLConfig`]."""
 
+    skips_zero_advantages = True
+
     @override
     def loss(self, config: Any, batch: Batch) -> Loss:
         now, old = batch.per_token_logps, batch.old_per_token_logps

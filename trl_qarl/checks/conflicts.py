@@ -1,0 +1,193 @@
+"""
+Options that cannot work together, one row each. The rows are the messages, the cases of the test and
+the table of docs/options.md.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from transformers.trainer_utils import HubStrategy
+
+from ..wire.describe import CANARY_TOKENS
+from .problems import quote_options
+from .values import as_dict
+
+
+class Conflict(NamedTuple):
+    """
+    One row.
+
+    Args:
+        example (`dict`):
+            Options that conflict, which the test gives and the documentation shows. Their names, and those of `also`,
+            are quoted with the values of a configuration.
+        when (callable):
+            Returns true for a configuration in which they conflict.
+        why, use (`str`):
+            The reason, and the way out, an imperative.
+        also (`tuple[str, ...]`):
+            Further options to quote.
+    """
+
+    example: dict[str, Any]
+    when: Callable[[Any], Any]
+    why: str
+    use: str
+    also: tuple[str, ...] = ()
+
+
+def _is_ahead(config):
+    return config.rollout_ahead == 1
+
+
+def _starts_server(config):
+    return config.use_vllm and config.vllm_server_autostart
+
+
+def _has_own_server(config):
+    return config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
+
+
+_BIASED = (
+    "vLLM's log-probs would be those of the reshaped distribution, the learner's those of the full one, and every "
+    "importance weight would be biased"
+)
+_NEUTRAL = {"top_p": (0.9, 1.0), "top_k": (50, 0, -1), "min_p": (0.1, None, 0.0), "repetition_penalty": (1.1, 1.0)}
+"""A value that reshapes the distribution, and those that do not."""
+
+CONFLICTS = [
+    Conflict(
+        {"scheme": "bf16", "quantize_learner": False},
+        lambda c: not c.is_quantized and not c.quantize_learner,
+        "there is no low-bit weight for the rollout to run",
+        "Choose a quantized scheme, or remove `quantize_learner`",
+    ),
+    Conflict(
+        {"scheme": "bf16", "exclude_modules": ["o_proj"]},
+        lambda c: not c.is_quantized and c.exclude_modules,
+        "this scheme quantizes nothing",
+        "Remove `exclude_modules`",
+    ),
+    Conflict(
+        {"fp16": True, "scheme": "w4a16"},
+        lambda c: c.fp16 and c.is_quantized,
+        "under quantized training float16 with loss scaling underflows to NaN (arXiv 2604.07853)",
+        "Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`",
+    ),
+    Conflict(
+        {"fp16": True, "use_cpu": True, "scheme": "bf16"},
+        lambda c: c.fp16 and c.use_cpu and not c.is_quantized,
+        "accelerate has no float16 autocast on CPUs and silently computes in float32",
+        "Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`",
+    ),
+    Conflict(
+        {"optim": "lomo"},
+        lambda c: c.optim in ("lomo", "adalomo"),
+        "it writes to the weights during the backward pass, while low-bit weights of the old values are in use",
+        "Use 'adamw_8bit' or 'adamw_torch_4bit', which also have a small state",
+    ),
+    Conflict(
+        {"optim": "muon", "optim_args": "momentum=0.9"},
+        lambda c: c.optim == "muon" and c.optim_args,
+        "Muon has the options `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon`",
+        "Remove `optim_args`, or choose another `optim`",
+    ),
+    Conflict(
+        {"generation_kwargs": {"stop_strings": ["."]}, "mask_truncated_completions": True},
+        lambda c: c.mask_truncated_completions and {"stop", "stop_strings"} & as_dict(c, "generation_kwargs").keys(),
+        "a completion that ends at such a string has no end token, so it would count as truncated and be masked",
+        "Use `stop_token_ids` with vLLM, or `eos_token_id` without, or mask_truncated_completions=False",
+    ),
+    Conflict(
+        {"hub_strategy": "checkpoint", "push_to_hub": True},
+        lambda c: c.push_to_hub and c.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS),
+        "only the policy is pushed, because a repository with masters next to it loads as another model",
+        "Use 'every_save' or 'end', and upload checkpoints yourself: hf upload USER/NAME-checkpoints out/checkpoint-10",
+    ),
+    *(
+        Conflict(
+            {name: value, "use_vllm": True},
+            lambda c, name=name, neutral=neutral: c.use_vllm and getattr(c, name) not in neutral,
+            _BIASED,
+            f"Use {neutral[0]!r}; `temperature` applies to both",
+        )
+        for name, (value, *neutral) in _NEUTRAL.items()
+    ),
+    Conflict(
+        {"vllm_structured_outputs_regex": "a+", "use_vllm": True},
+        lambda c: c.use_vllm and c.vllm_structured_outputs_regex is not None,
+        "masked tokens change sampling log-probs, and the learner's are of the full distribution",
+        "Remove `vllm_structured_outputs_regex`",
+    ),
+    Conflict(
+        {"vllm_model_impl": "transformers", "use_vllm": True},
+        lambda c: c.use_vllm and c.vllm_model_impl not in ("vllm", "auto"),
+        "the audit knows only the parameters of vLLM's own models",
+        "Use 'vllm'",
+    ),
+    Conflict(
+        {"vllm_max_model_length": CANARY_TOKENS, "use_vllm": True},
+        lambda c: c.use_vllm and c.vllm_max_model_length is not None and c.vllm_max_model_length <= CANARY_TOKENS,
+        f"a fixed text of {CANARY_TOKENS} tokens is scored after each publication, to compare engine and learner",
+        f"Use at least {CANARY_TOKENS + 1}",
+    ),
+    Conflict(
+        {"vllm_server_base_url": "https://host:8000"},
+        lambda c: c.vllm_server_base_url is not None and not re.match(r"http://[^/]", c.vllm_server_base_url),
+        "a server of `trl-qarl vllm-serve` has no other form than 'http://HOST:PORT'",
+        "For encryption, set 'http://127.0.0.1:8000' and forward that port: `ssh -N -L 8000:127.0.0.1:8000 HOST`",
+    ),
+    Conflict(
+        {"vllm_token_file": "token", "use_vllm": True, "vllm_mode": "colocate"},
+        lambda c: c.vllm_token_file is not None and not _has_own_server(c),
+        "the file is for a server that you start yourself",
+        "Remove `vllm_token_file`",
+        also=("vllm_server_autostart",),
+    ),
+    Conflict(
+        {"vllm_server_autostart": True, "use_vllm": False},
+        lambda c: c.vllm_server_autostart and not c.use_vllm,
+        "there is no server to start",
+        "Set `use_vllm=True`",
+    ),
+    Conflict(
+        {"vllm_server_autostart": True, "vllm_mode": "colocate", "use_vllm": True},
+        lambda c: _starts_server(c) and (c.vllm_mode != "server" or c.vllm_server_base_url is not None),
+        "a server is started on this machine, under an address of its own",
+        "Use vllm_mode='server', and choose its port with `vllm_server_port`",
+        also=("vllm_server_base_url",),
+    ),
+    Conflict(
+        {"vllm_server_host": "10.0.0.7", "vllm_server_autostart": True, "use_vllm": True, "vllm_mode": "server"},
+        lambda c: _starts_server(c) and c.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"),
+        "the server is started on this machine and listens on 127.0.0.1",
+        "Remove `vllm_server_host`",
+    ),
+    Conflict(
+        {"rollout_ahead": 1, "use_vllm": False},
+        lambda c: _is_ahead(c) and not (c.use_vllm and c.vllm_mode == "server"),
+        "an engine in the trainer's process and the learner take turns",
+        "Set use_vllm=True and vllm_mode='server', or remove `rollout_ahead`",
+        also=("vllm_mode",),
+    ),
+    Conflict(
+        {"rollout_ahead": 1, "precisions": [4, 3], "use_vllm": True, "vllm_mode": "server"},
+        lambda c: _is_ahead(c) and c.precisions is not None,
+        "a batch would be drawn with the bits of the one before",
+        "Leave out `rollout_ahead` or `precisions`",
+    ),
+    Conflict(
+        {"rollout_ahead": 1, "quantize_learner": False, "use_vllm": True, "vllm_mode": "server"},
+        lambda c: _is_ahead(c) and not c.quantize_learner,
+        "only the low-bit weights that draw a batch are kept, and this learner computes old log-probs with masters",
+        "Leave out `rollout_ahead` or `quantize_learner`",
+    ),
+]
+
+
+def problems_of_conflicts(config: Any) -> Iterator[str]:
+    """Yield the message of each row that applies to a configuration."""
+    for row in CONFLICTS:
+        if row.when(config):
+            yield f"{quote_options(config, *row.example, *row.also)}: {row.why}. {row.use}."

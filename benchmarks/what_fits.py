@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.shapes import SHAPES
-from trl_qarl.doctor.memory import Run, parts_of_memory
+from trl_qarl.doctor.memory import Run, on_gpu, parts_of_memory
 from trl_qarl.quantization.plan import get_plan
 
 
@@ -36,16 +36,21 @@ MODELS = {
         "num_key_value_heads": 4,
     },
 }
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "fsdp2_offload": "host"}
 GPUS, MEMORY = (1, 2, 4, 8), (24, 48, 80, 141)
+
+
+def shapes_of(name: str):
+    """Return a model without weights."""
+    config = dict(MODELS[name])
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
 
 
 def sizes(name: str, num_gpus: int, lora_rank: int) -> dict[str, int]:
     """Return the GB needed on each GPU, rounded up, by kind of launch."""
-    config = dict(MODELS[name])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
-    parts = parts_of_memory(model, get_plan("w4a16"), Run(num_gpus, lora_rank=lora_rank))
-    return {launch: -int(-sum(of.values()) // 10**9) for launch, of in parts.items()}
+    parts = parts_of_memory(shapes_of(name), get_plan("w4a16"), Run(num_gpus, lora_rank=lora_rank))
+    return {launch: -int(-on_gpu(of) // 10**9) for launch, of in parts.items()}
 
 
 def row(name: str, num_gpus: int) -> str:
@@ -55,7 +60,7 @@ def row(name: str, num_gpus: int) -> str:
         found = sizes(name, num_gpus, lora_rank)
         cells.append(", ".join(map(str, found.values())))
         for memory in MEMORY:
-            cells.append(next((launch.upper() for launch, size in found.items() if size <= memory), "-"))
+            cells.append(next((NAMES[launch] for launch, size in found.items() if size <= memory), "-"))
     return "| " + " | ".join(cells) + " |"
 
 

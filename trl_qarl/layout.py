@@ -35,6 +35,8 @@ class Layout:
         keys (`torch.Tensor`, *optional*):
             Places in the row of the keys of all segments, one segment after the other, `(sum(key_lengths),)`. `None`
             if every segment sees only itself.
+        runs (`tuple[tuple[slice, slice], ...]`):
+            Places of tokens that follow each other and see the same shared prompt, and those of the prompt.
         scored (`torch.Tensor` of shape `(B, T - 1)`):
             True where the next token of the batch is scored.
         calls (`list[str]`):
@@ -48,6 +50,7 @@ class Layout:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     keys: torch.Tensor | None
+    runs: tuple[tuple[slice, slice], ...]
     scored: torch.Tensor
     calls: list[str] = field(default_factory=list)
 
@@ -69,6 +72,7 @@ class Layout:
         occurrences = Counter(each.tokens_of_prompt for each in sequences)
         places, positions, counts, keys, query_lengths = [], [], [], [], []
         starts: dict[tuple[int, ...], int] = {}
+        runs: list[tuple[slice, slice]] = []
         length = 0
 
         def append(segment: torch.Tensor, first: int, count: int, seen: torch.Tensor) -> None:
@@ -90,8 +94,12 @@ class Layout:
                 starts[tokens_of_prompt] = length
                 append(prompt, 0, count, nothing)
             if len(rest):
-                start = starts[tokens_of_prompt]
+                start, first = starts[tokens_of_prompt], length
                 append(rest, len(prompt), 1, torch.arange(start, start + len(prompt)))
+                shared = slice(start, start + len(prompt))
+                if runs and runs[-1] == (slice(runs[-1][0].start, first), shared):
+                    first = runs.pop()[0].start
+                runs.append((slice(first, length), shared))
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         place, position, count = (torch.cat(each).to(ids.device) for each in (places, positions, counts))
         return cls(
@@ -102,6 +110,7 @@ class Layout:
             query_lengths=tuple(query_lengths),
             key_lengths=tuple(map(len, keys)),
             keys=torch.cat(keys).to(ids.device) if starts else None,
+            runs=tuple(runs),
             scored=scored,
         )
 

@@ -4,7 +4,9 @@ other parameters. The update of a matrix is scaled to AdamW's root mean square
 (https://huggingface.co/papers/2502.16982), so both parts share a learning rate.
 
 Only whole matrices are orthogonalized. With FSDP2 the momentum stays sharded, each update is gathered, and every
-process computes the whole update and keeps its own rows. An update computed from one shard would be off by 2 %.
+process computes the whole update and keeps its own rows. An update computed from one shard would be off by 2 %. If
+masters and momentum are in host memory, gradient and momentum of one matrix at a time cross to the accelerator, which
+computes the update.
 
 A matrix whose gradient is all zeros stays as it is, with its momentum, as one without a gradient does: normalized, the
 momentum of earlier gradients would move it as far as a gradient does, for hundreds of updates.
@@ -17,18 +19,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torchao.optim.subclass_8bit import OptimState8bit
 from typing_extensions import override
 
+from .eight_bits import AdamWIn8Bits, new_state, parts_of
 from .quantization.inventory import Inventory
 from .quantization.storage import storage_of, whole
 
 
 class _MuonOfWhole(torch.optim.Muon):
-    """`torch.optim.Muon` that also takes sharded matrices, with the same updates bit for bit, and leaves out matrices
-    whose gradient is zero."""
+    """`torch.optim.Muon` that also takes sharded matrices and matrices in host memory, with the same updates bit for
+    bit, and leaves out matrices whose gradient is zero. With `in_8_bits` it rounds the momentum after each update."""
+
+    def __init__(self, params, *, in_8_bits: bool, **options):
+        self._in_8_bits = in_8_bits
+        super().__init__(params, **options)
 
     @override
     def _init_group(self, group, params_with_grad, grads, muon_momentum_bufs):
+        for p in group["params"] if self._in_8_bits else ():
+            if p.grad is not None and "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = new_state(p)
         has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
         are_moved = _have_values(grads)
         for tensors in (params_with_grad, grads, muon_momentum_bufs):
@@ -38,21 +49,39 @@ class _MuonOfWhole(torch.optim.Muon):
     @override
     @torch.no_grad()
     def step(self, closure=None):
-        if all(storage_of(p).is_whole for group in self.param_groups for p in group["params"]):
+        if not self._in_8_bits and all(storage_of(p).is_whole for group in self.param_groups for p in group["params"]):
             return super().step(closure)
         for group in self.param_groups:
             params, grads, momenta = [], [], []
             self._init_group(group, params, grads, momenta)
-            decay, lr = group["momentum"], float(group["lr"])
+            lr = float(group["lr"])
             for param, grad, momentum in zip(params, grads, momenta, strict=True):
-                momentum.lerp_(grad, 1 - decay)
-                update = whole(grad.lerp(momentum, decay) if group["nesterov"] else momentum)
+                storage = storage_of(param)
+                held, rows = storage.local(param), storage.rows(param)
+                grad, momentum = storage_of(grad).local(grad), storage_of(momentum).local(momentum)
+                update = _advance(momentum, grad.to(storage.device(param), torch.float32), group)
+                # As the iteration begins.
+                update = whole(storage.like(param, update), torch.bfloat16)
                 update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                held, rows = storage_of(param).local(param), storage_of(param).rows(param)
                 held.mul_(1 - lr * group["weight_decay"])
-                rate = _adjust_lr(lr, group["adjust_lr_fn"], param.shape)
-                held.add_(update[rows.start : rows.stop], alpha=-rate)
+                rate = _adjust_lr(lr, group["adjust_lr_fn"], storage.shape(param))
+                held.add_(update.narrow(0, rows.start, len(rows)).to(held.device), alpha=-rate)
         return None
+
+
+def _advance(kept: torch.Tensor, grad: torch.Tensor, group: dict) -> torch.Tensor:
+    """Move the `kept` momentum, in float32 or in 8 bits, towards `grad` (float32), on the device of `grad`. Return the
+    tensor that Muon orthogonalizes: the new momentum before it is rounded, or with Nesterov's rule its mean with
+    `grad`."""
+    momentum = kept.to(grad.device)
+    moved = momentum.dequantize() if isinstance(momentum, OptimState8bit) else momentum
+    moved.lerp_(grad, 1 - group["momentum"])
+    if isinstance(momentum, OptimState8bit):
+        for start, length in parts_of(moved):
+            momentum.narrow(0, start, length).copy_(moved.narrow(0, start, length))
+    if momentum is not kept:
+        kept.copy_(momentum)
+    return grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
 
 
 def _have_values(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -74,6 +103,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Muon gets the weights of linear layers, unless they are the output head or shared with an embedding, all with
     `weight_decay`. AdamW gets the rest, with weight decay where the name is in `decay_parameters`. The two factors of
     an adapter belong to the rest: only their product is a matrix of the network.
+
+    With `in_8_bits` momentum and moments of AdamW are kept in 8 bits ([`trl_qarl.eight_bits`]).
     """
 
     def __init__(
@@ -85,11 +116,13 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        in_8_bits: bool = False,
     ):
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         linears = [linear for layer in Inventory.of(model).walk() for linear in layer.linears.values()]
         matrices = {id(m.weight) for m in linears if m is not head} - embeddings
+        is_rare = lambda p: id(p) in embeddings or p.ndim > 2  # noqa: E731
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         muon_params = [p for _, p in trainable if id(p) in matrices]
         rest = [(name, p) for name, p in trainable if id(p) not in matrices]
@@ -97,11 +130,19 @@ class MuonAdamW(torch.optim.Optimizer):
             {"params": [p for name, p in rest if name in decay_parameters], "weight_decay": weight_decay},
             {"params": [p for name, p in rest if name not in decay_parameters], "weight_decay": 0.0},
         ]
+        if in_8_bits:
+            groups = [
+                group | {"params": [p for p in group["params"] if is_rare(p) == rare], "keeps_squares": rare}
+                for group in groups
+                for rare in (False, True)
+            ]
         groups, parts = [group for group in groups if group["params"]], {}
         if muon_params:
-            parts["muon"] = _MuonOfWhole(muon_params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            options = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+            parts["muon"] = _MuonOfWhole(muon_params, in_8_bits=in_8_bits, **options)
         if groups:
-            parts["adamw"] = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+            make, options = (AdamWIn8Bits, {}) if in_8_bits else (torch.optim.AdamW, {"fused": True})
+            parts["adamw"] = make(groups, lr=lr, betas=betas, eps=eps, **options)
         self.parts = parts
         # The parts' own group dictionaries, so that a scheduler's changes reach them.
         groups = [group for part in parts.values() for group in part.param_groups]

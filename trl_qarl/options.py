@@ -15,8 +15,12 @@ from .quantization.plan import QuantPlan, get_plan
 CHOICES: dict[str, tuple[str, ...]] = {
     "numerics": ("fast", "engine", "exact"),
     "lora_mode": ("adapter", "merged"),
+    "gradient_dtype": ("float32", "bfloat16"),
 }
 """Allowed values of options."""
+
+MUONS = ("muon", "muon_8bit")
+"""Names of `optim` that transformers does not know."""
 
 
 def _one_of(name: str, default: str | None) -> Any:

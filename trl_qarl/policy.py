@@ -23,6 +23,7 @@ from .checks.arguments import (
     problems_of_division,
     problems_of_dropout,
     problems_of_experts,
+    problems_of_fixed_scales,
     problems_of_masters,
     problems_of_pictures,
     problems_of_positions,
@@ -35,6 +36,7 @@ from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics, problems_of_engine_numerics
 from .numerics.exact import Exactness, check_arithmetic
 from .numerics.rows import reason_to_pad
+from .quantization.fixed_scales import fixed_scales, scales_fingerprint
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, problems_of_patterns, set_precision
@@ -128,6 +130,8 @@ class Policy:
                 check_record(self._adapter_folder, self.record())
         else:
             self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
+            if scales := fixed_scales(model):
+                self._base = scales_fingerprint(scales)
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
@@ -150,6 +154,7 @@ class Policy:
         yield from problems_of_positions(model, args)
         if self.has_pictures:
             yield from problems_of_pictures(model, args)
+        yield from problems_of_fixed_scales(model, args)
         try:
             if has_adapter:
                 scales = {"exclude_modules": args.exclude_modules, "scale_dtype": self._engine_dtype(model)}
@@ -166,6 +171,7 @@ class Policy:
             dtype = self._engine_dtype(model) if is_loaded or args.bf16 or args.fp16 else None
             problems = [*problems_with_vllm(model, dtype, args.use_cpu, schemes)]
             if is_placed and args.vllm_mode == "colocate":
+                # Loads vLLM.
                 problems += filter(None, [problem_of_architecture(model)])
             yield from (f"use_vllm=True: {each}" for each in problems)
         if is_placed:
@@ -264,7 +270,9 @@ class Policy:
         if scales := Inventory.of(self.model).global_scales:
             record["global_scales"] = scales
         if self.has_adapter:
-            record |= {"lora_mode": self.args.lora_mode, "base": self._base}
+            record["lora_mode"] = self.args.lora_mode
+        if self._base is not None:
+            record["base"] = self._base
         return record
 
     def describe(self) -> dict[str, Any]:

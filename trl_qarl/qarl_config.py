@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 import torch
@@ -18,7 +18,7 @@ from .checks.names import RENAMED, problems_of_names
 from .checks.refused import REFUSED
 from .checks.values import as_dict, fits, problems_of_values
 from .objectives.registry import get_objective, problems_of_objective
-from .options import EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
+from .options import CHOICES, MUONS, EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import parse_scheme
 from .sharding.zero3 import keep_float32_masters
@@ -70,7 +70,11 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             Set by `objective`; give `objective` instead.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
-            of [`~transformers.TrainingArguments`], such as `"adamw_torch"`.
+            of [`~transformers.TrainingArguments`], such as `"adamw_torch"`. `"muon_8bit"` is `"muon"` with its state
+            in 8 bits, except for second moments of embeddings and experts.
+        gradient_dtype (`str`, *optional*, defaults to `"float32"`):
+            Dtype in which gradients are kept until the optimizer's step: `"float32"`, or `"bfloat16"` with
+            `optim="muon_8bit"` and torchao's 8-bit and 4-bit AdamW. With FSDP2 processes still add them up in float32.
         weight_decay (`float`, *optional*, defaults to `0.01`):
             Weight decay of the optimizer.
     """
@@ -79,13 +83,14 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
 
     loss_type: str | None = None
     optim: str = "muon"
+    gradient_dtype: str = field(default="float32", metadata={"choices": list(CHOICES["gradient_dtype"])})
     weight_decay: float = 0.01
 
     # True if `steps_per_generation` has our default, which the trainer lowers to what the dataset fills.
     chooses_steps = False
 
     def __post_init__(self):
-        hints, defaults = get_type_hints(type(self)), {field.name: field.default for field in fields(self)}
+        hints, defaults = get_type_hints(type(self)), {option.name: option.default for option in fields(self)}
         unknown = vars(self).pop("_unknown", {})
         problems = [*problems_of_names(unknown, defaults, lambda name, value: fits(value, hints[name]))]
         for name in RENAMED.keys() & unknown.keys():
@@ -153,12 +158,12 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         if self.chooses_steps:
             self.steps_per_generation = 8 * self.gradient_accumulation_steps
         # transformers does not know this optimizer name; the trainer builds the optimizer.
-        is_muon = self.optim == "muon"
-        if is_muon:
+        optim = self.optim
+        if optim in MUONS:
             self.optim = "adamw_torch"
         super().__post_init__()
-        if is_muon:
-            self.optim = "muon"
+        if optim in MUONS:
+            self.optim = optim
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()

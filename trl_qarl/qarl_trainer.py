@@ -15,10 +15,12 @@ from typing_extensions import override
 
 from .checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures
 from .checks.options import raise_problems
+from .doctor.memory import check_host_memory
 from .forward import Batch
 from .muon import MuonAdamW
 from .numerics.low_bit import use_cpu_weights
 from .objectives.registry import get_objective
+from .options import MUONS
 from .policy import Policy
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
@@ -117,10 +119,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         problems = [*problems_of_arguments(self.policy, **given)]
         if train_dataset is None and environment_factory is None:
             problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
+        if not reward_funcs and environment_factory is None:
+            problems.append("There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards.")
         raise_problems(problems)
+        check_host_memory(args, model, peft_config)
         self._own_optimizer = optimizers[0]
-        if self._own_optimizer is not None and args.optim == "muon":
-            logger.info("`optimizers` was given, so `optim='muon'` is not used.")
+        if self._own_optimizer is not None and args.optim in MUONS:
+            logger.info("`optimizers` was given, so optim=%r is not used.", args.optim)
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False
@@ -183,7 +188,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.args.cast_lm_head_to_fp32:
             # TRL casts the inputs, but autocast undoes this in the rollout; TRL's scoring turns autocast off.
             head = self.model.get_output_embeddings()
-            head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
+            head.forward = torch.autocast(self.accelerator.device.type, enabled=False)(head.forward)
         return OwnGenerationConfig(**kwargs)
 
     def _add_callbacks(self) -> None:
@@ -203,8 +208,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
 
     @override
     def create_optimizer(self, model=None):
-        """Builds Muon with AdamW for `optim="muon"`; other names are TRL's. Skips updates without a gradient."""
-        if self.optimizer is None and self.args.optim == "muon":
+        """Builds Muon with AdamW for `optim="muon"` and `"muon_8bit"`; other names are TRL's. Skips updates without a
+        gradient."""
+        if self.optimizer is None and self.args.optim in MUONS:
             model = self.model if model is None else model
             self.optimizer = MuonAdamW(
                 model,
@@ -213,6 +219,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 weight_decay=self.args.weight_decay,
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
+                in_8_bits=self.args.optim == "muon_8bit",
             )
         optimizer = super().create_optimizer(model)
         self._skips_updates.watch(optimizer)

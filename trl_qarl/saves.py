@@ -23,6 +23,7 @@ from .checkpoint import marker, record
 from .checkpoint.export import save_configuration
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold, name_disk_errors
 from .checkpoint.load import load_renamed
+from .checkpoint.scales import write_scales
 from .checks.launch import check_resumed_launch
 from .checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
 from .hub import PushesPolicy
@@ -166,6 +167,7 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
+        write_scales(folder, self.accelerator.unwrap_model(self.model))
         self._write_card(folder)
 
     @override
@@ -207,6 +209,7 @@ class SavesRuns(PushesPolicy):
         model = self.accelerator.unwrap_model(self.model)
         save_configuration(model, folder, model.dtype, self.processing_class)
         record.write_scheme(folder, self.policy.record())
+        write_scales(folder, self.accelerator.unwrap_model(self.model))
 
     def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the

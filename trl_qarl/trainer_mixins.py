@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from .checks.launch import check_agreement, check_launch
 from .forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward, shuffle_groups
+from .gradients import round_gradients
 from .numerics.attach import keep_no_products
 from .objectives.objective import Objective
 from .policy import Policy
@@ -46,7 +47,14 @@ class PreparesPolicy(_BaseTrainer):
         self.swap_report, self.numerics = self.policy.swap_report, self.policy.numerics
         check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})
         if self.is_fsdp_enabled:
-            shard_when_prepared(self.accelerator, keep_no_products)
+            shard_when_prepared(self.accelerator, self._prepare_sharded)
+        elif self.args.gradient_dtype == "bfloat16":
+            round_gradients(self.accelerator, self.model)
+
+    def _prepare_sharded(self, model) -> None:
+        keep_no_products(model)
+        if self.args.gradient_dtype == "bfloat16" and any(p.requires_grad for p in model.parameters()):
+            round_gradients(self.accelerator, model)
 
 
 class RefreshReference(TrainerCallback):

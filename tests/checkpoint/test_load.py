@@ -1,19 +1,25 @@
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+)
 
 from testing_utils import make_mixture
-from testing_utils.layers import logits, tiny
+from testing_utils.layers import LAYERS, logits, tiny
 from testing_utils.pictures import KINDS, make_picture_model
+from testing_utils.releases import as_gptq, write_release
 from testing_utils.trainings import QUANTIZED, assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, report_frozen
 
@@ -137,69 +143,183 @@ def test_what_the_trainer_does_not_find_in_a_checkpoint_of_a_mixture_is_loaded(t
         load_renamed(model, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "num_moved"), [("gptq", 534), ("autoround", 0)])
-def test_masters_of_another_tool_start_on_its_weights(name, num_moved, caplog):
-    folder = FILES / name
-    theirs = load_file(folder / "model.safetensors")
-    model, frozen = load_masters(str(folder)), load_frozen_model(str(folder))
-    assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())
-    message = (
-        f"of 768 groups of weights {num_moved} start with one weight, their largest, changed by one step, and 0 with"
-    )
-    assert (message in caplog.text) == (num_moved > 0)
-    prepare_model(model, get_scheme("w4a16", 32), scale_dtype=torch.bfloat16)
-    layers, low_bit = quantized_layers(model), quantized_layers(frozen)
-    assert layers.keys() == low_bit.keys() and len(layers) == 7
-    num_weights = 0
-    for layer in layers:
-        assert low_bit[layer].scheme.name == "w4a16"
-        for leaf, tensor in low_bit[layer].low_bit_weight().checkpoint_tensors().items():
-            # Frozen, as below an adapter, all of it is the file's.
-            assert torch.equal(tensor, theirs[f"{layer}.{leaf}"]), (layer, leaf)
-        # The weight, as compressed-tensors unpacks it.
-        shape, scale = theirs[f"{layer}.weight_shape"].tolist(), theirs[f"{layer}.weight_scale"].double()
-        codes = unpack_from_int32(theirs[f"{layer}.weight_packed"], 4, shape).double()
-        ours = layers[layer].low_bit_weight()
-        assert torch.equal(ours.scale.double().abs(), scale.abs())
-        steps = ours.dequantize(torch.float64) / scale.repeat_interleave(32, 1) - codes
-        # The weight that changes is the group's largest, and becomes larger.
-        assert ((steps == 0) | ((steps.abs() == 1) & (codes.abs() == 7) & (steps.sign() == codes.sign()))).all()
-        num_weights += steps.count_nonzero().item()
-    assert num_weights == num_moved
+# Folder of a file of llm-compressor, or a preset of compressed-tensors and its group size, -1 for channels.
+RELEASES = {
+    "gptq": (None, "w4a16"),
+    "autoround": (None, "w4a16"),
+    "W4A16": (32, "w4a16"),
+    "W8A16": (-1, "w8a16"),
+    "W8A8": (None, "w8a8"),
+    "FP8_DYNAMIC": (None, "fp8"),
+    "MXFP4A16": (None, "mxfp4a16"),
+}
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
-def test_groups_whose_codes_no_masters_give_back_are_counted_and_keep_their_weights(tmp_path, caplog, arch):
+def make_release(name, folder, arch="qwen3"):
+    """The folder of a release in [`RELEASES`], and its scheme."""
+    size, scheme = RELEASES[name]
+    if (FILES / name).exists():
+        return FILES / name, scheme
     model = make_mixture(arch) if arch == "qwen3_moe" else tiny(arch)
-    scheme = get_scheme("w4a16", 32)
+    return write_release(model.bfloat16(), folder / name, name, size, ignore=["lm_head", "re:.*gate$"]), scheme
+
+
+def assert_are_those_of(theirs, model):
+    """Compare codes and scales of a prepared model, with other dtypes of scales, with those of a file."""
+    for layer, module in quantized_layers(model).items():
+        low_bit = module.low_bit_weight()
+        for leaf, tensor in low_bit.checkpoint_tensors().items():
+            expected = theirs[f"{layer}.{leaf}"]
+            assert torch.equal(tensor.to(expected.dtype).view(torch.uint8), expected.view(torch.uint8)), (layer, leaf)
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_masters_of_a_release_start_on_its_codes_and_scales(tmp_path, name):
+    folder, scheme = make_release(name, tmp_path)
+    theirs, model = load_file(folder / "model.safetensors"), load_masters(str(folder))
+    assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())
     report = prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    assert len(report.converted) == sum(name.endswith(".weight_scale") for name in theirs)
+    assert_are_those_of(theirs, model)
+    # Frozen, as below an adapter, it is the same.
+    assert_are_those_of(theirs, load_frozen_model(str(folder)))
+
+
+@pytest.mark.parametrize("name", ["gptq", "W8A8"])
+def test_an_update_changes_codes_of_a_release_where_it_crosses(tmp_path, name):
+    folder, scheme = make_release(name, tmp_path)
+    model = load_masters(str(folder))
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    for module in quantized_layers(model).values():
+        before = module.low_bit_weight()
+        largest = 8 if scheme == "w4a16" else 128
+        step = before.scale_values().repeat_interleave(before.group_size or before.shape[1], 1)
+        for share, is_crossed in ((0.49, False), (0.02, True)):
+            with torch.no_grad():
+                module.weight += share * step
+            after = module.low_bit_weight()
+            expected = (before.codes() + is_crossed).clamp(max=largest - 1)
+            assert torch.equal(after.codes(), expected) and torch.equal(after.scale, before.scale)
+
+
+def test_fewer_bits_of_a_release_have_multiples_of_its_scales(tmp_path):
+    folder, _ = make_release("gptq", tmp_path)
+    model, coarse = load_masters(str(folder)), load_masters(str(folder))
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    prepare_model(coarse, "w3a16", scale_dtype=torch.bfloat16)
+    for name, layer in quantized_layers(coarse).items():
+        fine = quantized_layers(model)[name].low_bit_weight()
+        assert torch.equal(layer.low_bit_weight(), fine.coarser(layer.scheme))
+
+
+def test_experts_of_a_release_keep_their_scales(tmp_path):
+    model = make_mixture("qwen3_moe")
+    prepare_model(model, get_scheme("w4a16", 32), scale_dtype=torch.bfloat16)
     folder = export_checkpoint(model, tmp_path)
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.o_proj"
-    # One group of -1.
-    tensors[f"{name}.weight_packed"][3, :4] = 0x77777777
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[name] = tensors[name] * 1.5
     save_file(tensors, folder / "model.safetensors")
-    again, frozen = load_masters(str(folder)), load_frozen_model(str(folder))
-    assert "weights 0 start with one weight, their largest, changed by one step, and 1 with" in caplog.text
-    kept = quantized_layers(frozen)[name].low_bit_weight().dequantize(torch.float32)
-    assert torch.equal(again.get_submodule(name).weight[3, :32], kept[3, :32])
-    assert prepare_model(again, scheme, scale_dtype=torch.bfloat16).converted == report.converted
-    for layer, ours in quantized_layers(again).items():
-        for leaf, weight in ours.quantized_weights.items():
-            theirs = quantized_layers(model)[layer].quantized_weights[leaf].low_bit_weight()
-            assert torch.equal(weight.low_bit_weight(), theirs) == (layer != name), (layer, leaf)
+    again = load_masters(str(folder))
+    prepare_model(again, "w4a16", scale_dtype=torch.bfloat16)
+    for (name, ours), (_, theirs) in zip(Inventory.of(again).weights(), Inventory.of(model).weights(), strict=True):
+        ours, theirs = ours.low_bit_weight(), theirs.low_bit_weight()
+        assert torch.equal(ours.qdata, theirs.qdata) and torch.equal(ours.scale, theirs.scale * 1.5), name
 
 
-def test_scales_in_float32_are_named_as_the_reason_why_they_are_not_given_back(tmp_path, caplog):
-    shutil.copytree(FILES / "gptq", tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith(".weight_scale"):
-            tensors[name] = tensor.float() * (1 + 1e-3 * torch.rand(tensor.shape))
-    save_file(tensors, tmp_path / "model.safetensors")
-    load_masters(str(tmp_path))
-    assert "scales in float32, which masters reproduce to 0.00014" in caplog.text
-    assert "too few codes" not in caplog.text
+@pytest.mark.parametrize(("name", "bits"), [("W4A16", 4), ("W8A16", 8)])
+def test_files_of_gptqmodel_are_read(tmp_path, name, bits):
+    release, scheme = make_release(name, tmp_path)
+    folder = as_gptq(release, tmp_path / "gptqmodel", bits, RELEASES[name][0])
+    assert is_low_bit_checkpoint(str(folder))
+    model = load_masters(str(folder))
+    prepare_model(model, scheme, scale_dtype=torch.float32)
+    assert_are_those_of(load_file(release / "model.safetensors"), model)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "message"),
+    [
+        ("qzeros", 0x66666666, "zero points off the middle"),
+        ("g_idx", 1, "orders the columns anew"),
+        ("scales", 1.0 + 2**-10, "torch.float16, which torch.bfloat16 does not hold"),
+    ],
+)
+def test_unsupported_files_of_gptqmodel_are_refused(tmp_path, leaf, value, message):
+    folder = as_gptq(make_release("W4A16", tmp_path)[0], tmp_path / "gptqmodel")
+    tensors = load_file(folder / "model.safetensors")
+    name = f"model.layers.1.mlp.up_proj.{leaf}"
+    tensors[name] = torch.full_like(tensors[name], value, dtype=torch.float16 if leaf == "scales" else None)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        prepare_model(load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": ["lm_head", "re:.*q_proj"]}, "q_proj is bf16, .*k_proj is w4a16"),
+        ({"ignore": []}, "holds 'lm_head' in low bits, which is never quantized here \\(output head\\)"),
+        (
+            {"preset": "W8A8", "group_size": None},
+            "as 'int8', and scheme 'w4a16' is 'int4-packed'. Use one of \\['w8a8'\\]",
+        ),
+        ({"preset": "W8A16"}, "it has weights in int8 per group of 128. Start from the high-precision"),
+        ({"preset": "W4A16_ASYM"}, "zero points"),
+    ],
+    ids=["parts", "head", "scheme", "groups", "zero points"],
+)
+def test_releases_that_no_plan_reproduces_are_refused(tmp_path, options, message):
+    folder = write_release(tiny("qwen3").bfloat16(), tmp_path, **{"group_size": None} | options)
+    with pytest.raises(ValueError, match=message):
+        prepare_model(load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
+
+
+def test_the_language_model_of_a_release_with_a_tower_is_trained(tmp_path):
+    """Gemma 4 in INT4: a class with a tower, buffers among the weights, and a tied head in the file."""
+    text = {"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "global_head_dim": 64, "num_kv_shared_layers": 1}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 260}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 32, "position_embedding_size": 16}
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, image_token_id=255)
+    model = Gemma4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.5)
+    folder = write_release(model, tmp_path, group_size=32, ignore=["lm_head", "re:.*vision.*", "re:.*per_layer.*"])
+    theirs = load_file(folder / "model.safetensors")
+    theirs["lm_head.weight"] = theirs["model.language_model.embed_tokens.weight"].clone()
+    save_file(theirs, folder / "model.safetensors")
+    again = load_masters(str(folder))
+    report = prepare_model(again, "w4a16", scale_dtype=torch.bfloat16)
+    assert_are_those_of(theirs, again)
+    assert len(report.converted) == 12 and all(".language_model." in name for name in report.converted)
+    assert {float(layer.layer_scalar) for layer in again.model.language_model.layers} == {0.5}
+    assert again.lm_head.weight is again.model.language_model.embed_tokens.weight
+
+
+def test_a_release_under_names_of_earlier_transformers_is_read(tmp_path):
+    """transformers writes Gemma 3's `model.language_model` as `language_model.model`."""
+    text = {"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    model = Gemma3ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    folder = write_release(model, tmp_path, group_size=32, ignore=["lm_head", "re:.*vision.*", "re:.*projector.*"])
+    theirs = load_file(folder / "model.safetensors")
+    again = load_masters(str(folder))
+    prepare_model(again, "w4a16", scale_dtype=torch.bfloat16)
+    stored = {"model." + name.replace(".model.", ".", 1): tensor for name, tensor in theirs.items()}
+    assert "language_model.model.layers.0.mlp.up_proj.weight_packed" in theirs
+    assert_are_those_of(stored, again)
+
+
+def test_layers_in_high_precision_in_a_release_stay_so(tmp_path):
+    folder = write_release(tiny("qwen3").bfloat16(), tmp_path, ignore=["lm_head", "re:.*layers.0.*"])
+    report = prepare_model(load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
+    assert {name for name, why in report.skipped.items() if why == "not quantized in the checkpoint"} == {*LAYERS[:7]}
+    assert report.plan.group_size == 128 and {*report.converted} == {*LAYERS[7:]}
 
 
 @pytest.mark.slow

@@ -248,10 +248,15 @@ def test_a_cut_file_of_weights_is_named(tiny_model, tmp_path, share):
 
 @pytest.mark.parametrize(
     ("arch", "rates"),
-    [("qwen2", {"attention_dropout": 0.1}), ("phi", {"resid_pdrop": 0.1}), ("phi", {"embd_pdrop": 0.1})],
+    [
+        ("qwen2", {"attention_dropout": 0.1}),
+        ("phi", {"resid_pdrop": 0.1}),
+        ("phi", {"embd_pdrop": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+    ],
 )
 def test_dropout_is_refused_by_tbpo_and_switched_off_by_its_option(tmp_path, arch, rates):
-    model = make_tiny_model(tmp_path, arch, **rates)
+    model = (make_tiny_mixture if arch == "mixtral" else make_tiny_model)(tmp_path, arch, **rates)
     with pytest.raises(ValueError, match="disable_dropout=True"):
         make(model, tmp_path)
     make(model, tmp_path, objective="grpo", scheme="bf16")

@@ -111,6 +111,22 @@ def test_a_reward_without_its_columns_is_named_before_loading(tiny_model, tmp_pa
     assert text in found
 
 
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        (3, "`reward_funcs` has 3 of type int. Give a function"),
+        ([spread, None], "`reward_funcs` has None of type NoneType"),
+        ({"spread": spread}, "of type dict"),
+        (None, "There is no reward. Give `reward_funcs`"),
+        ([], "There is no reward. Give `reward_funcs`"),
+    ],
+    ids=["number", "none within", "dictionary", "none", "empty"],
+)
+def test_what_is_no_reward_is_named_before_loading(tiny_model, tmp_path, not_loaded, rewards, text):
+    (found,) = problems(tiny_model, rewards, arguments(tmp_path), make_problems())
+    assert text in found
+
+
 @pytest.fixture
 def bad_inputs(train_argv, tmp_path, monkeypatch):
     """A command whose dataset has no prompts, and whose rewards cannot be imported."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trl_qarl import QaRLConfig
+from trl_qarl.checks import launch
 from trl_qarl.checks.launch import check_launch, check_resumed_launch
 
 
@@ -68,8 +69,29 @@ def test_what_cannot_shard_is_refused_by_name():
         ({"quantize_learner": False}, "quantize_learner=False with FSDP2"),
     ):
         refused(launched(fsdp()), message, **options)
-    for name in ("muon", "adamw_torch", "adamw_torch_fused", "sgd"):
+    for name in ("muon", "muon_8bit", "adamw_torch", "adamw_torch_fused", "sgd"):
         check_launch(launched(fsdp()), config(optim=name), nn.Linear(2, 2))
+
+
+def test_an_optimizer_that_cannot_step_on_the_host_is_refused(monkeypatch):
+    monkeypatch.setattr(launch, "_kind_of_optimizer", lambda args: "apex")
+    refused(launched(fsdp(cpu_offload=True)), "'adamw_torch_fused' with fsdp_offload_params: true")
+    check_launch(launched(fsdp()), config(), nn.Linear(2, 2))
+
+
+def test_whole_gradients_on_the_gpu_are_warned_of(caplog):
+    for options, is_warned in (({}, False), ({"gradient_accumulation_steps": 2}, True)):
+        check_launch(launched(fsdp(cpu_offload=True)), config(**options), nn.Linear(2, 2))
+        assert ("sync_each_batch" in caplog.text) == is_warned
+
+
+ZERO_2 = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"stage": 2}})
+
+
+@pytest.mark.parametrize("state", [{}, {"deepspeed_plugin": ZERO_2}], ids=["ddp", "deepspeed"])
+def test_rounded_gradients_need_fsdp2_for_several_processes(state):
+    refused(launched(**state), "gradient_dtype='bfloat16' with DDP or DeepSpeed", gradient_dtype="bfloat16")
+    check_launch(launched(fsdp()), config(optim="muon_8bit", gradient_dtype="bfloat16"), nn.Linear(2, 2))
 
 
 def test_bitsandbytes_is_refused_with_its_replacement():

@@ -16,8 +16,9 @@ def a_run_goes_on_from_its_checkpoint(folder):
     """On as many processes, from a checkpoint of whole masters and from one of shards."""
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         launch = {"state_dict_type": kind, "cpu_ram_efficient_loading": True}
-        optim = {"FULL_STATE_DICT": "adamw_torch_fused", "SHARDED_STATE_DICT": "muon"}[kind]
+        optim = {"FULL_STATE_DICT": "adamw_torch_fused", "SHARDED_STATE_DICT": "muon_8bit"}[kind]
         saving = {"save_strategy": "steps", "save_steps": 2, "launch": launch, "bf16": True, "optim": optim}
+        saving["gradient_dtype"] = "float32" if kind == "FULL_STATE_DICT" else "bfloat16"
         seen = Masters()
         for trainer in train(folder, kind, callbacks=[seen], **saving):
             # accelerate would add up gradients in bfloat16.
@@ -44,7 +45,7 @@ def weights_that_are_not_finite_are_no_checkpoint(folder):
 
 
 def one_process_goes_on_from_a_checkpoint_of_two(folder):
-    for kind, optim in (("FULL_STATE_DICT", "adamw_torch_fused"), ("SHARDED_STATE_DICT", "muon")):
+    for kind, optim in (("FULL_STATE_DICT", "adamw_torch_fused"), ("SHARDED_STATE_DICT", "muon_8bit")):
         seen, before = Masters(), torch.load(f"{folder}/{kind}.pt")
         options = {"launch": {"state_dict_type": kind}, "bf16": True, "optim": optim, "max_steps": 3}
         options |= {"save_strategy": "steps", "save_steps": 3}
@@ -58,7 +59,7 @@ def one_process_goes_on_from_a_checkpoint_of_two(folder):
 
 def two_processes_go_on_from_a_checkpoint_of_one(folder):
     kind, seen = "SHARDED_STATE_DICT", Masters()
-    options = {"launch": {"state_dict_type": kind}, "bf16": True, "optim": "muon"}
+    options = {"launch": {"state_dict_type": kind}, "bf16": True, "optim": "muon_8bit"}
     resume = f"{folder}/{kind}-alone/checkpoint-3"
     for trainer in train(folder, f"{kind}-two", resume=resume, callbacks=[seen], **options):
         before = torch.load(f"{folder}/{kind}-alone.pt")

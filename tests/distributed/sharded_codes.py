@@ -37,7 +37,7 @@ class Heads(nn.Module):
         return torch.cat([head(x) for head in self.heads], -1)
 
 
-def make_heads(scheme):
+def make_heads(scheme, has_fixed_scales=False):
     torch.manual_seed(0)
     model = Heads()
     with torch.no_grad():
@@ -47,6 +47,10 @@ def make_heads(scheme):
         setattr(model.heads, name, QuantizedLinear.from_linear(head, scheme, torch.bfloat16))
     # As `prepare_model` does, while the masters are whole.
     share_global_scales(quantized_layers(model))
+    for head in model.heads if has_fixed_scales else ():
+        weight = head.quantized_weights["weight"]
+        weight.fixed_scale = 1.25 * weight.low_bit_weight().scale
+        weight.forget()
     return model
 
 
@@ -54,10 +58,11 @@ def codes_are_those_of_one_process(folder):
     rank, world = dist.get_rank(), dist.get_world_size()
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     cases = [(scheme, {}) for scheme in SCHEMES.values() if scheme.is_quantized]
+    fixed = [(SCHEMES["w4a16"], {"reshard_after_forward": True}), (SCHEMES["w8a8"], {"reshard_after_forward": True})]
     cases += [(SCHEMES["w4a8"], {"reshard_after_forward": False}), (SCHEMES["w4a16"], {"mp_policy": mixed})]
     cases += [(SCHEMES["w4a16"], {"offload_policy": CPUOffloadPolicy(pin_memory=False)})]
-    for scheme, options in cases:
-        model, reference = make_heads(scheme), make_heads(scheme)
+    for scheme, options in cases + fixed:
+        model, reference = (make_heads(scheme, (scheme, options) in fixed) for _ in range(2))
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)), **({"reshard_after_forward": True} | options))
         policy = options.get("mp_policy", MixedPrecisionPolicy())
         assert shard_low_bit(model) == len(Heads.rows)

@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -62,7 +62,12 @@ def launched(**options):
     AcceleratorState._reset_state(True)
     backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)  # noqa: E731
     try:
-        with patch.dict(os.environ, environment), patch.object(PartialState, "_prepare_backend", backend):
+        with (
+            patch.dict(os.environ, environment),
+            patch.object(PartialState, "_prepare_backend", backend),
+            # Pinning needs a GPU.
+            patch.object(CPUOffloadPolicy.__init__, "__defaults__", (False,)),
+        ):
             yield
     finally:
         AcceleratorState._reset_state(True)

@@ -33,14 +33,14 @@ from testing_utils import make_tiny_model
 from testing_utils.live_bytes import LiveBytes, give_completions
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.tensors import iter_adapter_tensors
-from trl_qarl.doctor.memory import Run, parts_of_memory
+from trl_qarl.doctor.memory import Run, on_gpu, parts_of_memory
 from trl_qarl.numerics.attach import attach_engine_numerics, has_engine_numerics
 from trl_qarl.numerics.cpu import has_engine_kernels
 from trl_qarl.numerics.exact import describe_difference
 from trl_qarl.numerics.modules import operation_of
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
-from trl_qarl.quantization.storage import is_sharded, refresh, whole
+from trl_qarl.quantization.storage import is_sharded, refresh, storage_of, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
@@ -72,9 +72,30 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
         assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
 
 
+def masters_on_the_host_train_what_they_train_on_the_device(folder):
+    """On a CPU both are the same memory; the order of moves is tested on fake tensors of a GPU."""
+    options = {"max_steps": 2, "bf16": False, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    # Bands that drop nothing.
+    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
+    for optim in ("muon", "muon_8bit"):
+        options["optim"] = optim
+        [ddp] = train(folder, f"offload-ddp-{optim}", **options)
+        for trainer in train(folder, f"offload-{optim}", launch={"offload_params": True}, **options):
+            assert_trained_the_same(trainer, ddp)
+            assert trainer.accelerator.state.fsdp_plugin.cpu_offload is not None
+            assert_publishes(trainer, ddp)
+            masters = [whole(p.detach()) for p in trainer.model.parameters()]
+            assert all(row["step/skipped"] == 0 for row in trainer.state.log_history if "step/skipped" in row)
+        resume = f"{folder}/offload-{optim}/checkpoint-1"
+        for trainer in train(folder, "offload-resumed", resume=resume, launch={"offload_params": True}, **options):
+            assert all(
+                torch.equal(whole(p.detach()), q) for p, q in zip(trainer.model.parameters(), masters, strict=True)
+            )
+
+
 def updates_without_a_gradient_are_skipped_by_all(folder):
     for name, launch in (("ddp", None), ("fsdp", {})):
-        for optim in ("muon", "adamw_torch"):
+        for optim in ("muon", "muon_8bit", "adamw_torch"):
             assert_skips_updates(folder, f"skips-{name}-{optim}", launch, optim=optim)
 
 
@@ -318,8 +339,61 @@ def the_peak_of_fsdp2_is_what_was_calculated(folder):
             run = Run(2, trainer.args.optim, num_tokens=2 * 64, accumulates=steps > 1)
             parts = parts_of_memory(shapes(), get_plan(trainer.args.scheme), run)["fsdp2"]
         # Nothing is published. gloo reduces a copy, and codes are unpacked with a table.
-        calculated = sum(parts.values()) - parts["logits"] - parts["weight sync"] + 4 * words * hidden + 2**20
+        calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"] + 4 * words * hidden + 2**20
         assert calculated == pytest.approx(live.peaks["layers"], rel=0.1), steps
+
+
+class _OnDevice(LiveBytes):
+    """Leaves out what is in host memory where there is a GPU: masters, gradients, optimizer state and codes."""
+
+    host = ()
+
+    def alive(self):
+        found = {}
+        for model, optimizer in self.host:
+            tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+            tensors += [value for values in optimizer.state.values() for value in values.values()]
+            tensors = [storage_of(tensor).local(tensor) for tensor in tensors]
+            kept = [low_bit for weight in weights_of(model) for low_bit, _ in weight._kept.values()]
+            tensors += [part for low_bit in kept for part in low_bit.parts()]
+            found |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        return super().alive() - sum(size for key, size in found.items() if key in self.storages)
+
+
+class _WatchesDevice(_Phases):
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        super().on_train_begin(args, state, control, model=model)
+        self.live.host = [(model, optimizer.optimizer)]
+
+
+def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
+    words, hidden = 8192, 128
+    if dist.get_rank() == 0:
+        make_tiny_model(f"{folder}/host", "qwen2", hidden_size=hidden, intermediate_size=256, vocab_size=words)
+    dist.barrier()
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/host/qwen2"))
+    live, run = _OnDevice(), Run(2, "adamw_torch", num_tokens=2 * 64)
+    int4_packed._table.cache_clear()
+    options = {"bf16": True, "num_generations": 2, "rollout_func": give_completions, "max_steps": 2}
+    callbacks = [_WatchesDevice(live)]
+    with live:
+        launch = {"offload_params": True}
+        [trainer] = train(f"{folder}/host", "peak-host", launch=launch, callbacks=callbacks, **options)
+    with torch.device("meta"):
+        parts = parts_of_memory(shapes, get_plan(trainer.args.scheme), run)["fsdp2_offload"]
+    # Nothing is published. On a CPU the sum of gradients is itself the gradient in host memory; gloo reduces a copy,
+    # and codes are unpacked with a table.
+    calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"] - 4 * words * hidden // 2
+    calculated += 4 * words * hidden + 2**20
+    assert calculated == pytest.approx(live.peaks["layers"], rel=0.1), (calculated, live.peaks, parts)
+    state = [*trainer.optimizer.optimizer.state.values()]
+    measured = {
+        "host masters": sum(p.to_local().nbytes for p in trainer.model.parameters()),
+        "host optimizer": sum(v.to_local().nbytes for values in state for v in values.values() if v.ndim),
+    }
+    for name, size in measured.items():
+        assert 2 * size == pytest.approx(parts[name], rel=1e-3), name
 
 
 def torchao_steps_in_4_bits(folder):

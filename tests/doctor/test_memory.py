@@ -9,13 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torchao.optim.subclass_8bit import OptimState8bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_tiny_model, make_trainer
 from testing_utils.live_bytes import LiveBytes, give_completions
 from testing_utils.trainings import lora
-from trl_qarl import cli
-from trl_qarl.doctor.memory import LAUNCHES, Run, launch_configuration, parts_of_memory
+from trl_qarl import QaRLConfig, cli
+from trl_qarl.doctor import memory
+from trl_qarl.doctor.memory import (
+    LAUNCHES,
+    Run,
+    check_host_memory,
+    launch_configuration,
+    memory_of_machine,
+    on_gpu,
+    on_host,
+    parts_of_memory,
+)
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import quantized_layers
@@ -40,17 +51,21 @@ class Gradients(TrainerCallback):
 
 def state_of(trainer):
     state = [value for values in trainer.optimizer.state.values() for value in values.values()]
-    return sum(getattr(value, "nbytes", 0) for value in state)
+    # Of a state in 8 bits without its table of values, 1 kB.
+    return sum(v.codes.nbytes + v.scale.nbytes if isinstance(v, OptimState8bit) else v.nbytes for v in state)
 
 
-@pytest.mark.parametrize(("optim", "rank"), [("muon", 0), ("adamw_torch", 0), ("adamw_torch_fused", 0), ("muon", 8)])
+@pytest.mark.parametrize(
+    ("optim", "rank"),
+    [("muon", 0), ("muon_8bit", 0), ("adamw_torch", 0), ("adamw_torch_fused", 0), ("muon", 8), ("muon_8bit", 8)],
+)
 def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
     gradients, adapter = Gradients(), lora(r=rank) if rank else None
-    trainer = make_trainer(
-        tiny_model, tmp_path, callbacks=[gradients], max_steps=1, optim=optim, bf16=True, peft_config=adapter
-    )
+    dtype = "bfloat16" if optim == "muon_8bit" else "float32"
+    options = {"max_steps": 1, "optim": optim, "bf16": True, "peft_config": adapter, "gradient_dtype": dtype}
+    trainer = make_trainer(tiny_model, tmp_path, callbacks=[gradients], **options)
     trainer.train()
-    run = Run(1, optim, lora_rank=rank, rollout_ahead=1)
+    run = Run(1, optim, lora_rank=rank, rollout_ahead=1, gradient_bytes=2 if dtype == "bfloat16" else 4)
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), run)["ddp"]
     kept = kept_version(trainer.model)
     weights = [layer.low_bit_weight() for layer in quantized_layers(trainer.model).values()]
@@ -93,12 +108,12 @@ def test_the_peak_is_what_was_calculated(tmp_path, num_sequences, shape):
     parts = parts_of_memory(shapes_of(model), plan, run)["ddp"] | {"weight sync": 0}
     # With which codes are unpacked on a CPU.
     parts["table"] = 2**20
-    without_head = sum(parts.values()) - parts["logits"]
+    without_head = on_gpu(parts) - parts["logits"]
     assert without_head == pytest.approx(live.peaks["layers"], rel=0.1)
     # A GPU turns a tile of the logits into its gradient in place; a CPU has seven others of float32, and one of
     # booleans.
     on_cpu = 29 * num_tokens * shape["vocab_size"]
-    assert sum(parts.values()) + on_cpu == pytest.approx(live.peaks["head"], rel=0.1)
+    assert on_gpu(parts) + on_cpu == pytest.approx(live.peaks["head"], rel=0.1)
 
 
 def test_memory_on_the_pages_of_the_documentation_is_calculated():
@@ -107,6 +122,18 @@ def test_memory_on_the_pages_of_the_documentation_is_calculated():
     rows = page[page.index("| Qwen3-1.7B |") :].splitlines()
     assert rows[3].startswith("|  | 8 |")
     assert rows[3] == what_fits["row"]("Qwen3-1.7B", 8), "run `python benchmarks/what_fits.py --fill docs/sharding.md`"
+    recipes = {
+        "8b_24gb": (0.4, 24, "fsdp2_offload"),
+        "8b_80gb": (0.25, 80, "ddp"),
+        "32b_80gb": (0.4, 80, "fsdp2_offload"),
+    }
+    for name, (share, memory_of_gpu, launch) in recipes.items():
+        [(gpu, host)] = re.findall(rf"^\| `{name}[.]yaml` .* \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+        run = Run(1, "muon_8bit", engine_bytes=int(share * memory_of_gpu * 1e9), gradient_bytes=2)
+        parts = parts_of_memory(what_fits["shapes_of"](f"Qwen3-{name.partition('b')[0]}B"), get_plan("w4a16"), run)[
+            launch
+        ]
+        assert (f"{on_gpu(parts, True) / 1e9:.1f}", f"{on_host(parts) / 1e9:.1f}") == (gpu, host), name
     page = (ROOT / "docs" / "moe.md").read_text()
     [total] = re.findall(r"^\| all weights, FSDP2 on 8 GPUs \|.*\| (\d+) \|$", page, re.MULTILINE)
     # That one is rounded up, the page to the nearest.
@@ -127,14 +154,16 @@ def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
 def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp_path, capsys):
     path = tmp_path / "launch.yaml"
     command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0"]
+    # Not enough for masters.
+    command += ["--host_memory", "0.02"]
     assert cli.main([*command, "--gpu_memory", "1", "--write", str(path)]) == 0
-    assert "Launch with ddp." in capsys.readouterr().out
+    assert "Launch with ddp, a server elsewhere:" in capsys.readouterr().out
     assert yaml.safe_load(path.read_text()) == launch_configuration("ddp", 8)
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64))
-    sizes = [sum(parts[launch].values()) / 1e9 for launch in LAUNCHES]
+    sizes = [on_gpu(parts[launch]) / 1e9 for launch in LAUNCHES]
     assert sizes[1] < sizes[0]
-    assert cli.main([*command, "--gpu_memory", str(sum(sizes) / 2), "--write", str(path)]) == 0
-    assert "Launch with fsdp2." in capsys.readouterr().out
+    assert cli.main([*command, "--gpu_memory", str(sum(sizes[:2]) / 2), "--write", str(path)]) == 0
+    assert "Launch with fsdp2, a server" in capsys.readouterr().out
     # What is shipped, for 8 GPUs, is the same.
     written, shipped = launch_environment(path), launch_environment("fsdp2.yaml")
     assert {n: v for n, v in written.items() if "FSDP" in n} == {n: v for n, v in shipped.items() if "FSDP" in n}
@@ -142,13 +171,13 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     out = capsys.readouterr().out
     (enough,) = re.findall(r"Nothing fits. Use --gpus (\d+) \(fits with fsdp2\)", out)
     assert cli.main([*command, "--gpu_memory", str(sizes[1] * 0.99), "--gpus", enough]) == 0
-    assert "GB on each of 8 GPUs" in out and re.search(r"^ +ddp +fsdp2$", out, re.MULTILINE)
+    assert "GB on each of 8 GPUs" in out and re.search(r"^ +ddp +fsdp2 +fsdp2_offload$", out, re.MULTILINE)
     for name in ("masters", "optimizer", "total"):
-        assert re.search(rf"^{name} +\d+\.\d +\d+\.\d$", out, re.MULTILINE)
+        assert re.search(rf"^{name}( +\d+\.\d){{3}}$", out, re.MULTILINE)
     capsys.readouterr()
     # Beside LoRA, a frozen base takes less.
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64, lora_rank=8))
-    less = sum(parts["fsdp2"].values()) / 1e9
+    less = on_gpu(parts["fsdp2"]) / 1e9
     assert less < sizes[1]
     assert cli.main([*command, "--gpu_memory", str(sizes[1] * 1.001), "--gradient_accumulation_steps", "2"]) == 1
     assert "sync_each_batch" in capsys.readouterr().out
@@ -156,7 +185,7 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert cli.main([*command, *argv]) == 0
     # The other value is refused with LoRA and with global scales.
     assert launch_environment(path)["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-    argv = ["--gpu_memory", str(sum(sizes) / 2), "--scheme", "nvfp4a16", "--write", str(path)]
+    argv = ["--gpu_memory", str(sum(sizes[:2]) / 2), "--scheme", "nvfp4a16", "--write", str(path)]
     assert cli.main([*command, *argv]) == 0
     assert launch_environment(path)["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
     assert shipped["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
@@ -165,14 +194,53 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
 def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsys):
     command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--write", str(tmp_path / "launch.yaml")]
     split = [parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(n, num_tokens=64)) for n in (2, 3)]
-    two, three = (sum(parts["fsdp2"].values()) / 1e9 for parts in split)
-    # Colocated engines take too much, and two GPUs of the learner too little.
-    assert cli.main([*command, "--gpu_memory", str((two + three) / 2), "--vllm_gpu_memory_utilization", "0.9"]) == 0
+    command += ["--host_memory", "0.02"]
+    two, three = (on_gpu(parts["fsdp2"]) / 1e9 for parts in split)
+    # Colocated engines take too much, and two GPUs of the learner too little; a tenth is kept in reserve.
+    memory_of_gpu = 1.101 * three
+    assert memory_of_gpu < two
+    assert cli.main([*command, "--gpu_memory", str(memory_of_gpu), "--vllm_gpu_memory_utilization", "0.9"]) == 0
     out = capsys.readouterr().out
-    assert "Or a server on 5 of them, and the learner on 3 with fsdp2" in out and "Launch with fsdp2 on 3 GPUs." in out
+    assert "Launch with fsdp2 on 3 GPUs, 3 of the GPUs, and a server on 5:" in out
     serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --data-parallel-size 5"
     assert f"CUDA_VISIBLE_DEVICES=3,4,5,6,7 {serve}\n" in out
     assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
+
+
+def test_masters_go_to_host_memory_where_gpus_are_small(tiny_model, tmp_path, capsys):
+    path = tmp_path / "launch.yaml"
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, num_tokens=64))
+    small, large = (on_gpu(parts[launch]) / 1e9 for launch in ("fsdp2_offload", "ddp"))
+    command = ["estimate", tiny_model, "--tokens", "64", "--vllm_gpu_memory_utilization", "0", "--write", str(path)]
+    command += ["--gpu_memory", str((small + large) / 2)]
+    assert cli.main(command) == 0
+    assert "Launch with fsdp2_offload, a server elsewhere:" in capsys.readouterr().out
+    written, shipped = launch_environment(path), launch_environment("fsdp2_offload.yaml")
+    assert {n: v for n, v in written.items() if "FSDP" in n} == {n: v for n, v in shipped.items() if "FSDP" in n}
+    host = on_host(parts["fsdp2_offload"]) / 1e9
+    assert cli.main([*command, "--host_memory", str(1.01 * host)]) == 0
+    assert cli.main([*command, "--host_memory", str(0.99 * host)]) == 1
+
+
+def test_a_sleeping_engine_leaves_its_memory_to_updates():
+    parts = {"masters": 3, "gradients": 20, "optimizer": 0, "low-bit weights": 1, "kept weights": 0, "weight sync": 0}
+    assert on_gpu(parts | {"engine": 8}) == 32
+    assert on_gpu(parts | {"engine": 8}, is_asleep=True) == 24
+    assert on_gpu(parts | {"engine": 30, "host masters": 5}, is_asleep=True) == 34
+
+
+def test_too_little_host_memory_is_named_before_loading(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    args = QaRLConfig(str(tmp_path), use_cpu=True)
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1))["fsdp2_offload"]
+    for factor, is_enough in ((1.01, True), (0.99, False)):
+        monkeypatch.setattr(memory, "memory_of_machine", lambda factor=factor: factor * on_host(parts))
+        if is_enough:
+            check_host_memory(args, tiny_model, None)
+        else:
+            with pytest.raises(ValueError, match=r"needs .* GB of host memory \(masters .*optim='muon_8bit'"):
+                check_host_memory(args, tiny_model, None)
+    assert memory_of_machine() > 2**28
 
 
 def test_the_command_says_which_kernel_of_vllm_runs_the_scheme_on_a_gpu(tiny_model, capsys):

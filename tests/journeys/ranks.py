@@ -21,6 +21,7 @@ def without_gpus(launch: str) -> None:
     import torch.distributed as dist
     from accelerate import PartialState
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
@@ -33,6 +34,8 @@ def without_gpus(launch: str) -> None:
         # With DDP accelerate would name the GPU of each process.
         kind = DistributedType.MULTI_CPU if launch == "ddp" else DistributedType.MULTI_GPU
         patch.object(PartialState, "_prepare_backend", lambda self, *args, **kwargs: ("gloo", kind)).start()
+        # Pinning needs a GPU.
+        patch.object(CPUOffloadPolicy.__init__, "__defaults__", (False,)).start()
 
 
 def write_tokens(path: str) -> None:

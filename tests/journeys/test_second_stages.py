@@ -4,6 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+
+from testing_utils.trainings import assert_equal
 
 
 pytestmark = [
@@ -22,7 +25,7 @@ def test_a_second_stage_starts_from_masters_and_not_from_an_export(user):
     user.write_recipe(scheme="w8a8")
     user.run("trl-qarl", "train", "--config", "recipe.yaml")
     output = train(user, code=2, model_name_or_path="out/w8a8")
-    assert "trl-qarl: error: out/w8a8 is a low-bit checkpoint, without masters to train" in output
+    assert "as 'int8', and scheme 'w4a16' is 'int4-packed'" in output
     train(user, model_name_or_path="out/checkpoint-2")
     user.assert_deployed("second/w4a16")
     # Tokens tell a policy from the one with which its training began.
@@ -45,23 +48,19 @@ def test_a_second_stage_starts_from_the_parts_that_fsdp2_saved(user):
     user.assert_deployed("second/w8a8")
 
 
-LOADS_MASTERS = """
-from transformers import AutoTokenizer
-from trl_qarl.checkpoint.load import load_masters
-
-load_masters("gptq").save_pretrained("masters")
-AutoTokenizer.from_pretrained("gptq").save_pretrained("masters")
-"""
-
-
 @pytest.mark.nightly
 def test_a_training_starts_from_gptq(user):
     shutil.copytree(GPTQ, user.folder / "gptq")
     make_tokenizer_of_16().save_pretrained(user.folder / "gptq")
-    (user.folder / "load.py").write_text(LOADS_MASTERS)
-    user.run("python", "load.py")
-    train(user, model_name_or_path="masters", group_size=32)
+    train(user, model_name_or_path="gptq")
     user.assert_deployed("second/w4a16")
+    # Masters keep the scales of the file.
+    user.run("trl-qarl", "export", "--model_name_or_path", "second/checkpoint-2", "--output_dir", "again")
+    exports = (load_file(user.folder / name / "model.safetensors") for name in ("gptq", "second/w4a16", "again"))
+    scales = [{name: t for name, t in each.items() if name.endswith("weight_scale")} for each in exports]
+    assert len(scales[0]) == 7
+    for theirs in scales[1:]:
+        assert_equal(scales[0], theirs)
 
 
 CELL = """

@@ -56,6 +56,35 @@ def test_gradients_of_a_shared_token_are_added_in_float32():
     assert x.grad[0, 0, :, 0].tolist() == [0, 300, 1]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-6)]
+)
+def test_two_calls_joined_are_attention_to_both_sets_of_keys(dtype, tolerance):
+    """Values and gradients against attention of each segment to all of its keys in float64."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, runs = (30, 5, 41, 7, 12, 20), ((slice(30, 83), slice(0, 30)), (slice(95, 115), slice(83, 95)))
+    inputs = [torch.randn(115, heads, 16, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    output = rows.joined_attention(*inputs, lengths, runs, 0.3)
+    upstream = torch.randn(output.shape, generator=generator).to(dtype)
+    output.backward(upstream)
+    reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    parts, start = [], 0
+    for length in lengths:
+        prompt = [list(range(115))[keys] for queries, keys in runs if queries.start <= start < queries.stop]
+        own = list(range(start, start + length))
+        seen = sum(prompt, []) + own
+        query, *keys = reference
+        k, v = (each[seen].repeat_interleave(2, 1) for each in keys)
+        hidden = torch.arange(len(seen)) > torch.arange(len(seen) - length, len(seen))[:, None]
+        scores = (torch.einsum("qhd,khd->hqk", query[own], k) * 0.3).masked_fill(hidden, -torch.inf)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        start += length
+    expected = torch.cat(parts)
+    expected.backward(upstream.double())
+    for ours, exact in zip([output, *(x.grad for x in inputs)], [expected, *(x.grad for x in reference)], strict=True):
+        assert (ours - exact).abs().max() <= tolerance * exact.abs().max()
+
+
 def make_layout():
     ids = torch.tensor([[1, 2, 3, 11, 12, 0], [1, 2, 3, 21, 22, 23], [0, 4, 5, 31, 0, 0]])
     return Layout.of(ids, ids > 0, ids.masked_fill((ids == 0) | (torch.arange(6) < 3), -100))

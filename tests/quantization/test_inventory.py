@@ -114,11 +114,13 @@ def test_a_module_that_occurs_twice_is_named_once():
     assert [name for name, _ in base_modules(nn.Sequential(layer, layer))] == ["", "0"]
 
 
-@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
+@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate", "gate.wg", "router.proj"])
 def test_routers_stay_and_gate_proj_does_not(name):
     model = nn.Module()
     model.mlp = nn.Module()
-    setattr(model.mlp, name, nn.Linear(128, 4))
+    if "." in name:
+        setattr(model.mlp, name.partition(".")[0], nn.Module())
+    model.set_submodule(f"mlp.{name}", nn.Linear(128, 4))
     model.mlp.gate_proj = nn.Linear(128, 128)
     report = prepare_model(model, "w4a16")
     assert list(report.converted) == ["mlp.gate_proj"]

@@ -50,6 +50,8 @@ def test_arrays_with_one_dimension_are_rewards():
         ([1.0, 0.0, [1.0]], r"returned \[1.0\] .list. for completion 2 of 3"),
         ([1.0, 0.0, {"score": 1.0}], "dict. for completion 2 of 3"),
         ([1j, 0.0, 0.0], "complex. for completion 0 of 3"),
+        ([1.0, float("-inf"), 0.0], "returned -inf .float. for completion 1 of 3. A reward is finite"),
+        ([1e300, 0.0, 0.0], "returned 1e.300 .float. for completion 0 of 3. A reward is finite"),
     ],
 )
 def test_other_rewards_are_named_with_function_and_row(output, said):

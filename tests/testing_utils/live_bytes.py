@@ -33,9 +33,11 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
-        alive = sum(storage.nbytes() for held in [*self.storages.values()] if (storage := held()) is not None)
-        self.peaks[self.phase] = max(self.peaks[self.phase], alive)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.alive())
         return output
+
+    def alive(self):
+        return sum(storage.nbytes() for held in [*self.storages.values()] if (storage := held()) is not None)
 
 
 def give_completions(prompts, trainer):

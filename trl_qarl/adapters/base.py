@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import create_model_from_path
 
-from ..checkpoint.load import holds_shards, is_low_bit_checkpoint, load_frozen_model, load_shards
+from ..checkpoint.export import is_export
+from ..checkpoint.load import holds_shards, is_low_bit_checkpoint, load_frozen_model, load_masters, load_shards
+from ..checkpoint.scales import keep_scales
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
 from ..quantization.linear import QuantizedLinear
@@ -36,28 +38,32 @@ logger = logging.getLogger(__name__)
 
 def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any]) -> nn.Module:
     """Load the policy for `model="..."`: a folder with an adapter, on the base that it names, to continue training; a
-    low-bit checkpoint that gets an adapter, without a high-precision copy; a checkpoint of FSDP2; other models like
-    TRL. `ValueError` is raised for a low-bit checkpoint without an adapter."""
+    low-bit checkpoint as masters, or as the base of an adapter, without a high-precision copy; a checkpoint of FSDP2;
+    other models like TRL. Masters keep the scales of the low-bit checkpoint with which their training began."""
     if is_adapter_folder(name_or_path):
         return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
     if is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
         if peft_config is None:
-            raise ValueError(problem_of_low_bit_start(name_or_path))
+            if is_export(Path(name_or_path)):
+                message = "%s is an export, whose weights are rounded: to continue its training, pass the masters that `save_model` wrote."
+                logger.warning(message, name_or_path)
+            return load_masters(name_or_path, **_given(model_init_kwargs, {"revision", *_OPTIONS}))
         _as_linear(peft_config)
         return load_base(name_or_path, model_init_kwargs)
     if holds_shards(name_or_path):
-        names = {"trust_remote_code", "attn_implementation"}
-        given = {name: value for name, value in model_init_kwargs.items() if name in names and value is not None}
-        return load_shards(name_or_path, **given)
-    return create_model_from_path(name_or_path, **model_init_kwargs)
+        model = load_shards(name_or_path, **_given(model_init_kwargs, _OPTIONS))
+    else:
+        model = create_model_from_path(name_or_path, **model_init_kwargs)
+    if peft_config is None:
+        keep_scales(model, name_or_path, model_init_kwargs.get("revision"))
+    return model
 
 
-def problem_of_low_bit_start(name: str) -> str:
-    """Return the reason why masters cannot be trained from a low-bit checkpoint."""
-    return (
-        f"{name} is a low-bit checkpoint, without masters to train. Pass the masters that `save_model` wrote, or train an "
-        "adapter on it (`peft_config`). `trl_qarl.checkpoint.load.load_masters` makes masters from its codes."
-    )
+_OPTIONS = frozenset(["trust_remote_code", "attn_implementation"])
+
+
+def _given(kwargs: dict[str, Any], names: Set[str]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name in names and value is not None}
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -106,7 +106,8 @@ class LoraSource(MasterSource):
         parts = []
         for name in self.active():
             a, b = self._factors((name,))
-            parts.append(storage_of(b).value(b).float() @ whole(a).float() * self.adapter.scaling[name])
+            rows = storage_of(b).value(b).float()
+            parts.append(rows @ whole(a).float().to(rows.device) * self.adapter.scaling[name])
         return sum(parts[1:], parts[0]) if parts else None
 
 

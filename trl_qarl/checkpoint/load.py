@@ -6,7 +6,6 @@ quantized layers hold only codes and scales, without a high-precision copy.
 import json
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,16 @@ from transformers import (
 from transformers.utils import cached_file
 
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.fixed_scales import fix_scales, held_scale, weight_name
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted
-from ..quantization.own_grid import compare_groups, masters_on_grid
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
+from . import gptq
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ SHARDS_FOLDER = "pytorch_model_fsdp_0"
 
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
-    """Return whether a folder, or a model on the Hub, is a compressed-tensors checkpoint."""
+    """Return whether a folder, or a model on the Hub, is a checkpoint of compressed-tensors or of GPTQ."""
     path = cached_file(
         name_or_path, "config.json", revision=revision or "main", _raise_exceptions_for_missing_entries=False
     )
@@ -57,9 +57,9 @@ def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> boo
 
 
 def is_low_bit(described: Any) -> bool:
-    """Return whether a `quantization_config` is that of a compressed-tensors checkpoint."""
+    """Return whether a `quantization_config` is that of a checkpoint of compressed-tensors or GPTQ."""
     method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
-    return getattr(method, "value", method) == "compressed-tensors"
+    return getattr(method, "value", method) in ("compressed-tensors", "gptq")
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -108,19 +108,21 @@ def load_frozen_model(
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    groups = config.quantization_config["config_groups"]
+    described = config.quantization_config
     del config.quantization_config
+    is_gptq = described["quant_method"] == "gptq"
+    groups = gptq.config_groups(described) if is_gptq else described["config_groups"]
     # A layer's scales tell its group size.
     schemes = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
     if any(not group["weights"].get("symmetric", True) for group in groups.values()):
         raise ValueError(
-            f"{name_or_path} is a compressed-tensors checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
+            f"{name_or_path} is a checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
             "the high-precision checkpoint, or quantize it again with a symmetric scheme such as W4A16."
         )
     if not schemes or any(scheme is None for _, scheme in schemes):
         raise ValueError(
-            f"{name_or_path} is a compressed-tensors checkpoint with other schemes than {[*SCHEMES][:-1]}: its groups are "
-            f"{groups}. Start from the high-precision checkpoint."
+            f"{name_or_path} is a low-bit checkpoint with other schemes than {[*SCHEMES][:-1]} and their group sizes: it has "
+            f"{'; '.join(map(_described, groups.values())) or 'none'}. Start from the high-precision checkpoint."
         )
     dtype = config.dtype if dtype in ("auto", None) else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
@@ -132,7 +134,14 @@ def load_frozen_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         else:
             model = cls._from_config(config, dtype=dtype, **options)
-    _fill(model, folder, schemes, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
+        tensors |= load_file(path)
+    if not tensors:
+        raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
+    if is_gptq:
+        tensors = gptq.as_compressed_tensors(tensors, described)
+    _fill(model, folder, tensors, schemes, dtype)
     model.tie_weights()
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if missing:
@@ -143,10 +152,20 @@ def load_frozen_model(
     return model.requires_grad_(False).eval()
 
 
+def _described(group: dict[str, Any]) -> str:
+    """Return a group of a `quantization_config` as text."""
+    parts = []
+    for part in ("weights", "input_activations"):
+        if args := group.get(part):
+            size = f" of {args['group_size']}" if args.get("group_size") else ""
+            parts.append(f"{part} in {args['type']}{args['num_bits']} per {args['strategy']}{size}")
+    return " and ".join(parts)
+
+
 def holds_shards(folder: str | Path) -> bool:
     """Return whether a folder holds masters only in the parts that FSDP2's processes saved, which transformers does
     not read."""
-    return Path(folder, SHARDS_FOLDER, ".metadata").is_file() and not any(Path(folder).glob("*.safetensors"))
+    return Path(folder, SHARDS_FOLDER, ".metadata").is_file() and not weight_files(folder)
 
 
 @torch.no_grad()
@@ -175,37 +194,25 @@ def load_shards(folder: str | Path, trust_remote_code: bool = False, **options: 
 @torch.no_grad()
 def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint, such as one of GPTQ or AutoRound, as a model in float32 for training. Quantized with the
-    checkpoint's scheme and group size, which are logged, the model has the checkpoint's weights
-    ([`trl_qarl.quantization.own_grid`]). A warning counts groups that differ. `options` and errors are those of
-    [`load_frozen_model`]; weights in floating-point codes raise `ValueError` too.
+    Load a low-bit checkpoint, such as one of GPTQ, AutoRound or quantization-aware training, as a model in float32 for
+    training: its masters are the checkpoint's weights, and `prepare_model` keeps the checkpoint's scales
+    ([`trl_qarl.quantization.fixed_scales`]). Schemes and group sizes are logged. `options` and errors are those of
+    [`load_frozen_model`]; NVFP4 raises `ValueError` too.
     """
     model = load_frozen_model(name_or_path, **options)
-    num_groups = num_moved = num_lost = 0
-    reason = "too few codes for masters to reproduce their scale"
-    layers = Inventory.of(model).layers.values()
-    settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in layers)
-    for layer in layers:
-        for name, weight in layer.quantized_weights.items():
-            theirs = weight.low_bit_weight()
-            if theirs.scale.dtype == torch.float32:
-                reason = "scales in float32, which masters reproduce to 0.00014 of their value; quantize a model in bfloat16"
-            masters = masters_on_grid(theirs)
-            scheme = replace(weight.scheme, group_size=weight.group_size)
-            same, differing = compare_groups(LowBitTensor.from_hp(masters, scheme, weight.scale_dtype), theirs)
-            num_groups += same.numel()
-            num_moved += (same & (differing > 0)).sum().item()
-            num_lost += (~same).sum().item()
+    scales = {}
+    layers = Inventory.of(model).layers
+    settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in layers.values())
+    for name, layer in layers.items():
+        for leaf, weight in layer.quantized_weights.items():
+            scales[weight_name(name, leaf)] = held_scale(weight)
             shape = (layer.num_experts, -1) if isinstance(layer, QuantizedExperts) else (-1,)
-            setattr(layer, name, nn.Parameter(masters.unflatten(0, shape)))
+            masters = weight.low_bit_weight().dequantize(torch.float32)
+            setattr(layer, leaf, nn.Parameter(masters.unflatten(0, shape)))
     restore_model(model)
-    logger.info("%s: masters for %s", name_or_path, " and ".join(f"scheme={n!r}, group_size={g}" for n, g in settings))
-    if num_moved or num_lost:
-        message = (
-            "%s: of %d groups of weights %d start with one weight, their largest, changed by one step, and %d with another scale "
-            "and other codes (%s). A scheme derives a group's scale from its largest weight."
-        )
-        logger.warning(message, name_or_path, num_groups, num_moved, num_lost, reason)
+    fix_scales(model, scales)
+    groups = " and ".join(f"scheme={name!r}, group_size={size}" for name, size in settings)
+    logger.info("%s: masters with fixed scales of %s", name_or_path, groups)
     return model.requires_grad_(True)
 
 
@@ -277,13 +284,12 @@ def _scheme_of(name: str, schemes: list[tuple[list[str], QuantScheme]], folder: 
 
 
 def _fill(
-    model: PreTrainedModel, folder: Path, schemes: list[tuple[list[str], QuantScheme]], dtype: torch.dtype
+    model: PreTrainedModel,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    schemes: list[tuple[list[str], QuantScheme]],
+    dtype: torch.dtype,
 ) -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        tensors |= load_file(path)
-    if not tensors:
-        raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
     if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
         raise ValueError(
             f"{folder} was quantized with reordered columns (actorder: group), given by {reordered[0]!r}. No kernel here supports "
@@ -295,7 +301,8 @@ def _fill(
         for name in scales
     }
     inventory = Inventory.of(model)
-    names = inventory.names
+    # Releases of models of pictures have the names of earlier releases of transformers.
+    names = find_checkpoint_names(inventory.model, inventory.modules, is_mixture=False)
     in_model = {of: name for name, of in names.tensors.items()}
     dense = {in_model.get(n, n): t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     unexpected = model.load_state_dict(dense, strict=False, assign=True).unexpected_keys
@@ -306,7 +313,7 @@ def _fill(
         parts = {
             leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
         }
-        first = parts[DOWN][0] if parts else names.of_tensor(name)
+        first = parts[DOWN][0] if parts else name if name in low_bit else names.of_tensor(name)
         if first not in low_bit:
             continue
         scheme = _scheme_of(first, schemes, folder)

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig
 
-from ..adapters.base import problem_of_low_bit_start
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.load import is_low_bit, skeleton
 from ..models import family_of
 from ..objectives.registry import get_objective
+from ..quantization.fixed_scales import fixed_scales
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model, is_adapted, is_peft_model
 from ..quantization.schemes import QuantScheme
@@ -50,14 +50,14 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
-    """Yield a problem of dropout that stays on although rollout, scoring and loss must see one policy: for objectives
-    other than TRL's losses, and for adapters inside low-bit weights."""
+    """Yield a problem of dropout, or of noise in routers, that stays on although rollout, scoring and loss must see
+    one policy: for objectives other than TRL's losses, and for adapters inside low-bit weights."""
     off = _dropout_to_switch_off(model, args)
     remaining = {place: rate for place, rate in _dropout(model).items() if place not in off}
     if remaining and get_objective(args) is not None:
         name, key = next(iter(remaining))
         yield (
-            f"The model drops activations ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
+            f"The model drops activations or adds noise ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
             f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
         )
     rates = [rate for (name, _), rate in remaining.items() if ".lora_dropout." in name]
@@ -69,7 +69,8 @@ def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
 
 
 def switch_off_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off dropout that TRL's `disable_dropout` misses, and LoRA's for objectives other than TRL's losses."""
+    """Switch off dropout that TRL's `disable_dropout` misses, noise in routers, and LoRA's dropout for objectives
+    other than TRL's losses."""
     off = _dropout_to_switch_off(model, args)
     for rate in () if args.disable_dropout else set(off.values()):
         logger.warning(
@@ -79,7 +80,13 @@ def switch_off_dropout(model: nn.Module, args: Any) -> None:
             args.objective,
         )
     for name, key in off:
-        setattr(model.get_submodule(name), key, 0.0)
+        module = model.get_submodule(name)
+        if "jitter" in key:
+            # Without training the rate adds no noise. It is kept, because PhiMoE also compares scores with it.
+            module.eval()
+            module.train = partial(_stay_in_evaluation, module)
+        else:
+            setattr(module, key, 0.0)
 
 
 def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
@@ -89,7 +96,7 @@ def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         # Attention has no dropout module: it passes an attribute of the layer to a function.
-        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd)))
         and isinstance(value, float)
         and value > 0
     }
@@ -105,6 +112,10 @@ def _dropout_to_switch_off(model: nn.Module, args: Any) -> dict[tuple[str, str],
     return {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
 
 
+def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
 def keep_attention_cap(model: nn.Module) -> None:
     """Have a model that caps its attention's logits (Gemma 2) compute them in PyTorch operations: transformers'
     default, PyTorch's fused attention, drops the cap, which engines apply, without a word (5.17)."""
@@ -118,19 +129,21 @@ def keep_attention_cap(model: nn.Module) -> None:
 
 def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem of an engine that would compute positions unlike the learner: with LongRoPE (such as Phi-3) an
-    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence; and
-    sequences may not be longer than a sliding window that vLLM and transformers count differently."""
-    name = architecture(model)
-    if args.use_vllm and family_of(name).has_longer_window:
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence; and a
+    sliding window that vLLM and transformers count differently may not be left."""
+    if not args.use_vllm:
+        return
+    name, length = architecture(model), args.vllm_max_model_length
+    if family_of(name).has_longer_window:
         window = base_model(model).config.get_text_config().sliding_window
-        if args.vllm_max_model_length is None or args.vllm_max_model_length > window:
+        if length is None or length > window:
             yield (
-                f"vllm_max_model_length={args.vllm_max_model_length} with {name}: in longer sequences than its sliding_window={window} "
+                f"vllm_max_model_length={length} with {name}: in longer sequences than its sliding_window={window} "
                 "vLLM's layers see one more token than transformers', so learner and engine would be different policies. Set "
                 f"vllm_max_model_length={window}, and start a server with --max-model-len {window}."
             )
     limit = _longest_of_short(model)
-    if args.use_vllm and limit and (args.vllm_max_model_length is None or args.vllm_max_model_length > limit):
+    if limit and (length is None or length > limit):
         yield (
             f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
             "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
@@ -211,13 +224,23 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
 
 
+def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem if the run's group size differs from that of the checkpoint with whose scales it starts."""
+    sizes = {fixed.group_size for fixed in fixed_scales(model).values() if fixed.group_size is not None}
+    if args.group_size is not None and sizes - {args.group_size}:
+        yield (
+            f"group_size={args.group_size} was given, and the checkpoint has groups of {', '.join(map(str, sorted(sizes)))}, which "
+            "training keeps. Remove it."
+        )
+
+
 def problems_of_experts(
     model: nn.Module, args: Any, schemes: Mapping[str, QuantScheme], skipped: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield problems of the experts of a mixture whose layers get these `schemes`, by name; `skipped` has the reasons
     why the others stay in high precision."""
-    inventory, config = Inventory.of(model), getattr(base_model(model), "config", None)
-    config = config and config.get_text_config()
+    inner, inventory = base_model(model), Inventory.of(model)
+    config = inner.config.get_text_config()
     coef = args.router_aux_loss_coef
     coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
     if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
@@ -357,6 +380,12 @@ def problems_of_arguments(
     yield from problems_of_content(
         model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
     )
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if not (isinstance(reward, str) or callable(reward)):
+            yield (
+                f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
+                "or a list of these."
+            )
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (
@@ -369,7 +398,9 @@ def problems_of_arguments(
         yield from _problems_of_ahead(args, train_dataset, others)
     launch = Launch.of_arguments(args)
     state = args.distributed_state
-    if state is not None and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+    on_cpu = state is not None and state.device.type == "cpu"
+    # With a GPU only accelerate knows.
+    if on_cpu and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         yield from problems_of_ignored_sharding(Launch(), state.device.type, state.num_processes)
     yield from problems_of_launch(launch, args, has_adapter, is_nf4(quantization_config))
     config = getattr(model, "config", None)
@@ -481,8 +512,7 @@ def _problems_of_layers(policy: Any, name: str, config: Any, args: Any, peft_con
     if config is None:
         return
     if is_low_bit(getattr(config, "quantization_config", None)):
-        if peft_config is None:
-            yield problem_of_low_bit_start(name)
+        # Its tensors tell which layers are in low bits.
         return
     model = None
     # Loading the model gives the reason.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers.trainer_utils import HubStrategy
 
+from ..options import MUONS
 from ..wire.describe import CANARY_TOKENS
 from .problems import quote_options
 from .values import as_dict
@@ -56,6 +57,8 @@ _BIASED = (
 _NEUTRAL = {"top_p": (0.9, 1.0), "top_k": (50, 0, -1), "min_p": (0.1, None, 0.0), "repetition_penalty": (1.1, 1.0)}
 """A value that reshapes the distribution, and those that do not."""
 
+_TAKE_BFLOAT16 = ("muon_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
+
 CONFLICTS = [
     Conflict(
         {"scheme": "bf16", "quantize_learner": False},
@@ -89,9 +92,15 @@ CONFLICTS = [
     ),
     Conflict(
         {"optim": "muon", "optim_args": "momentum=0.9"},
-        lambda c: c.optim == "muon" and c.optim_args,
+        lambda c: c.optim in MUONS and c.optim_args,
         "Muon has the options `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon`",
         "Remove `optim_args`, or choose another `optim`",
+    ),
+    Conflict(
+        {"gradient_dtype": "bfloat16", "optim": "muon"},
+        lambda c: c.gradient_dtype == "bfloat16" and c.optim not in _TAKE_BFLOAT16,
+        "this optimizer needs gradients in the dtype of the masters, float32",
+        "Use optim='muon_8bit', 'adamw_torch_8bit' or 'adamw_torch_4bit', or gradient_dtype='float32'",
     ),
     Conflict(
         {"generation_kwargs": {"stop_strings": ["."]}, "mask_truncated_completions": True},

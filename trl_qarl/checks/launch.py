@@ -14,10 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, gather_object
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 
 from ..checkpoint.load import SHARDS_FOLDER
+from ..options import MUONS
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
 from .options import raise_problems
@@ -122,6 +124,15 @@ def problems_of_ignored_sharding(launch: Launch, device: str, num_processes: int
             )
 
 
+def problems_of_gradients(launch: Launch, args: Any, num_processes: int) -> Iterator[str]:
+    """Yield a problem if a launch keeps gradients in another dtype than `gradient_dtype`."""
+    if args.gradient_dtype == "bfloat16" and launch.fsdp is None and (launch.deepspeed or num_processes > 1):
+        yield (
+            "gradient_dtype='bfloat16' with DDP or DeepSpeed: they add gradients up in memory of the masters' dtype. Launch with FSDP2, "
+            "or use gradient_dtype='float32'."
+        )
+
+
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
     Check the settings of `accelerate launch` again, now that accelerate has completed them, and have FSDP2 add up
@@ -131,6 +142,7 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     raise_problems(
         [
             *problems_of_ignored_sharding(launch, accelerator.device.type, accelerator.num_processes),
+            *problems_of_gradients(launch, args, accelerator.num_processes),
             *problems_of_launch(
                 launch, args, is_peft_model(model), getattr(base_model(model), "is_loaded_in_4bit", False)
             ),
@@ -138,7 +150,20 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     )
     if launch.fsdp is not None:
         _keep_float32_sums(launch.fsdp, args)
+        given = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+        if _is_offloaded(launch.fsdp) and args.gradient_accumulation_steps > 1 and not given.get("sync_each_batch"):
+            logger.warning(
+                "gradient_accumulation_steps=%d with fsdp_offload_params: true: each GPU holds whole float32 gradients while micro-batches "
+                'are added up. accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}} adds them up in host memory.',
+                args.gradient_accumulation_steps,
+            )
     if launch.deepspeed is not None:
+        zero = launch.deepspeed.deepspeed_config.get("zero_optimization", {})
+        if (zero.get("offload_param") or {}).get("device") == "cpu":
+            logger.info(
+                "DeepSpeed moves float32 masters to the GPU. FSDP2 with `fsdp_offload_params: true` moves low-bit weights, an eighth of "
+                "the bytes with 4 bits."
+            )
         keep_float32_masters(launch.deepspeed.deepspeed_config)
 
 
@@ -270,10 +295,19 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
     kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
         yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+    elif _is_offloaded(plugin) and kind not in (None, "torch", "torchao"):
+        yield (
+            f"optim={_name_of_optimizer(args)!r} with fsdp_offload_params: true: it has to step in host memory, and only optimizers of torch "
+            "and torchao are known to. Use 'muon', 'muon_8bit' or 'adamw_torch_fused'"
+        )
     if not args.quantize_learner:
         yield (
             "quantize_learner=False with FSDP2: FSDP2 gathers low-bit weights and no masters. Remove it, or launch with DDP"
         )
+
+
+def _is_offloaded(plugin: Any) -> bool:
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
@@ -338,7 +372,7 @@ def _kind_of_optimizer(args: Any) -> str | None:
     for kind in ("GaLore", "APOLLO", "Adafactor"):
         if kind.lower() in name:
             return kind
-    if name == "muon":
+    if name in MUONS:
         return None
     optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
     return optimizer_class.__module__.partition(".")[0]

@@ -37,6 +37,7 @@ _NOT_OF_A_BATCH = {
     *("sapo_temperature_neg", "sapo_temperature_pos", "router_aux_loss_coef", "off_policy_mask_threshold"),
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "generation_batch_size"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+    "gradient_dtype",
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_server_autostart", "vllm_token_file"),
     *("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
     *("log_completions_hub_repo", "rollout_ahead", "num_generations_eval", "model_init_kwargs", "trust_remote_code"),

@@ -1,10 +1,14 @@
 """
-Memory of a training on each GPU, calculated from the shapes of a model, by the formulas of docs/sharding.md: exact for
-the state, fitted to the memory of tensors on a CPU for activations, within 10 % in total. Kernels, attention and the
-allocator of a GPU need additional memory.
+Memory of a training on each GPU, and of its machine, calculated from the shapes of a model by the formulas of
+docs/sharding.md: exact for the state, fitted to the memory of tensors on a CPU for activations, within 10 % in total.
+Kernels, attention and the allocator of a GPU need additional memory.
 """
 
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.load import skeleton
+from ..eight_bits import block_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
@@ -22,13 +27,16 @@ from ..quantization.swap import prepare_model
 from ..rollout.publisher import largest_chunk
 
 
-LAUNCHES = ("ddp", "fsdp2")
-"""Launches, the simplest first."""
+LAUNCHES = ("ddp", "fsdp2", "fsdp2_offload")
+"""Launches, the fastest first."""
+
+RESIDENT = ("masters", "optimizer", "low-bit weights", "kept weights", "weight sync", "engine")
+"""Parts of a GPU's memory that are there during a rollout."""
 
 TILE = (4096, 32768)
 """Tokens and vocabulary entries in a tile of TRL's logits (`trl.kernels.chunked_logprob`)."""
 
-OPTIMIZERS = ("muon", "adamw_torch_fused", "adamw_torch", "adamw_torch_8bit")
+OPTIMIZERS = ("muon", "muon_8bit", "adamw_torch_fused", "adamw_torch", "adamw_torch_8bit")
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,8 @@ class Run:
     `num_tokens` is the number of tokens of a micro-batch, prompts and completions; `engine_bytes` is the memory of a
     colocated engine on each GPU; `lora_rank` is the rank of adapters on all linear layers over a frozen base, 0
     without adapters; `accumulates` means that gradients of several micro-batches are added up without
-    `sync_each_batch`; `rollout_ahead` is 1 if batches are drawn ahead, whose weights are kept.
+    `sync_each_batch`; `rollout_ahead` is 1 if batches are drawn ahead, whose weights are kept; `gradient_bytes` is
+    2 with `gradient_dtype="bfloat16"`.
     """
 
     num_gpus: int
@@ -48,6 +57,7 @@ class Run:
     lora_rank: int = 0
     accumulates: bool = False
     rollout_ahead: int = 0
+    gradient_bytes: int = 4
 
 
 def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
@@ -64,7 +74,8 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
     """Return the bytes of each part on each GPU, by launch, for the training of a language model on the meta device,
-    which is quantized in place. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
+    which is quantized in place. Parts whose names begin with `"host "` are in the memory of the machine, for all of
+    its processes. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
     return parts_of_runs(model, plan, [run], exclude_modules)[0]
 
 
@@ -84,33 +95,60 @@ def served_bytes(model: nn.Module, low_bit_bytes: int) -> int:
     return low_bit_bytes + 2 * (sum(parameter.numel() for parameter in model.parameters()) - quantized)
 
 
+def on_gpu(parts: dict[str, int], is_asleep: bool = False) -> int:
+    """Return the bytes of `parts` on a GPU at once; an engine that `is_asleep` in updates has none of them then."""
+    parts = {name: size for name, size in parts.items() if not name.startswith("host ")}
+    training = sum(parts.values())
+    if not is_asleep:
+        return training
+    return max(training - parts["engine"], sum(parts[name] for name in RESIDENT))
+
+
+def on_host(parts: dict[str, int]) -> int:
+    """Return the bytes of `parts` in the memory of the machine."""
+    return sum(size for name, size in parts.items() if name.startswith("host "))
+
+
 def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: str) -> dict[str, int]:
     config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linears = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
-    matrices = sum(weight.numel() for key, weight in linears.items() if key not in embeddings)
     total = held = sum(parameter.numel() for parameter in model.parameters())
     if run.lora_rank:
+        shapes = _shapes_of_adapter(model, run.lora_rank)
         # Muon treats no factor of an adapter as a matrix.
-        matrices, total = 0, run.lora_rank * sum(sum(weight.shape) for weight in linears.values())
+        state, total = sum(_state(shape, run.optim, False, False) for shape in shapes), sum(map(math.prod, shapes))
         held += total - sum(weight.numel() for weight in _quantized(model))
-    state = dict.fromkeys(OPTIMIZERS, 8 * total)
-    state |= {"muon": 4 * matrices + 8 * (total - matrices), "adamw_torch_8bit": 2 * total}
-    is_sharded = launch == "fsdp2"
+    else:
+        state = _state_of_all(model, run.optim)
+    is_sharded, is_offloaded = launch != "ddp", launch == "fsdp2_offload"
     shards = run.num_gpus if is_sharded else 1
-    parts = {
-        "masters": 4 * held // shards,
-        "gradients": 4 * total // (1 if run.accumulates else shards),
-        "optimizer": state[run.optim] // shards,
-        "low-bit weights": low_bit_bytes // shards,
-    }
     others = total if run.lora_rank else total - sum(weight.numel() for weight in _quantized(model))
     # Weights of a frozen base are not kept.
-    kept = 4 * others + (0 if run.lora_rank else low_bit_bytes)
-    parts["kept weights"] = run.rollout_ahead * kept // shards
+    kept = run.rollout_ahead * (4 * others + (0 if run.lora_rank else low_bit_bytes))
+    state_of_training = {
+        "masters": 4 * held,
+        "gradients": run.gradient_bytes * total,
+        "optimizer": state,
+        "low-bit weights": low_bit_bytes,
+        "kept weights": kept,
+    }
+    if is_offloaded:
+        parts = dict.fromkeys(state_of_training, 0)
+        parts |= {f"host {name}": size for name, size in state_of_training.items()}
+        # One process loads all weights before they are divided.
+        loaded = 4 * sum(p.numel() for p in model.parameters()) * (run.num_gpus if run.lora_rank else 1)
+        parts["host loading"] = max(0, loaded - sum(state_of_training.values()) + 4 * held)
+    else:
+        parts = {name: size // shards for name, size in state_of_training.items()}
+        # Each process of DDP loads the model, and with FSDP2 each one that quantizes a frozen base.
+        num_loading = 1 if is_sharded and not run.lora_rank else run.num_gpus
+        parts["host loading"] = 4 * num_loading * sum(p.numel() for p in model.parameters())
+    if run.accumulates:
+        # FSDP2 adds up in float32 before it divides.
+        parts["gradients"] = (4 if is_sharded else run.gradient_bytes) * total
     if is_sharded:
         parts["gathered"] = _gathered(model, low_bit_bytes, has_gradients=not run.lora_rank)
+    if is_offloaded:
+        parts["crossing"] = _crossing(model, shards, has_gradients=not run.lora_rank)
     tokens, hidden, width = run.num_tokens, config.hidden_size, 2 if is_sharded else 4
     inner = getattr(config, "intermediate_size", 4 * hidden)
     layer = tokens * (16 * hidden + 22 * inner)
@@ -123,6 +161,48 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
     parts["weight sync"] = chunk
     parts["engine"] = run.engine_bytes
     return parts
+
+
+def _shapes_of_adapter(model: nn.Module, rank: int) -> list[tuple[int, int]]:
+    head = model.get_output_embeddings()
+    linears = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
+    return [shape for w in linears.values() for shape in ((rank, w.shape[1]), (w.shape[0], rank))]
+
+
+def _state_of_all(model: nn.Module, optim: str) -> int:
+    head = model.get_output_embeddings()
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head} - embeddings
+    return sum(
+        _state(p.shape, optim, id(p) in matrices, id(p) in embeddings or p.ndim > 2) for p in model.parameters()
+    )
+
+
+def _state(shape: Sequence[int], optim: str, is_matrix: bool, is_rare: bool) -> int:
+    """Return the bytes of an optimizer's state of a parameter; parts of one that `is_rare` may have no gradient."""
+    number = math.prod(shape)
+    if optim == "adamw_torch_8bit":
+        return 2 * number
+    if not optim.startswith("muon"):
+        return 8 * number
+    block = block_of(shape, number) if optim == "muon_8bit" else None
+    # A code, and a scale for each block.
+    bytes_of_moment = 4 * number if block is None else number + 4 * (number // block)
+    return bytes_of_moment if is_matrix else bytes_of_moment + (4 * number if is_rare else bytes_of_moment)
+
+
+def _crossing(model: nn.Module, shards: int, has_gradients: bool) -> int:
+    """Return the bytes of the largest unit that is on its way to a GPU, or whose gradients leave it: both in
+    float32, gradients before and after they are added up."""
+    quantized = {id(weight) for weight in _quantized(model)}
+    units: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        layer = layer_of(name)
+        unit = units.setdefault(layer if layer.rpartition(".")[2].isdigit() else name, [0, 0])
+        unit[0] += parameter.numel()
+        unit[1] += 0 if id(parameter) in quantized else parameter.numel()
+    leaving = max(number + number // shards for number, _ in units.values()) if has_gradients else 0
+    return 4 * max(leaving, max(number for _, number in units.values()))
 
 
 def _quantized(model: nn.Module) -> list[torch.Tensor]:
@@ -148,14 +228,58 @@ def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
     return 2 * largest[0] + 2 * outside + (gradients if has_gradients else 0)
 
 
+def memory_of_machine() -> int:
+    """Return the bytes of memory that this machine, or its container, has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        # "max" without a limit.
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
+    """Raise `ValueError` if FSDP2 is to keep masters in host memory, and this machine has too little for them. A
+    `model` that is loaded already is not looked at."""
+    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() != "true" or not isinstance(model, str):
+        return
+    try:
+        shapes = shapes_of(model, bool((args.model_init_kwargs or {}).get("trust_remote_code")), "model")
+    except ValueError:
+        # Loading it reports this.
+        return
+    optim = str(getattr(args.optim, "value", args.optim))
+    run = Run(
+        args.world_size,
+        # Of others the state is counted too small.
+        optim if optim in OPTIMIZERS else "adamw_torch_8bit",
+        lora_rank=getattr(peft_config, "r", 0),
+        rollout_ahead=args.rollout_ahead,
+        gradient_bytes=2 if args.gradient_dtype == "bfloat16" else 4,
+    )
+    small = replace(run, optim="muon_8bit", gradient_bytes=2)
+    found = parts_of_runs(shapes, args.plan, [run, small], args.exclude_modules)
+    share = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) / args.world_size
+    needed, smaller = (share * on_host(parts["fsdp2_offload"]) / 1e9 for parts in found)
+    available = memory_of_machine() / 1e9
+    if needed > available:
+        parts = {n: size for n, size in found[0]["fsdp2_offload"].items() if n.startswith("host ") and size}
+        named = ", ".join(f"{name.removeprefix('host ')} {share * size / 1e9:.1f}" for name, size in parts.items())
+        raise ValueError(
+            f"fsdp_offload_params: true needs {needed:.1f} GB of host memory ({named}), and this machine has {available:.1f} GB. With "
+            f"optim='muon_8bit' and gradient_dtype='bfloat16' it needs {smaller:.1f} GB; LoRA needs less, and more machines share it."
+        )
+
+
 def launch_configuration(launch: str, num_gpus: int, is_loaded_by_all: bool = False) -> dict[str, Any]:
     """Return the content of a file for `accelerate launch --config_file` on one machine: TRL's file, with settings of
     this launch. With `is_loaded_by_all` each process has to load the weights, to quantize an adapter's base or to
     choose global scales before FSDP2 shards them."""
-    name = "fsdp2" if launch == "fsdp2" else "multi_gpu" if num_gpus > 1 else "single_gpu"
+    is_sharded = launch != "ddp"
+    name = "fsdp2" if is_sharded else "multi_gpu" if num_gpus > 1 else "single_gpu"
     configuration = yaml.safe_load((files("trl") / f"accelerate_configs/{name}.yaml").read_text())
     configuration["num_processes"] = num_gpus
-    if launch == "fsdp2":
+    if is_sharded:
+        configuration["fsdp_config"]["fsdp_offload_params"] = launch == "fsdp2_offload"
         configuration["fsdp_config"]["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
         configuration["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = not is_loaded_by_all
     return configuration

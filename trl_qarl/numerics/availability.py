@@ -123,7 +123,8 @@ def problems_of_engine_numerics(
 
 def obstacle_of_model(model: nn.Module, dtype: torch.dtype, *expected: Any, **kwargs: Any) -> str | None:
     """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
-    device is judged as if it were on the accelerator of this machine, or on its CPU."""
+    device is judged as if it were on the accelerator of this machine, or on its CPU. Further arguments are those of
+    [`problems_of_engine_numerics`]."""
     return next((reason for is_met, reason in _conditions(model, dtype, *expected, **kwargs) if not is_met), None)
 
 

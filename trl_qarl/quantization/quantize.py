@@ -31,12 +31,17 @@ SMALLEST_E4M3_SCALE = 1.0 / (448.0 * 512.0)
 
 @torch.no_grad()
 def quantize_weight(
-    weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
+    weight: torch.Tensor,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    global_scale: float | None = None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """
     Quantize a master weight `(N, K)` of any floating dtype, without rounding it first. `scale_dtype` is the dtype in
     which the engine runs the model: scales are rounded to it before codes are computed, unless the scheme fixes their
     dtype. `global_scale` divides the scales of a format with global scales; by default it is chosen for `weight`.
+    `scale` holds scales to use instead of those that the scheme's rule chooses, of the shape of the result's.
 
     Return the tensors of the scheme's format, without gradients: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`,
     and the format's operands. `ValueError` is raised if no group size divides `K`, if the codes of a row do not fill
@@ -47,9 +52,14 @@ def quantize_weight(
         global_scale = form.choose_global_scale(weight)
     # In blocks of rows, because intermediate results are several times as large as the weight.
     size = BLOCK_OF_WEIGHTS.get(weight.device.type, 2**24)
-    blocks = weight.split(max(1, size // max(1, weight.shape[1])))
+    size = max(1, size // max(1, weight.shape[1]))
+    blocks = weight.split(size)
+    scales = [None] * len(blocks) if scale is None else scale.split(size)
     # Codes are packed along rows, and quotients would inherit the strides of a transposed or sliced master.
-    quantized = [form.quantize(block.contiguous(), scheme, scale_dtype, global_scale) for block in blocks]
+    quantized = [
+        form.quantize(block.contiguous(), scheme, scale_dtype, global_scale, own)
+        for block, own in zip(blocks, scales, strict=True)
+    ]
     if len(quantized) == 1:
         return quantized[0]
     # Autocast does not take FP8 codes.

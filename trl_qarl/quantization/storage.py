@@ -37,6 +37,14 @@ class Storage:
         """Return the part of `tensor` that this process keeps and an optimizer writes to."""
         return tensor
 
+    def like(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the shape of the whole `tensor` of which this process has the part `local`."""
+        return local
+
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device that computes with the parameter, also if it is kept in host memory."""
+        return tensor.device
+
     @contextmanager
     def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
         """While open, this process' part of `tensor` has the values of `local`; this does not count as a write."""
@@ -68,6 +76,12 @@ class Storage:
     def refresh(self, model: nn.Module) -> None:
         """Drop parameters that stay gathered after the last forward of `model`."""
 
+    def keep_gradients_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Have autograd keep the gradients of `model` in `dtype`."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = dtype
+
 
 _WHOLE = Storage()
 BACKENDS: list[Storage] = []
@@ -84,6 +98,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(backend.is_of(model) for backend in BACKENDS)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that computes with `model`, also if its parameters are kept in host memory."""
+    parameter = next(model.parameters())
+    return storage_of(parameter).device(parameter)
+
+
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the whole tensor, in `dtype` if given; if it is sharded, every process has to call."""
     return storage_of(tensor).whole(tensor, dtype)
@@ -93,6 +113,11 @@ def refresh(model: nn.Module) -> None:
     """Have the next forward of a sharded model gather again: parameters may stay gathered after the last one."""
     for backend in BACKENDS:
         backend.refresh(model)
+
+
+def keep_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the gradients of `model` in `dtype`, with any storage of its parameters."""
+    next((backend for backend in BACKENDS if backend.is_of(model)), _WHOLE).keep_gradients_in(model, dtype)
 
 
 MADE_IN_INFERENCE_MODE = (

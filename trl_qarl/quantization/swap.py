@@ -21,6 +21,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from transformers.pytorch_utils import Conv1D
 
 from .experts import QuantizedExperts, has_stacked_matrices
+from .fixed_scales import FixedScale, attach_fixed_scales, fixed_scales, fixed_schemes
 from .formats.registry import format_of
 from .gemm import low_bit_linear
 from .inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
@@ -164,6 +165,9 @@ def prepare_model(
       expression.
     - `scale_dtype`: dtype in which the rollout engine runs the model; by default each weight's dtype.
 
+    A model that starts from a quantized checkpoint ([`trl_qarl.quantization.fixed_scales`]) keeps that one's scales,
+    group sizes, and layers in high precision.
+
     `ValueError` is raised for a model that is quantized or prepared already, or was made in inference mode; if nothing
     is left to quantize; if a pattern matches no layer, or only some of a layer's experts; if a scheme cannot quantize
     a layer; and if layers that vLLM fuses do not share a scheme.
@@ -177,6 +181,9 @@ def prepare_model(
     layers = _replace(model, scheme_of, lambda module: _quantized(module, scheme_of[module], scale_dtype))
     named = {name: layers[candidates[name]] for name in schemes}
     share_global_scales(named)
+    if scales := fixed_scales(model):
+        attach_fixed_scales(named, scales)
+        plan = QuantPlan.of_layers(schemes)
     return report_layers(plan, named, reasons)
 
 
@@ -192,9 +199,14 @@ def assign_schemes(
     candidates = inventory.quantizable
     if not candidates:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
+    scales = fixed_scales(model)
     reasons = reasons_to_skip(inventory, exclude_modules)
+    if scales:
+        reasons = _reasons_with(scales, candidates, reasons)
     schemes, kept = plan.assign(candidates, reasons, parts_of_experts(candidates), layers_around(inventory))
     reasons |= kept
+    if scales:
+        schemes = fixed_schemes(schemes, scales)
     chosen = {name: candidates[name] for name in schemes}
     if not chosen:
         why = f"{len(candidates)} linear layers, all skipped ({'; '.join(sorted(set(reasons.values())))})"
@@ -203,7 +215,7 @@ def assign_schemes(
             why += ". Its `Conv1D` is no linear layer: it stores the weight transposed, which has no low-bit form"
         remedy = f"Relax `exclude_modules`={exclude_modules!r}" if exclude_modules else "Use scheme='bf16'"
         raise ValueError(f"No layer of {type(model).__name__} is left to quantize: {why}. {remedy}.")
-    if not plan.is_uniform:
+    if scales or not plan.is_uniform:
         check_fused(schemes, candidates)
     formats = set()
     for name, module in chosen.items():
@@ -221,6 +233,21 @@ def assign_schemes(
             f"Experts of different layers have {listed}: transformers applies the format of one layer to all. Give all experts the same."
         )
     return schemes, reasons
+
+
+def _reasons_with(
+    scales: Mapping[str, FixedScale], layers: Iterable[str], reasons: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the reasons of `layers` that stay in high precision in a model with fixed `scales`. `ValueError` is
+    raised if a layer that is never quantized has some."""
+    held = {name for weight in scales for name in (weight, weight.rpartition(".")[0])}
+    for name in held & reasons.keys():
+        if reasons[name] != "exclude_modules":
+            raise ValueError(
+                f"The checkpoint holds {name!r} in low bits, which is never quantized here ({reasons[name]}). Start from the high-precision "
+                "checkpoint, or from one that leaves this layer out."
+            )
+    return {name: "not quantized in the checkpoint" for name in layers if name not in held} | dict(reasons)
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
@@ -402,6 +429,6 @@ def _check_not_quantized(model: nn.Module) -> None:
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
         raise ValueError(
             f"The model is quantized already (quant_method={getattr(method, 'value', method)!r}): its masters are gone. Load "
-            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it; or load masters that "
-            "reproduce the integer codes of a compressed-tensors checkpoint (`trl_qarl.checkpoint.load.load_masters`)."
+            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it; or load masters with "
+            "the codes and scales of a compressed-tensors checkpoint (`trl_qarl.checkpoint.load.load_masters`)."
         )

@@ -77,10 +77,15 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @classmethod
     def from_hp(
-        cls, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
+        cls,
+        weight: torch.Tensor,
+        scheme: QuantScheme,
+        scale_dtype: torch.dtype,
+        global_scale: float | None = None,
+        scale: torch.Tensor | None = None,
     ) -> "LowBitTensor":
         """Quantize a master weight; errors are those of [`~trl_qarl.quantization.quantize.quantize_weight`]."""
-        return cls.of_parts(quantize_weight(weight, scheme, scale_dtype, global_scale), scheme, weight.dtype)
+        return cls.of_parts(quantize_weight(weight, scheme, scale_dtype, global_scale, scale), scheme, weight.dtype)
 
     @classmethod
     def of_parts(cls, parts: Iterable[torch.Tensor], scheme: QuantScheme, *attributes: Any) -> "LowBitTensor":

@@ -78,6 +78,8 @@ class QuantizedWeight:
     - `scale_dtype`: dtype in which the engine runs the model, to which scales are rounded.
     - `num_flipped_codes`: number of codes that changed at the last re-quantization on the same grid, 0-d int64.
     - `global_scale`: divisor of the scales in a format with global scales, chosen at the first use unless given.
+    - `fixed_scale`: scales of the container's finest grid that a checkpoint gives, for the whole weight; by default
+      the scheme chooses scales for each master ([`trl_qarl.quantization.fixed_scales`]).
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class QuantizedWeight:
         self.source = MasterSource()
         self.num_flipped_codes: torch.Tensor | None = None
         self.global_scale: float | None = None
+        self.fixed_scale: torch.Tensor | None = None
         self._kept: dict[Hashable, tuple[LowBitTensor, tuple[Any, ...] | None]] = {}
 
     @property
@@ -150,7 +153,17 @@ class QuantizedWeight:
         weight = weight.flatten(0, -2)
         if self.global_scale is None:
             self.global_scale = format_of(self.scheme.container).choose_global_scale(weight)
-        return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype, self.global_scale)
+        scale = None if self.fixed_scale is None else self._fixed_scale_of_rows(weight.device)
+        return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype, self.global_scale, scale)
+
+    def _fixed_scale_of_rows(self, device: torch.device) -> torch.Tensor:
+        """Return the fixed scales of the rows that this process quantizes, on the grid of the current scheme."""
+        self.fixed_scale = self.fixed_scale.to(device)
+        rows = storage_of(self.parameter).rows(self.parameter)
+        of_rows = self.fixed_scale[rows.start : rows.stop]
+        step = num_steps(self.scheme)
+        # Dtypes of FP4's scales have no product.
+        return of_rows if step == 1 else of_rows * step
 
     def matrices(self) -> Iterator[tuple[torch.Tensor, LowBitTensor]]:
         """Yield master and low-bit form, `(N, K)` each, of every matrix of the parameter."""
@@ -190,6 +203,11 @@ class QuantizedWeight:
 
     def __getstate__(self):
         return {**self.__dict__, "_kept": {}, "num_flipped_codes": None}
+
+
+def num_steps(scheme: QuantScheme) -> int:
+    """Return the steps of the container's finest grid in one of the scheme's grid."""
+    return 2 ** (scheme.container.num_bits - scheme.grid.num_bits)
 
 
 class QuantizedLayer(nn.Module):

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..forward import learner_log_probs
 from ..quantization.names import layer_of
-from ..quantization.storage import is_sharded
+from ..quantization.storage import device_of, is_sharded
 from ..quantization.swap import quantized_forward
 from ..wire.describe import CANARY_TOKENS, sample_token_ids
 from ..wire.protocol import PublishError
@@ -118,7 +118,7 @@ class Canary:
         )
 
     def _log_probs(self, text: _Text) -> torch.Tensor:
-        ids = torch.tensor(list(text.token_ids), device=next(self.model.parameters()).device)
+        ids = torch.tensor(list(text.token_ids), device=device_of(self.model))
         inputs = {name: value.to(ids.device) for name, value in text.inputs.items()}
         # The engine runs low-bit weights even if the learner does not.
         autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
@@ -132,7 +132,7 @@ class Canary:
         rounded to it, as in the engine. All later sums are then rounded differently, and activations' codes and
         experts of tokens may change."""
         step = torch.finfo(self.dtype).eps
-        if self.dtype is torch.float32 and next(self.model.parameters()).device.type != "cpu":
+        if self.dtype is torch.float32 and device_of(self.model).type != "cpu":
             # Attention in Triton rounds float32 to TF32.
             step = 2.0**-10
 

@@ -89,7 +89,11 @@ def _number(value: Any, said: str) -> float | None:
         raise BadReward(
             f"The reward function {said.format(_brief(value))}. A reward is a number, or `None` for no score."
         )
-    return float(value)
+    reward = float(value)
+    if abs(reward) > torch.finfo(torch.float32).max:
+        # TRL computes advantages of a whole group in float32.
+        raise BadReward(f"The reward function {said.format(_brief(value))}. A reward is finite in float32.")
+    return reward
 
 
 def _brief(value: Any) -> str:

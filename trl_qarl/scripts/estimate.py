@@ -1,4 +1,4 @@
-"""`trl-qarl estimate`: memory of a training on each GPU, and the launches that fit."""
+"""`trl-qarl estimate`: memory of a training on each GPU and in its machine, and commands of the best layout."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..quantization.plan import plan_of
@@ -15,12 +15,16 @@ from .command_line import add_plan_options, check_folder, configuration_errors
 
 
 _GB = 10**9
+_NOT_COUNTED = (
+    "Not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of kernels and gaps of the allocator on a GPU; keys and "
+    "values of an engine beyond its share; about 3 GB of host memory for each process. The layout below has a tenth in reserve, if one does."
+)
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Add up the memory of a training on each GPU, from only the model's configuration, for DDP and FSDP2.",
+        description="Add up the memory of a training on each GPU and in its machine, from only the model's configuration, for DDP, FSDP2 and FSDP2 with masters in host memory, and name the best layout that fits.",
         epilog="Exit code: 0 if a launch fits, 1 if none does or vLLM cannot run the scheme there, 2 for invalid options.",
     )
     add = parser.add_argument
@@ -34,7 +38,9 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="their compute capability, such as 9.0: also check as `trl-qarl doctor` does that vLLM runs each scheme there",
     )
     add_plan_options(parser, default="w4a16")
-    add("--optim", default="muon", help="muon, adamw_torch_fused, adamw_torch or adamw_torch_8bit")
+    add("--host_memory", type=float, metavar="GB", help="host memory of the machine; not compared if it is not given")
+    add("--optim", default="muon", help="muon, muon_8bit, adamw_torch_fused, adamw_torch or adamw_torch_8bit")
+    add("--gradient_dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of gradients")
     add("--use_peft", action="store_true", help="LoRA on all linear layers, over a frozen base")
     add("--lora_r", type=int, default=16, help="its rank")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a process in an update")
@@ -58,7 +64,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def main(args: Namespace) -> int:
-    """Print the memory of each part by launch. Return 0 if a launch fits and vLLM runs every scheme, else 1."""
+    """Print the memory of each part, and all layouts. Return 0 if one fits and vLLM runs every scheme, else 1."""
     with configuration_errors():
         for name in ("gpus", "gpu_memory", "tokens", "lora_r", "gradient_accumulation_steps"):
             if not getattr(args, name) > 0:
@@ -70,12 +76,13 @@ def main(args: Namespace) -> int:
             raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be 0 or 1.")
         if args.write:
             Path(args.write).parent.mkdir(parents=True, exist_ok=True)
-        from ..doctor.memory import Run, launch_configuration, parts_of_runs, served_bytes, shapes_of
+        from ..doctor.memory import Run, launch_configuration, on_gpu, on_host, parts_of_runs, served_bytes, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
         check_folder(args.model)
         rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
-        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, args.rollout_ahead)
+        width = 2 if args.gradient_dtype == "bfloat16" else 4
+        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, args.rollout_ahead, width)
         plan, model = plan_of(vars(args)), shapes_of(args.model, args.trust_remote_code, "MODEL")
         # A server takes the GPUs that the learner leaves.
         split = [
@@ -90,72 +97,156 @@ def main(args: Namespace) -> int:
         print(*diagnoses, sep="\n")
         if any(diagnosis.level == "error" for diagnosis in diagnoses):
             return 1
-    totals = {launch: sum(parts.values()) / _GB for launch, parts in found.items()}
-    fitting = next((launch for launch, total in totals.items() if total <= args.gpu_memory), None)
     each = f"each of {args.gpus} GPUs" if args.gpus > 1 else "one GPU"
-    print(f"GB on {each} of {args.gpu_memory:g} GB")
+    print(f"GB on {each} of {args.gpu_memory:g} GB, and in host memory for all processes together")
     names = dict.fromkeys(name for parts in found.values() for name, size in parts.items() if size)
     rows = [(name, [f"{parts.get(name, 0) / _GB:.1f}" for parts in found.values()]) for name in names]
-    rows.append(("total", [f"{total:.1f}" for total in totals.values()]))
-    rows.append(("", ["fits" if total <= args.gpu_memory else "too much" for total in totals.values()]))
+    # Rows of the host come last.
+    rows.sort(key=lambda row: row[0].startswith("host "))
+    rows.append(("total", [f"{on_gpu(parts) / _GB:.1f}" for parts in found.values()]))
+    rows.append(("host memory", [f"{on_host(parts) / _GB:.1f}" for parts in found.values()]))
     for name, values in [("", list(found)), *rows]:
-        print(f"{name:<16}" + "".join(f"{value:>10}" for value in values))
+        print(f"{name:<21}" + "".join(f"{value:>14}" for value in values))
     if accumulates:
         print(
-            'fsdp2 holds whole gradients while it adds up micro-batches. accelerator_config={"gradient_accumulation_kwargs": '
-            '{"sync_each_batch": True}} keeps them sharded: estimate this with --gradient_accumulation_steps 1.'
+            "FSDP2 holds whole float32 gradients on each GPU while it adds up micro-batches. accelerator_config="
+            '{"gradient_accumulation_kwargs": {"sync_each_batch": True}} keeps them sharded: estimate this with '
+            "--gradient_accumulation_steps 1."
         )
-    num_gpus = args.gpus
-    for number, parts in enumerate(found_split, 1):
-        sizes = {launch: sum(each.values()) / _GB for launch, each in parts.items()}
-        if (launch := next((name for name, size in sizes.items() if size <= args.gpu_memory), None)) is not None:
-            print(
-                f"Or a server on {args.gpus - number} of them, and the learner on {number} with {launch}: {sizes[launch]:.1f} GB."
-            )
-            served = served_bytes(model, found["ddp"]["low-bit weights"]) / _GB / args.gpu_memory
-            print(*_commands(args, number, served), sep="\n")
-            if fitting is None:
-                fitting, num_gpus = launch, number
-            break
-    if fitting is None:
+    served = served_bytes(model, found["ddp"]["low-bit weights"])
+    layouts = [*_layouts(args, model, served, found, found_split)]
+    print("\nGB on each GPU by layout; * fits")
+    for place in dict.fromkeys(layout.place for layout in layouts):
+        sizes = [
+            f"{layout.launch} {layout.gpu:.1f}{'*' * layout.fits(args)}" for layout in layouts if layout.place == place
+        ]
+        print(f"  {place:<46}" + "  ".join(sizes))
+    # Calculated within a tenth.
+    fitting = [layout for layout in layouts if layout.fits(args)]
+    best = next((layout for layout in fitting if 1.1 * layout.gpu <= args.gpu_memory), (fitting or [None])[0])
+    print(_NOT_COUNTED)
+    if best is None:
         # Only these parts become smaller with more GPUs.
         sharded = ["masters", "optimizer", "low-bit weights", "kept weights"] + ["gradients"] * (not accumulates)
         divided = args.gpus * sum(found["fsdp2"][name] for name in sharded) / _GB
-        room = args.gpu_memory - totals["fsdp2"] + divided / args.gpus
+        room = args.gpu_memory - on_gpu(found["fsdp2"]) / _GB + divided / args.gpus
         more = "GPUs with more memory, as no number of these is enough"
         if room > 0:
             more = f"--gpus {math.ceil(divided / room)} (fits with fsdp2)"
         print(
-            f"Nothing fits. Use {more}, --optim adamw_torch_8bit, --use_peft, fewer --tokens, or a vLLM server elsewhere "
-            "(--vllm_gpu_memory_utilization 0)."
+            f"Nothing fits. Use {more}, --optim muon_8bit --gradient_dtype bfloat16, --use_peft, fewer --tokens, more host memory, or a "
+            "vLLM server elsewhere (--vllm_gpu_memory_utilization 0)."
         )
         return 1
-    print(f"Launch with {fitting}." if num_gpus == args.gpus else f"Launch with {fitting} on {num_gpus} GPUs.")
+    print(
+        f"Launch with {best.launch}"
+        + (f" on {best.num_gpus} GPUs" if best.num_gpus < args.gpus else "")
+        + f", {best.place}:"
+    )
+    # Those of experts and routers are refused.
+    is_mixture = any(p.ndim > 2 for p in model.parameters())
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if is_mixture else ["all-linear"]
+    print(*_commands(args, best, targets), sep="\n")
     if args.write:
         import yaml
 
         is_loaded_by_all = args.use_peft or any(scheme.container.has_global_scale for scheme in plan.schemes)
         with configuration_errors(), open(args.write, "w") as file:
-            yaml.safe_dump(launch_configuration(fitting, num_gpus, is_loaded_by_all), file, sort_keys=False)
+            yaml.safe_dump(launch_configuration(best.launch, best.num_gpus, is_loaded_by_all), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0
 
 
-def _commands(args: Namespace, num_learner: int, served: float) -> Iterator[str]:
-    """Yield the commands of a server and of the learner, which has the first GPUs; `served` is the share of a GPU that
-    the weights take in an engine. Replicas answer more requests than as many GPUs that share one engine."""
-    num_left = args.gpus - num_learner
+@dataclass(frozen=True)
+class _Layout:
+    """A launch, the place of its engine, the GPUs of learner and server, and GB on a GPU and in host memory. `server`
+    has the ranks and replicas of a server."""
+
+    launch: str
+    place: str
+    num_gpus: int
+    gpu: float
+    host: float
+    server: tuple[int, int] | None = None
+    is_asleep: bool = False
+    has_room: bool = True
+
+    def fits(self, args: Namespace) -> bool:
+        has_host = args.host_memory is None or self.host <= args.host_memory
+        return self.has_room and has_host and self.gpu <= args.gpu_memory
+
+
+def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> Iterator[_Layout]:
+    """Yield layouts, those without offload first, each launch in the order of `LAUNCHES`."""
+    from ..doctor.memory import LAUNCHES, on_gpu, on_host
+
+    engine = found["ddp"]["engine"]
+    servers = {n: _server(model, n, served / _GB / args.gpu_memory) for n in range(1, args.gpus)}
+    for launches in (LAUNCHES[:-1], LAUNCHES[-1:]):
+        for is_asleep in (False, True) if engine else (False,):
+            place = (
+                ("an engine in each process" + ", asleep in updates" * is_asleep) if engine else "a server elsewhere"
+            )
+            for launch in launches:
+                sizes = on_gpu(found[launch], is_asleep) / _GB, on_host(found[launch]) / _GB
+                yield _Layout(launch, place, args.gpus, *sizes, None, is_asleep, not engine or served < engine)
+        for number, parts in enumerate(found_split, 1):
+            server = servers[args.gpus - number]
+            if server is None:
+                continue
+            place = f"{number} of the GPUs, and a server on {server[0] * server[1]}"
+            for launch in launches:
+                yield _Layout(launch, place, number, on_gpu(parts[launch]) / _GB, on_host(parts[launch]) / _GB, server)
+
+
+def _server(model, num_left: int, served: float) -> tuple[int, int] | None:
+    """Return tensor-parallel ranks and replicas of a server on `num_left` GPUs, of which weights take the share
+    `served` of one; `None` if they do not fit. Replicas answer more requests than as many ranks of one engine, but
+    those of a mixture are refused."""
+    from ..checkpoint.layout import quantization_config
+    from ..quantization.inventory import Inventory
+    from ..rollout.publisher import problems_of_ranks
+
+    inventory = Inventory.of(model)
+    config = quantization_config(inventory) or {}
+    sizes = [n for n in (1, 2, 4, 8) if n <= num_left and not any(problems_of_ranks(inventory, config, n))]
     # The other half is for keys and values.
-    size = next((size for size in (1, 2, 4, 8) if served / size <= 0.5 and size <= num_left), num_left)
-    gpus = [",".join(map(str, each)) for each in (range(num_learner), range(num_learner, args.gpus))]
+    fitting = [n for n in sizes if served / n <= 0.5]
+    if inventory.stacked_experts or inventory.experts:
+        return (max(fitting), 1) if fitting else None
+    return (fitting[0], num_left // fitting[0]) if fitting else None
+
+
+def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[str]:
+    """Yield the command of a server, if there is one here, and of the learner, which has the first GPUs."""
     scheme = args.scheme if isinstance(args.scheme, str) else json.dumps(args.scheme)
-    argv = ["trl-qarl", "vllm-serve", "--model", args.model, "--scheme", scheme]
+    options = ["--scheme", scheme]
     for option in ("group_size", "exclude_modules"):
         given = getattr(args, option)
-        argv += [f"--{option}", *map(str, given if isinstance(given, list) else [given])] if given else []
-    argv += ["--max_lora_rank", str(engine_rank(args.lora_r))] if args.use_peft else []
-    argv += ["--tensor-parallel-size", str(size)] if size > 1 else []
-    argv += ["--data-parallel-size", str(num_left // size)] if num_left // size > 1 else []
-    yield f"  CUDA_VISIBLE_DEVICES={gpus[1]} {shlex.join(argv)}"
-    launch = ["--accelerate_config", args.write or "LAUNCH.yaml", "--num_processes", str(num_learner)]
-    yield f"  CUDA_VISIBLE_DEVICES={gpus[0]} trl-qarl train {shlex.join(launch)} --use_vllm true --vllm_mode server ..."
+        options += [f"--{option}", *map(str, given if isinstance(given, list) else [given])] if given else []
+    prefix = ""
+    if layout.server is not None:
+        ranks, replicas = layout.server
+        argv = ["trl-qarl", "vllm-serve", "--model", args.model, *options]
+        argv += ["--max_lora_rank", str(engine_rank(args.lora_r))] if args.use_peft else []
+        argv += ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
+        argv += ["--data-parallel-size", str(replicas)] if replicas > 1 else []
+        first = layout.num_gpus
+        yield f"  CUDA_VISIBLE_DEVICES={_numbers(first, first + ranks * replicas)} {shlex.join(argv)}"
+        prefix = f"CUDA_VISIBLE_DEVICES={_numbers(0, first)} "
+    argv = ["trl-qarl", "train", "--accelerate_config", args.write or "LAUNCH.yaml"]
+    argv += ["--num_processes", str(layout.num_gpus), "--model_name_or_path", args.model, *options]
+    argv += ["--optim", args.optim] if args.optim != "muon" else []
+    argv += ["--gradient_dtype", args.gradient_dtype] if args.gradient_dtype != "float32" else []
+    argv += ["--use_peft", "--lora_r", str(args.lora_r), "--lora_target_modules", *targets] if args.use_peft else []
+    argv += ["--gradient_checkpointing", "true", "--use_vllm", "true"]
+    if layout.server is not None or not args.vllm_gpu_memory_utilization:
+        argv += ["--vllm_mode", "server"]
+    else:
+        argv += ["--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", f"{args.vllm_gpu_memory_utilization:g}"]
+        argv += ["--vllm_enable_sleep_mode", "true"] if layout.is_asleep else []
+    yield f"  {prefix}{shlex.join(argv)} ..."
+
+
+def _numbers(start: int, end: int) -> str:
+    return ",".join(map(str, range(start, end)))

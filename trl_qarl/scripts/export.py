@@ -114,6 +114,8 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint.load import holds_shards, load_shards
     from ..checkpoint.record import SCHEME_FILE, check_record
+    from ..checkpoint.scales import SCALES_FILE, keep_scales
+    from ..quantization.fixed_scales import fixed_scales
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model, share_global_scales
 
@@ -150,6 +152,12 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
         report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
         check_record(source, settings | {"base": base_fingerprint(model)})
     else:
+        keep_scales(model, source, args.model_revision)
+        if "base" in settings and not fixed_scales(model):
+            raise ValueError(
+                f"{source} was trained with the scales of a quantized checkpoint (qarl.json), but has no {SCALES_FILE}. Copy it from "
+                "the output directory of the training."
+            )
         report = prepare_model(model, plan, **arguments)
         if scales := settings.get("global_scales"):
             share_global_scales(Inventory.of(model).layers, scales)

@@ -84,12 +84,6 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..rollout.spec import EngineSpec
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
-        if getattr(model.config, "quantization_config", None) is not None and args.max_lora_rank is None:
-            raise ValueError(
-                f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
-                f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
-                "--max_lora_rank."
-            )
         chunk = largest_chunk(model, getattr(torch, args.dtype))
         pictures = engine_arguments(model)
         lora = {}
@@ -140,6 +134,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
     """Return the future learner's `quantization_config`; `model`, without weights, is quantized in place."""
     from ..checkpoint.layout import quantization_config
+    from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model
 
@@ -148,7 +143,10 @@ def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
         if args.exclude_modules:
             raise ValueError(f"--exclude_modules was given, but scheme {plan.name!r} quantizes nothing. Remove it.")
         return None
-    if (low_bit := getattr(model.config, "quantization_config", None)) is not None:
-        return low_bit
+    if is_low_bit_checkpoint(args.model):
+        # The files say which layers are in low bits, and in which groups.
+        return quantization_config(
+            Inventory.of(load_frozen_model(args.model, trust_remote_code=args.trust_remote_code))
+        )
     prepare_model(model, plan, exclude_modules=args.exclude_modules)
     return quantization_config(Inventory.of(model))

@@ -116,6 +116,20 @@ class Rows(Storage):
         return tensor._local_tensor
 
     @override
+    def like(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        sharded = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+        # `from_local` moves a part in host memory to the mesh's device.
+        return sharded.to(local.device)
+
+    @override
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        kind = tensor.device_mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+    @override
     @contextmanager
     def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
         # FSDP2 always gathers from the memory that it has allocated. Writes to `.data` are not counted.
@@ -139,8 +153,8 @@ class Rows(Storage):
 
     @override
     def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        # Converted first, because 16 bits are cheaper to gather.
-        return (tensor if dtype is None else tensor.to(dtype)).full_tensor()
+        # Converted first, because 16 bits are cheaper to move and to gather.
+        return (tensor if dtype is None else tensor.to(dtype)).to(self.device(tensor)).full_tensor()
 
     @override
     def whole_low_bit(self, weight: QuantizedWeight) -> LowBitTensor:
@@ -148,7 +162,7 @@ class Rows(Storage):
         parts, metadata = shard.fsdp_pre_all_gather(mesh)
         outputs = []
         for part in parts:
-            raw = part.contiguous().view(torch.uint8)
+            raw = part.contiguous().view(torch.uint8).to(self.device(weight.parameter))
             gathered = raw.new_empty((mesh.size() * len(raw), *raw.shape[1:]))
             _all_gather(gathered, raw, group=mesh.get_group())
             outputs.append(gathered.view(part.dtype))
@@ -159,6 +173,18 @@ class Rows(Storage):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @override
+    def keep_gradients_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        # FSDP2 rounds what it has added up to this dtype, before it moves it to the host. It is set when the model is
+        # first used.
+        model._get_fsdp_state()._lazy_init()
+        for group in _fsdp_groups(model):
+            if group._orig_dtype is not None:
+                group._orig_dtype = dtype
+            for parameter in group.fsdp_params:
+                # torch initializes the state of an optimizer by a step with gradients in the masters' dtype.
+                parameter.sharded_param.grad_dtype = None
 
 
 BACKENDS.append(Rows())
@@ -226,6 +252,8 @@ def shard_low_bit(model: nn.Module) -> int:
             raise RuntimeError(
                 f"A weight of {weight.scheme.name!r} has no global scale. Call `prepare_model` while its masters are whole."
             )
+        # FSDP2 would do it at the first forward, and replace a shard that it pads or pins.
+        parameter.reset_sharded_param()
         local = parameter.sharded_param._local_tensor
         shard = local if isinstance(local, MasterShard) else local.as_subclass(MasterShard)
         shard.weight, shard.padded_rows = weight, parameter.padded_sharded_param_size[:-1].numel()
@@ -309,11 +337,15 @@ def _gather_head(model: nn.Module) -> None:
         model.base_model.register_forward_hook(lambda *_: head.unshard())
 
 
-def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield from module._get_fsdp_state()._fsdp_param_groups
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for group in _fsdp_groups(model):
+        yield from group.fsdp_params
 
 
 def _shard(weight: torch.Tensor) -> MasterShard:

@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     layerwise,
 )
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
@@ -394,7 +395,8 @@ class AuditedReload:
     def _parameters(self, prefix: str, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
         """Yield the names and parameters of a layer, with the names that fill their rows."""
         for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            if not name.endswith(_SHARED_BY_SHARDS):
+            # vLLM loads some tensors in place, such as the bias of a router: only the running ones are compared.
+            if not name.endswith(_SHARED_BY_SHARDS) and name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
                 yield name, parameter, self._owned.get(name, [])
 
     def _record_then(self, prefix: str, process):
@@ -419,7 +421,8 @@ class AuditedReload:
             process(layer)
             for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 path = f"{prefix}.{leaf}" if prefix else leaf
-                if tensor is not None and leaf not in layer._non_persistent_buffers_set and path not in as_loaded:
+                is_kept = leaf in layer._non_persistent_buffers_set or leaf in SKIP_LOAD_TENSORS or path in as_loaded
+                if tensor is not None and not is_kept:
                     self._processed[path] = fingerprint(tensor)
 
         return record_then_process

@@ -91,9 +91,14 @@ class Format:
     min_capability: tuple[int, int] = (8, 0)
 
     def quantize(
-        self, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None
+        self,
+        weight: torch.Tensor,
+        scheme: QuantScheme,
+        scale_dtype: torch.dtype,
+        global_scale: float | None,
+        scale: torch.Tensor | None,
     ) -> Tensors:
-        """Return the tensors of a contiguous `weight` `(N, K)`.
+        """Return the tensors of a contiguous `weight` `(N, K)`, with these scales if given.
         [`~trl_qarl.quantization.quantize.quantize_weight`] calls this for each block of rows."""
         grid = scheme.grid
         if scheme.scale_dtype is not None:
@@ -102,7 +107,7 @@ class Format:
         if grid.has_signed_scales:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         groups = in_groups(weight, scheme)
-        scale = self.choose_scales(groups, scheme).to(scale_dtype)
+        scale = (self.choose_scales(groups, scheme) if scale is None else scale).to(scale_dtype)
         scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
         codes = (groups / scale.unsqueeze(-1)).clamp_(*grid.quant_range).view(weight.shape)
         if grid.type == "int":

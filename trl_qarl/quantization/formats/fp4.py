@@ -41,9 +41,9 @@ class Mxfp4(HalfBytes):
     gguf_type = "MXFP4"
     refusal_of_experts = "reading such a checkpoint is untested"
 
-    def quantize(self, weight, scheme, scale_dtype, global_scale):
+    def quantize(self, weight, scheme, scale_dtype, global_scale, scale):
         groups = in_groups(weight.float(), scheme)
-        scale, *operands = self.choose_parts(groups, global_scale)
+        scale, *operands = self.choose_parts(groups, global_scale) if scale is None else (scale,)
         codes = groups / self.scale_values(torch.float32, scale, *operands).unsqueeze(-1)
         return self.pack(codes.view(weight.shape)), scale, *operands
 
@@ -67,7 +67,7 @@ class Mxfp4(HalfBytes):
         rounded = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22
         one = 127 << 1
         index = torch.where(rounded < one, size.mul_(2).round_().int(), (rounded - (one - 2)).clamp_(max=7))
-        nibbles = (index + 8 * (codes < 0)).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
+        nibbles = (index + 8 * codes.signbit()).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
         return nibbles[..., 0] | (nibbles[..., 1] << 4)
 
     def unpack(self, qdata, dtype):

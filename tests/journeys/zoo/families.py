@@ -93,7 +93,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
     "phi3": {"sliding_window": None},
-    "phi3 long": {},
+    "phi3 long": {
+        "sliding_window": None,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "long_factor": [2.0] * 32,
+            "short_factor": [1.1] * 32,
+            "original_max_position_embeddings": 256,
+        },
+    },
     "qwen2": {},
     "qwen3": {},
     "seed_oss": {},

@@ -26,23 +26,6 @@ def make_model(family: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = SIZES | FAMILIES[family]
-    if family == "phi3 long":
-        half = 32
-        factors = {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "long_factor": [2.0] * half,
-            "short_factor": [1.1] * half,
-            "original_max_position_embeddings": 256,
-        }
-        fields |= {
-            "rope_parameters": factors,
-            "original_max_position_embeddings": 256,
-            "sliding_window": None,
-            "partial_rotary_factor": 1.0,
-            "head_dim": 64,
-            "hidden_size": 256,
-        }
     kind = family.partition(" ")[0]
     # Some configurations compute it, and have no setter.
     without = {"head_dim"} if kind in WITHOUT_HEAD_DIM else set()

@@ -205,7 +205,7 @@ finally:
         for _ in range(num_signals):
             process.terminate()
         try:
-            assert process.wait(20) == 143 and process.stdout.read() == "cleaned up\n"
+            assert process.wait(60) == 143 and process.stdout.read() == "cleaned up\n"
         finally:
             process.kill()
 

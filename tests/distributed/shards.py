@@ -17,6 +17,12 @@ from pathlib import Path
 
 MODULES = ("sharded_codes", "sharded_checkpoints", "sharded_trainers", "zero", "ddp", "fail_ddp", "sharded_pictures")
 NIGHTLY = (
+    "batches_drawn_ahead_train_what_they_train_with_whole_masters",
+    "zero_trains_batches_drawn_ahead",
+    "pictures_train_what_they_train_with_whole_masters",
+    "precisions_in_turn_train_what_they_train_with_whole_masters",
+    "zero_skips_updates_without_a_gradient",
+    "zero_keeps_the_last_finite_checkpoint",
     "zero_trains_pictures",
     "pictures_are_shown_to_an_engine_in_every_process",
     "the_peak_of_fsdp2_is_what_was_calculated",

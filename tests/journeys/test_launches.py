@@ -20,8 +20,11 @@ SHARDS = ("fsdp2", "deepspeed_zero3")
 LORA = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}
 
 
+OFTEN = ("ddp", "fsdp2", "deepspeed_zero3")
+
+
 def _case(name, kind):
-    return pytest.param(name, kind, marks=() if kind == "full" else pytest.mark.nightly)
+    return pytest.param(name, kind, marks=() if kind == "full" and name in OFTEN else pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(

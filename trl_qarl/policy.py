@@ -168,10 +168,12 @@ class Policy:
             yield from problems_of_patterns(args.precisions, schemes)
         yield from problems_of_experts(model, args, schemes, skipped)
         if args.use_vllm:
-            for problem in problems_with_vllm(model, self._engine_dtype(model), args.use_cpu, schemes):
-                yield f"use_vllm=True: {problem}"
-            if args.vllm_mode == "colocate" and (problem := problem_of_architecture(model)):
-                yield f"use_vllm=True: {problem}. Use use_vllm=False."
+            dtype = self._engine_dtype(model) if is_loaded or args.bf16 or args.fp16 else None
+            problems = [*problems_with_vllm(model, dtype, args.use_cpu, schemes)]
+            if is_placed and args.vllm_mode == "colocate":
+                # Loads vLLM.
+                problems += filter(None, [problem_of_architecture(model)])
+            yield from (f"use_vllm=True: {each}" for each in problems)
         if is_placed:
             yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)
 

@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
 from trl_qarl.checks.models import problem_of_architecture, problems_with_vllm
-from trl_qarl.quantization.swap import prepare_model
+from trl_qarl.quantization.plan import get_plan
+from trl_qarl.quantization.swap import assign_schemes
 
 
 LINEAR = {
@@ -34,28 +35,26 @@ def model_of(arch, **fields):
 )
 def test_kernels_that_a_cpu_lacks_are_named_with_the_dtype(arch, fields, dtype, remedy):
     model = model_of(arch, **fields)
-    (problem,) = problems_with_vllm(model, dtype, on_cpu=True)
+    (problem,) = problems_with_vllm(model, dtype, on_cpu=True, schemes={})
     assert type(model).__name__ in problem and problem.endswith(remedy)
     other = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[dtype]
-    assert [*problems_with_vllm(model, other, on_cpu=True)] == []
-    assert bool([*problems_with_vllm(model, dtype, on_cpu=False)]) == (arch == "apertus")
+    assert [*problems_with_vllm(model, other, on_cpu=True, schemes={})] == []
+    assert bool([*problems_with_vllm(model, dtype, on_cpu=False, schemes={})]) == (arch == "apertus")
 
 
 def test_mamba_1_is_refused_on_a_cpu_alone():
     model = model_of("mamba", state_size=16, time_step_rank=8)
-    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=True)
+    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=True, schemes={})
     assert "selective_scan_fwd" in problem
-    assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False)] == []
+    assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes={})] == []
 
 
 def test_low_bit_layers_of_mamba_1_are_refused_with_what_excludes_them():
     model = model_of("mamba", state_size=16, time_step_rank=8)
-    prepare_model(model, "w4a16")
-    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=False)
+    schemes, _ = assign_schemes(model, get_plan("w4a16"))
+    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes=schemes)
     with pytest.raises(ValueError, match="all skipped"):
-        prepare_model(
-            model_of("mamba", state_size=16, time_step_rank=8), "w4a16", exclude_modules=problem.split("'")[-2]
-        )
+        assign_schemes(model, get_plan("w4a16"), exclude_modules=problem.split("'")[-2])
 
 
 BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_layer_indices": [1]}

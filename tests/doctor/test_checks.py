@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -159,3 +161,19 @@ def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
     # The engine's own samples differ; two copies of one of them are found.
     assert [len(sample) for sample in samples] == [16, 16] and samples[0] != samples[1]
     assert equal.level == "error"
+
+
+@pytest.mark.parametrize(
+    ("arch", "level", "verdict"),
+    [
+        ("llama", "ok", "LlamaForCausalLM trains with vLLM"),
+        ("gpt2", "error", "GPT2LMHeadModel is refused: .* Its `Conv1D` is no linear layer"),
+        ("mamba", "warning", "MambaForCausalLM does not train with vLLM: .* Mamba 1"),
+    ],
+)
+@pytest.mark.vllm
+def test_one_line_says_if_a_model_trains_with_vllm(arch, level, verdict):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
+    found = doctor.check_model(model, get_plan("w4a16"), None)
+    assert found.level == level and re.search(verdict, found.text)

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "zoo"))
 
-from families import EXPORT_FAILS, FAMILIES, REFUSED
+from families import EXPORT_FAILS, FAMILIES, LOOSE, REFUSED
 from zoo import LARGEST, dtype_of, visit
 
 
@@ -30,8 +30,10 @@ OFTEN = ("falcon_h1", "gemma3_text", "gemma4_text", "olmo2", "phi3", "qwen3_5_te
 def test_family_trains_with_vllm_and_its_export_is_the_policy(family, tmp_path, warm):
     visited = visit(family, tmp_path, warm)
     assert visited.found is not None, visited.log[-3000:]
-    largest = LARGEST[dtype_of(family)]
+    largest = LOOSE.get(family, LARGEST[dtype_of(family)])
     assert len(visited.found["mismatch"]) == 3 and max(visited.found["mismatch"]) < largest
+    if visited.found["numerics"] == "engine":
+        assert visited.found["mismatch"] == [0.0] * 3
     if "own" in visited.found:
         assert max(visited.found["mismatch"]) < 1.5 * max(visited.found["own"])
     assert visited.found["flips"][-1] > 0

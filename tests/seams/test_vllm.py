@@ -324,3 +324,19 @@ def test_methods_of_our_kernels_override_vllms():
 
     for cls in (QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel):
         assert not cls.__abstractmethods__ and without_place(cls, "vllm") == []
+
+
+def test_what_a_reload_loads_can_be_watched_and_decorated_classes_be_told_apart():
+    from vllm.compilation import decorators
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    assert list(inspect.signature(layerwise.get_numel_loaded).parameters) == ["weight_loader", "args"]
+    assert "get_numel_loaded(original_loader, bound_args)" in inspect.getsource(layerwise.make_online_process_loader)
+    source = inspect.getsource(inspect.unwrap(decorators._support_torch_compile))
+    assert "self.do_not_compile =" in source and "_support_torch_compile(" in inspect.getsource(
+        decorators.support_torch_compile
+    )
+    assert 'register_buffer("conv_weights"' in inspect.getsource(MambaMixer2)
+    assert 'register_buffer("cos_sin_cache"' in inspect.getsource(RotaryEmbeddingBase)

@@ -245,7 +245,7 @@ def problems_of_experts(
     coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
     if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
         yield (
-            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(inner).__name__} does not have "
+            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(config).__name__} does not have "
             "(https://github.com/huggingface/trl/issues/5754). Set router_aux_loss_coef=0"
         )
     experts = {name: p for name, p in inventory.stacked_experts.items() if name.rpartition(".")[0] not in schemes}

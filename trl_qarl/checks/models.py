@@ -15,17 +15,17 @@ from ..quantization.storage import shapes_of
 
 
 def problems_with_vllm(
-    model: nn.Module, dtype: torch.dtype, on_cpu: bool, schemes: Mapping[str, QuantScheme] | None = None
+    model: nn.Module, dtype: torch.dtype | None, on_cpu: bool, schemes: Mapping[str, QuantScheme]
 ) -> Iterator[str]:
-    """Yield the reasons why an engine in `dtype` cannot run `model`, which may be on the meta device. `schemes`, by
-    name, are those that its layers are yet to get; `None` stands for a model with quantized layers."""
+    """Yield the reasons why an engine in `dtype`, `None` if it is not known yet, cannot run `model`, which may be on
+    the meta device, and whose layers get these `schemes`, by name."""
     inventory, name = Inventory.of(model), architecture(model)
     if problem := family_of(name).problem_with_vllm or problem_of_mixture(inventory, schemes):
         yield problem
     if (problem := family_of(name).problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
     mixers = [path for path, module in inventory.modules.items() if len(shapes_of(module).get("A_log", ())) == 2]
-    if any(path.rpartition(".")[0] in mixers for path in (inventory.layers if schemes is None else schemes)):
+    if any(path.rpartition(".")[0] in mixers for path in schemes):
         leaf = mixers[0].rpartition(".")[2]
         yield (
             f"{name} has low-bit layers in {mixers[0]!r}, and vLLM does not quantize Mamba 1 (`mamba_mixer.py`). Set "
@@ -35,13 +35,15 @@ def problems_with_vllm(
         yield from _problems_on_cpu(inventory, dtype)
 
 
-def _problems_on_cpu(inventory: Inventory, dtype: torch.dtype) -> Iterator[str]:
+def _problems_on_cpu(inventory: Inventory, dtype: torch.dtype | None) -> Iterator[str]:
     name = architecture(inventory.model)
+    if problem := family_of(name).problem_on_cpu:
+        yield f"{name} on a CPU: {problem}"
     decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
     if any(len(shapes["A_log"]) == 2 for shapes in decays):
         yield f"{name} has layers of Mamba 1, for which vLLM has no kernel on a CPU (`selective_scan_fwd`)"
     # Layers of Mamba 2 have a `D`.
-    if dtype is not torch.bfloat16 and any("D" not in shapes for shapes in decays):
+    if dtype not in (torch.bfloat16, None) and any("D" not in shapes for shapes in decays):
         yield (
             f"{name} has linear attention, for which vLLM has a kernel only in bfloat16 on a CPU (`gdn_attention.py`), not in {dtype}. "
             "Set bf16=True"

@@ -21,7 +21,7 @@ from ..quantization.linear import QuantizedLinear
 from ..quantization.names import architecture
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
-from ..quantization.swap import prepare_model, restore_model
+from ..quantization.swap import assign_schemes, prepare_model
 from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
 
@@ -188,15 +188,12 @@ def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str
     not with vLLM, or not at all."""
     name, on_cpu = architecture(model), not torch.cuda.is_available()
     try:
-        prepare_model(model, plan, exclude_modules=exclude_modules)
+        schemes, _ = assign_schemes(model, plan, exclude_modules)
     except ValueError as error:
         return Diagnosis("error", f"{name} is refused: {error}")
-    finally:
-        # The memory is calculated from the model as it is loaded.
-        restore_model(model)
     own = "it trains with rollouts of the learner itself (use_vllm=False)"
     dtypes = [torch.bfloat16, torch.float32] if has_fast_bf16() or not on_cpu else [torch.float32, torch.bfloat16]
-    problems = {dtype: [*problems_with_vllm(model, dtype, on_cpu)] for dtype in dtypes}
+    problems = {dtype: [*problems_with_vllm(model, dtype, on_cpu, schemes)] for dtype in dtypes}
     dtype = next((dtype for dtype in dtypes if not problems[dtype]), None)
     if dtype is None:
         return Diagnosis("warning", f"{name} does not train with vLLM: {problems[dtypes[0]][0]}", own)
@@ -204,7 +201,7 @@ def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str
         return Diagnosis("ok", f"{name} would train with vLLM in {_name(dtype)}, which is not installed; {own}")
     if problem := problem_of_architecture(model):
         return Diagnosis("warning", f"{name} does not train with vLLM: {problem}", own)
-    obstacle = obstacle_of_model(model, dtype)
+    obstacle = obstacle_of_model(model, dtype, schemes)
     how = (
         f"fast numerics, which differ by rounding (engine numerics: {obstacle})"
         if obstacle

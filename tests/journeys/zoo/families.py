@@ -109,7 +109,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
     "phimoe": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "phi3": {"sliding_window": None},
-    "phi3 long": {},
+    "phi3 long": {
+        "sliding_window": None,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "long_factor": [2.0] * 32,
+            "short_factor": [1.1] * 32,
+            "original_max_position_embeddings": 256,
+        },
+    },
     "qwen2": {},
     "qwen3": {},
     "seed_oss": {},
@@ -202,9 +212,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
 IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5_text"}
+# With engine numerics, which exist in bfloat16.
+EXACT = {"llama", "mistral", "qwen2", "qwen3"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon"}
+# Their own attention classes cannot score several sequences in one row.
+EAGER = {"nemotron"}
 
 REFUSED: dict[str, str] = {
     "bamba": "only if all its layers attend",
@@ -218,6 +232,7 @@ REFUSED: dict[str, str] = {
     "gpt_bigcode": "is left to quantize",
     "gpt_oss": "leaves the sinks of its attention",
     "jamba": "selective_scan_fwd",
+    "lfm2": "in plain vLLM 0.31 and plain transformers",
     "mamba": "selective_scan_fwd",
     "phimoe": "under the name of its first release",
     "qwen3_next": "weight sync with vLLM is untested",
@@ -225,13 +240,25 @@ REFUSED: dict[str, str] = {
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
 
-# vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
-EXPORT_FAILS: dict[tuple[str, str], str] = dict.fromkeys(
-    [(family, "vllm") for family in ("glm4_moe", "olmoe")], "No WNA16 MoE backend"
-)
+_SIZES = "supported sizes are multiples of 32"
+EXPORT_FAILS: dict[tuple[str, str], str] = {
+    ("falcon_h1", "vllm"): _SIZES,
+    ("granitemoehybrid", "vllm"): _SIZES,
+    ("mamba2", "vllm"): _SIZES,
+    ("nemotron_h", "vllm"): _SIZES,
+    # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have (modeling_mamba2.py).
+    ("mamba2", "transformers"): "weight",
+    # vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
+    ("glm4_moe", "vllm"): "No WNA16 MoE backend",
+    ("olmoe", "vllm"): "No WNA16 MoE backend",
+}
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
 
+LOOSE = {"nemotron_h": 1e-4}
+"""Limits of families whose operations enlarge rounding, such as a squared ReLU."""
+
 NOTES: dict[str, str] = {
+    "nemotron": "`attn_implementation='eager'`",
     "cohere2": "sequences within the window",
     "granitemoehybrid": "`router_aux_loss_coef=0`",
     "phi3 long": "sequences within `original_max_position_embeddings`",

@@ -11,15 +11,13 @@ BEGIN, END = "<!-- begin: families -->", "<!-- end: families -->"
 
 def row(family: str, dtype: str, visit) -> str:
     """A row of the table."""
-    from trl_qarl.models import FAMILIES, gguf_architectures
+    from trl_qarl.models import gguf_architectures
 
     gguf = "yes" if family in gguf_architectures() else ""
     if visit.found is None:
         last = visit.log.strip().splitlines()[-1]
         return f"| {family} | {dtype} | **refused**: {last.partition(': ')[2]} | | | | | {gguf} |"
     found = visit.found
-    may_be_exact = any(each.model_type == family and each.has_engine_numerics for each in FAMILIES.values())
-    numerics = f"{found['numerics']}{', engine in bfloat16' if may_be_exact and found['numerics'] == 'fast' else ''}"
     kept = [
         f"{', '.join(f'`{name}`' for name in sorted({n.rpartition('.')[2] for n in names}))} ({reason})"
         for reason, names in found["kept"].items()
@@ -29,7 +27,7 @@ def row(family: str, dtype: str, visit) -> str:
     plain = [f"{value:.0e}" if isinstance(value, float) else "no" for value in visit.plain.values()]
     note = f" {NOTES[family]}" if family in NOTES else ""
     own = f" (bf16: {max(found['own']):.0e})" if "own" in found else ""
-    cells = [numerics, f"{before:.0e}, {max(after):.0e}{own}", "; ".join(kept) + note, *plain, gguf]
+    cells = [found["numerics"], f"{before:.0e}, {max(after):.0e}{own}", "; ".join(kept) + note, *plain, gguf]
     return f"| {family} | {dtype} | {' | '.join(cells)} |"
 
 

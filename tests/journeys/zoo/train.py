@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from families import FAMILIES, SIZES, WITHOUT_HEAD_DIM
+from families import EAGER, FAMILIES, SIZES, WITHOUT_HEAD_DIM
 
 from testing_utils import make_problems, make_tiny_tokenizer, spread
 
@@ -26,23 +26,6 @@ def make_model(family: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = SIZES | FAMILIES[family]
-    if family == "phi3 long":
-        half = 32
-        factors = {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "long_factor": [2.0] * half,
-            "short_factor": [1.1] * half,
-            "original_max_position_embeddings": 256,
-        }
-        fields |= {
-            "rope_parameters": factors,
-            "original_max_position_embeddings": 256,
-            "sliding_window": None,
-            "partial_rotary_factor": 1.0,
-            "head_dim": 64,
-            "hidden_size": 256,
-        }
     kind = family.partition(" ")[0]
     # Some configurations compute it, and have no setter.
     without = {"head_dim"} if kind in WITHOUT_HEAD_DIM else set()
@@ -90,7 +73,7 @@ def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
         vllm_mode="colocate",
         vllm_max_model_length=64,
         bf16=dtype == "bfloat16",
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "float32", **({"attn_implementation": "eager"} if family in EAGER else {})},
         use_cpu=True,
         report_to=[],
         logging_steps=1,

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 JOURNEYS, ROOT = FOLDER.parent, FOLDER.parents[2]
 sys.path[:0] = [str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)]
 
-from families import FAMILIES, IN_BFLOAT16  # noqa: E402
+from families import EXACT, FAMILIES, IN_BFLOAT16  # noqa: E402
 from warm import Warm  # noqa: E402
 
 
@@ -50,7 +50,7 @@ class Visit:
 
 
 def dtype_of(family: str) -> str:
-    return "bfloat16" if family in IN_BFLOAT16 else "float32"
+    return "bfloat16" if family in IN_BFLOAT16 | EXACT else "float32"
 
 
 def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transformers", "vllm")) -> Visit:

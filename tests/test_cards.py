@@ -224,8 +224,6 @@ def test_commands_of_a_card_serve_the_policy(tmp_path, hidden, name):
         "64",
         "--max-num-seqs",
         "4",
-        "--distributed-executor-backend",
-        "uni",
     ]
     server += ["--host", "127.0.0.1", "--port", str(port)]
     env = hidden | {"VLLM_CPU_INT4_W4A8": "0", "TORCH_COMPILE_DISABLE": "1"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 
 from trl_qarl.layout import Layout, divide
 
@@ -23,6 +24,13 @@ def test_a_prompt_of_two_completions_occurs_once():
     assert layout.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8]
     values = layout.unpack(layout.labels.float())
     assert torch.equal(values, LABELS[:, 1:].clamp(min=0).float())
+
+
+def test_calls_of_copies_are_counted_together():
+    """FSDP2 with mixed precision gives every layer a copy of its arguments."""
+    layout = Layout.of(IDS, MASK, LABELS)
+    _apply_to_tensors(torch.clone, {"layout": layout})["layout"].calls.append("sdpa")
+    assert [*layout.calls] == ["sdpa"]
 
 
 def test_prompts_of_one_completion_are_not_divided():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from testing_utils import make_tiny_model, make_trainer, run_export
 from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.files import name_disk_errors
 from trl_qarl.quantization.swap import prepare_model
 
 
@@ -73,3 +74,15 @@ def test_an_export_has_the_models_own_code(tmp_path):
     export_checkpoint(model, tmp_path / "export")
     assert (tmp_path / "export" / "modeling_own.py").is_file()
     assert (tmp_path / "export" / "configuration_own.py").is_file()
+
+
+@pytest.mark.parametrize(
+    "said", ["[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0", "iostream error"]
+)
+def test_what_torch_says_of_a_full_disk_is_put_into_words(tmp_path, said):
+    with (
+        pytest.raises(OSError, match="No space left on the device, or over a quota") as error,
+        name_disk_errors(tmp_path),
+    ):
+        raise RuntimeError(said)
+    assert error.value.filename == str(tmp_path) and said in str(error.value)

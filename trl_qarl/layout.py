@@ -10,7 +10,7 @@ last token of a prompt predicts the first of a completion, so it belongs to the 
 predict nothing that is scored are left out.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -39,8 +39,9 @@ class Layout:
             Places of tokens that follow each other and see the same shared prompt, and those of the prompt.
         scored (`torch.Tensor` of shape `(B, T - 1)`):
             True where the next token of the batch is scored.
-        calls (`list[str]`):
+        calls (`deque[str]`):
             Attention functions that have been called with the layout, which is how a forward knows that all were.
+            FSDP2 gives every layer a copy of the layout with copies of lists, but with this deque itself.
     """
 
     input_ids: torch.Tensor
@@ -52,7 +53,7 @@ class Layout:
     keys: torch.Tensor | None
     runs: tuple[tuple[slice, slice], ...]
     scored: torch.Tensor
-    calls: list[str] = field(default_factory=list)
+    calls: deque[str] = field(default_factory=deque)
 
     @classmethod
     def of(

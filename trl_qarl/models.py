@@ -37,6 +37,11 @@ _REORDERED = (
 )
 
 
+_ONE_BY_ONE = (
+    "vLLM 0.31 takes the experts of a layer one by one (models/deepseek_v2.py), and a weight sync sends them together"
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """
@@ -88,6 +93,8 @@ _ROWS = (
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
+    Family("DeepseekV2ForCausalLM", "deepseek_v2", problem_with_vllm=_ONE_BY_ONE),
+    Family("DeepseekV3ForCausalLM", "deepseek_v3", problem_with_vllm=_ONE_BY_ONE),
     Family("Gemma3ForConditionalGeneration", "gemma3", problem_of_pictures=_OTHER_NAMES),
     Family(
         "Gemma3nForCausalLM",
@@ -99,12 +106,26 @@ _ROWS = (
         "gpt_neox",
         problem_with_vllm=_REORDERED.format("gpt_neox"),
     ),
+    Family("Glm4MoeForCausalLM", "glm4_moe", has_compared_experts=True),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        problem_with_vllm="vLLM 0.31 renames its experts within its loader (models/gpt_oss.py), and its reload leaves the sinks of its "
+        "attention as they were",
+    ),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("Lfm2ForCausalLM", "lfm2", problem_on_cpu=_DIFFERENT),
     Family("LlamaForCausalLM", "llama", has_engine_numerics=True, gguf="llama"),
     Family("LlavaNextForConditionalGeneration", "llava_next", problem_of_pictures=_OTHER_NAMES),
     Family("MistralForCausalLM", "mistral", has_engine_numerics=True, gguf="llama"),
     Family("MixtralForCausalLM", "mixtral", has_engine_numerics=True, has_compared_experts=True),
+    Family("OlmoeForCausalLM", "olmoe", has_compared_experts=True),
+    Family(
+        "PhimoeForCausalLM",
+        "phimoe",
+        problem_with_vllm="vLLM 0.31 knows it only under the name of its first release, PhiMoEForCausalLM (models/registry.py), and would "
+        "load no export",
+    ),
     Family("Qwen2ForCausalLM", "qwen2", has_engine_numerics=True, gguf="qwen2"),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", has_engine_numerics=True, has_compared_experts=True),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_compared_pictures=True),

@@ -49,6 +49,7 @@ def test_a_wrong_option_of_bench_is_named_in_one_line(capsys):
 def test_contenders_against_trl_take_turns_on_the_same_tokens(tmp_path):
     main = runpy.run_path(str(BENCHMARKS / "versus_trl.py"))["main"]
     sizes = ["--sequences", "4", "--prompts", "2", "--new_tokens", "6", "--batches", "2"]
+    sizes += ["--prompt_tokens", "30", "--spread"]
     files = ["--output", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "rows.png")]
     rows = main(["--contenders", "TRL", "w8a8", "--shapes", "tiny", "--without_vllm", *sizes, *files])
     assert [row["name"] for row in rows] == ["TRL", "w8a8"]

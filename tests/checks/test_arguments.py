@@ -53,7 +53,7 @@ def test_experts_in_high_precision_are_refused(tmp_path, no_engine, use_vllm, is
     with pytest.raises(ValueError, match=match):
         make(loaded if is_loaded else model, tmp_path, use_vllm=use_vllm, **options)
     if use_vllm:
-        other = make_tiny_mixture(tmp_path / "olmoe", "olmoe")
+        other = make_tiny_mixture(tmp_path / "other", "qwen3_next")
         with pytest.raises(ValueError, match="whose weight sync with vLLM is untested"):
             make(other, tmp_path, use_vllm=True)
 

@@ -85,6 +85,16 @@ def test_two_calls_joined_are_attention_to_both_sets_of_keys(dtype, tolerance):
         assert (ours - exact).abs().max() <= tolerance * exact.abs().max()
 
 
+def test_torch_has_the_calls_that_gpus_need():
+    """Names of the first arguments, which are given by place."""
+    names = "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"
+    forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    ours = names, ("grad_out", *names[:3], "out", "logsumexp", *names[3:], "rng_state", "unused")
+    for call, expected in zip((forward, backward), ours, strict=True):
+        arguments = [argument.name for argument in call.default._schema.arguments]
+        assert arguments[: len(expected)] == [*expected] and "scale" in arguments
+
+
 def make_layout():
     ids = torch.tensor([[1, 2, 3, 11, 12, 0], [1, 2, 3, 21, 22, 23], [0, 4, 5, 31, 0, 0]])
     return Layout.of(ids, ids > 0, ids.masked_fill((ids == 0) | (torch.arange(6) < 3), -100))

@@ -413,7 +413,7 @@ def problems_of_arguments(
             # The command line adds `dtype` after the configuration has been checked.
             yield from low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
         if not of_adapter:
-            yield from _problems_of_layers(policy, model, config, args, peft_config)
+            yield from _problems_of_layers(policy, config, args, peft_config)
     yield from problems_before_loading(args, model, config, peft_config, optimizers[0], launch)
     yield from fit_generation_batch(args, train_dataset)
 
@@ -506,9 +506,9 @@ def _config_of(model: str, args: Any) -> Any:
         return None
 
 
-def _problems_of_layers(policy: Any, name: str, config: Any, args: Any, peft_config: Any) -> Iterator[str]:
-    """Yield problems of a model with this `config` that is yet to be loaded from `name`, and of the adapter that it
-    will get, as far as they are known from its layers."""
+def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -> Iterator[str]:
+    """Yield problems of a model with this `config` that is yet to be loaded, and of the adapter that it will get, as
+    far as they are known from its layers."""
     if config is None:
         return
     if is_low_bit(getattr(config, "quantization_config", None)):

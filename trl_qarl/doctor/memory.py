@@ -1,7 +1,7 @@
 """
 Memory of a training on each GPU, and of its machine, calculated from the shapes of a model by the formulas of
-docs/sharding.md: exact for the state, fitted to the memory of tensors on a CPU for activations, within 10 % in total.
-Kernels, attention and the allocator of a GPU need additional memory.
+docs/sharding.md: exact for the state, fitted to the memory of tensors on a CPU for activations, within 10 % in total;
+with masters in host memory it is an upper bound. Kernels, attention and the allocator of a GPU need additional memory.
 """
 
 import math

@@ -186,7 +186,7 @@ def _conditions(
         is_original = "forward" not in vars(module)
         yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
         is_low_bit = isinstance(module, QuantizedExperts) or path in schemes
-        if is_low_bit or has_stacked_matrices(path, module):
+        if isinstance(module, QuantizedExperts) or has_stacked_matrices(path, module):
             yield not on_gpu, f"{path!r} are experts, whose routing and product are untested on GPUs"
             sizes = tuple(module.down_proj.shape[-2:])
             fits = is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes)

@@ -27,6 +27,10 @@ _QWEN_LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
@@ -34,6 +38,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
     "ernie4_5": {},
+    "deepseek_v3": {
+        **_EXPERTS,
+        **_LATENT,
+        **_GROUPS,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+    },
     "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
     "gemma": {"tie_word_embeddings": True},
@@ -72,6 +84,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
     "gpt_neox": {},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
+    "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
+    "gpt_oss": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "granite": {
         "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
@@ -88,8 +102,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmoe": {**_EXPERTS, "num_experts": 8, "intermediate_size": 64, "head_dim": 32},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
+    "phimoe": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "phi3": {"sliding_window": None},
     "phi3 long": {
         "sliding_window": None,
@@ -204,14 +220,17 @@ EAGER = {"nemotron"}
 REFUSED: dict[str, str] = {
     "bamba": "only if all its layers attend",
     "bloom": "reorders the rows",
+    "deepseek_v3": "takes the experts of a layer one by one",
     "falcon": "FalconLinear has its own forward",
     "falcon_mamba": "selective_scan_fwd",
     "gemma3n_text": "in plain vLLM 0.31 and plain transformers",
     "gpt2": "Its `Conv1D` is no linear layer",
     "gpt_neox": "reorders the rows",
+    "gpt_oss": "leaves the sinks of its attention",
     "jamba": "selective_scan_fwd",
     "lfm2": "in plain vLLM 0.31 and plain transformers",
     "mamba": "selective_scan_fwd",
+    "phimoe": "under the name of its first release",
     "qwen3_next": "weight sync with vLLM is untested",
     "zamba2": "names its shared blocks",
 }
@@ -225,6 +244,9 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("nemotron_h", "vllm"): _SIZES,
     # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have (modeling_mamba2.py).
     ("mamba2", "transformers"): "weight",
+    # vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
+    ("glm4_moe", "vllm"): "No WNA16 MoE backend",
+    ("olmoe", "vllm"): "No WNA16 MoE backend",
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
 

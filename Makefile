@@ -10,7 +10,7 @@ VENV = .venv-test
 LINT_EXTRAS = $(TEST_EXTRAS)
 RUFF = $(VENV)/bin/ruff
 PYREFLY = $(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python $(MISSING)
-PURE = trl_qarl/objectives/tbpo.py trl_qarl/objectives/ratios.py trl_qarl/quantization/quantize.py trl_qarl/quantization/schemes.py trl_qarl/quantization/plan.py trl_qarl/telemetry/codes.py trl_qarl/telemetry/mismatch.py trl_qarl/telemetry/probe.py trl_qarl/telemetry/run_files.py trl_qarl/telemetry/text.py
+PURE = trl_qarl/objectives/tbpo.py trl_qarl/objectives/ratios.py trl_qarl/quantization/quantize.py trl_qarl/quantization/schemes.py trl_qarl/quantization/plan.py trl_qarl/telemetry/codes.py trl_qarl/telemetry/mismatch.py trl_qarl/telemetry/run_files.py trl_qarl/telemetry/text.py
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/'

@@ -31,7 +31,7 @@ _ENGINE_TESTS = {
     "colocated": ("quantization/test_gpu.py::test_colocated_rollouts_follow_the_learner", (*SCHEMES, "bf16", "w4a8")),
     "fast": ("numerics/test_cuda_alignment.py::test_fast_numerics_stay_close_on_cuda", (*SCHEMES, "bf16")),
     "experts": (
-        "vllm_plugin/test_vllm_plugin_experts.py::test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last",
+        "vllm_plugin/test_vllm_plugin_experts.py::test_a_gpu_engine_uses_the_last_published_experts",
         (*SCHEMES, "bf16"),
     ),
     "repeats": ("numerics/test_cuda_alignment.py::test_what_a_batch_invariant_engine_repeats_bit_for_bit", (*SCHEMES, "bf16")),
@@ -51,7 +51,7 @@ def gpu_pieces() -> dict[str, list[str]]:
         "tests-grouped": [*products, "tests/quantization/test_gpu.py", "-k", "grouped"],
         "tests-release": [
             *_PYTEST,
-            "tests/numerics/test_cuda_alignment.py::test_this_release_computes_what_the_learner_does",
+            "tests/bitwise/test_cuda_alignment.py::test_this_release_computes_what_the_learner_does",
         ],
     }
     for name, (test, schemes) in _ENGINE_TESTS.items():

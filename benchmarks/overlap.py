@@ -181,7 +181,7 @@ def main() -> None:
 
     from bench.machine import describe_machine
     from bench.shapes import make_config, random_model, write_random_model
-    from trl_qarl.rollout.server_process import free_port
+    from trl_qarl.engines.server_process import free_port
 
     with tempfile.TemporaryDirectory() as directory:
         folder, port, runs = Path(directory), free_port(), []

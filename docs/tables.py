@@ -1,6 +1,6 @@
 """
 Writes the tables of options.md from `trl_qarl/checks/` and `trl_qarl/objectives/tbpo.py`, the one of
-health.md from `trl_qarl/telemetry/advisor.py`, and the one of schemes.md from `trl_qarl/rollout/gpu_kernels.py`:
+health.md from `trl_qarl/telemetry/advisor.py`, and the one of schemes.md from `trl_qarl/engines/gpu_kernels.py`:
 `python docs/tables.py`.
 """
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from trl_qarl.checks import refused
 from trl_qarl.checks.conflicts import CONFLICTS
+from trl_qarl.engines.gpu_kernels import RELEASES, Gpu, choose_kernels
 from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
 from trl_qarl.quantization.schemes import SCHEMES
-from trl_qarl.rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 from trl_qarl.telemetry import advisor
 
 

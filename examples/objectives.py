@@ -1,9 +1,9 @@
 """
 Three losses of other papers, as objectives of your own. Start the training in the folder of this file:
 
-    trl-qarl train --config recipe.yaml --objective objectives:IcePop --objective_kwargs '{"high": 3}'
+    trl-qarl train --config recipe.yaml --loss_type objectives:IcePop --objective_kwargs '{"high": 3}'
 
-or copy the file next to your script and write `QaRLConfig(objective="objectives:IcePop")`.
+or copy the file next to your script and write `QaRLConfig(loss_type="objectives:IcePop")`.
 
 A token has the ratio `r = pi_learner(theta) / pi_learner(theta_old)` and the mismatch
 `w = pi_learner(theta_old) / pi_sampler(theta_old)`. Terms are averaged over the tokens of a completion, then over

@@ -23,9 +23,9 @@ from testing_utils.pictures import make_tiny_picture_model
 from testing_utils.trainings import lora
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.cli import main
+from trl_qarl.engines.server_process import free_port
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import prepare_model
-from trl_qarl.rollout.server_process import free_port
 
 
 TOKENS = torch.arange(10, 34).view(2, 12)

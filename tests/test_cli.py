@@ -49,7 +49,7 @@ def test_train_without_options_says_how_it_is_used(launched, capsys):
     assert main(["train"]) == 2 and "usage: trl-qarl train" in capsys.readouterr().err and launched == []
 
 
-def test_server_takes_our_options_in_both_spellings_and_leaves_the_rest_to_vllm(monkeypatch):
+def test_server_options_are_taken_in_both_spellings(monkeypatch):
     calls = []
     monkeypatch.setattr(vllm_serve, "main", lambda args, rest: calls.append((args.group_size, rest)) or 0)
     for spelling in ("--group-size", "--group_size"):
@@ -90,7 +90,7 @@ def test_a_launch_in_other_precision_is_refused_before_it_starts(launched, train
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
-def test_options_of_train_with_dashes_and_of_a_yaml_file_go_to_script_and_accelerate(launched, tmp_path, train_argv):
+def test_options_reach_the_script_and_accelerate(launched, tmp_path, train_argv):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"scheme": "w8a8", "exclude_modules": ["o_proj"], "num_processes": 3}))
     kebab = [word.replace("_", "-") if word.startswith("--") else word for word in train_argv]
@@ -110,7 +110,7 @@ def test_options_of_train_with_dashes_and_of_a_yaml_file_go_to_script_and_accele
     ("launch_args", "num_cpus", "added"),
     [([], 4, ["--num_cpu_threads_per_process", "4"]), ([], None, []), (["--num_processes", "2"], 4, [])],
 )
-def test_a_single_process_on_a_cpu_gets_all_threads_and_accelerate_decides_otherwise(launch_args, num_cpus, added):
+def test_one_process_on_a_cpu_gets_all_threads(launch_args, num_cpus, added):
     launch = [*added, *launch_args, "--module", "trl_qarl.scripts.train"]
     assert build_launch_args(["--scheme", "fp8"], launch_args, num_cpus) == [*launch, "--scheme", "fp8"]
 
@@ -162,7 +162,7 @@ def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv
         (subprocess.CalledProcessError(3, "python"), 3),
     ],
 )
-def test_a_signal_or_code_that_a_launcher_passed_on_is_the_exit_code(monkeypatch, train_argv, error, code):
+def test_a_launchers_signal_or_code_is_the_exit_code(monkeypatch, train_argv, error, code):
     def end(args):
         raise error
 
@@ -170,9 +170,7 @@ def test_a_signal_or_code_that_a_launcher_passed_on_is_the_exit_code(monkeypatch
     assert main(["train", *train_argv]) == code
 
 
-def test_without_an_accelerator_the_command_leaves_it_to_the_training_to_say_so(
-    launched, train_argv, monkeypatch, caplog
-):
+def test_the_command_needs_no_accelerator(launched, train_argv, monkeypatch, caplog):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     index = train_argv.index("--use_cpu")
     assert main(["train", *train_argv[:index], *train_argv[index + 2 :]]) == 0 and len(launched) == 1

@@ -55,7 +55,7 @@ def anchors(page):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.parent != ROOT / "docs"], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_links_outside_the_documentation_lead_to_a_file_and_a_heading(page):
+def test_links_out_of_the_docs_lead_to_a_heading(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
         target = page.parent / file if file else page
@@ -69,7 +69,7 @@ def test_tables_of_options_and_rules_are_those_of_the_code():
     assert [page.name for page, text in pages.items() if page.read_text() != text] == [], "run `python docs/tables.py`"
 
 
-def test_only_the_named_lines_differ_between_the_grpo_script_and_ours():
+def test_only_the_named_lines_differ_from_the_grpo_script():
     theirs, ours = (block.splitlines() for block in blocks(ROOT / "examples/from_grpo.md", "python"))
     assert [line for line in theirs if line not in ours] == [
         "from trl import GRPOConfig, GRPOTrainer",
@@ -102,7 +102,7 @@ def shell_commands(page):
 )
 def test_command_of_the_documentation_is_one(words, tmp_path, monkeypatch):
     # The tests are offline; whether the Hub can be reached is not a matter of spelling.
-    monkeypatch.setattr("trl_qarl.checks.options.problem_of_push", lambda name, token: None)
+    monkeypatch.setattr("trl_qarl.checks.configuration.problem_of_push", lambda name, token: None)
     program, *arguments = words
     if "run.yaml" in arguments:
         # The page on the command line shows it.
@@ -186,7 +186,7 @@ def test_python_of_the_documentation_compiles(page):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monkeypatch):
+def test_the_readmes_script_runs(tmp_path, monkeypatch):
     for package in ("vllm", "math_verify"):
         pytest.importorskip(package)
     from testing_utils import make_tiny_model, start_engines_quickly
@@ -213,7 +213,7 @@ def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monk
 def files_with_examples():
     files = [*(ROOT / "trl_qarl").rglob("*.py"), *(ROOT / "benchmarks" / "study").glob("*.py")]
     # These two load a model.
-    needs_model = {"rollout/in_process.py", "quantization/swap.py"}
+    needs_model = {"engines/in_process.py", "quantization/swap.py"}
     names = [str(file.relative_to(ROOT)) for file in sorted(files) if "\n    >>> " in file.read_text()]
     return [name for name in names if name.removeprefix("trl_qarl/") not in needs_model]
 

@@ -4,7 +4,7 @@ one update. What a page assumes (`trainer`, a dataset, a reward) is made by the 
 
 Not run here: what installs, needs a GPU or other machines (`pip`, `docker`, `ssh`, `make`, several nodes), llama.cpp,
 lm-evaluation-harness (tests/test_lm_eval.py) and GGUF (tests/checkpoint/test_gguf.py), servers (tests/journeys,
-tests/test_cards.py), and the engine of a page, `load_engine` (tests/rollout/test_in_process.py).
+tests/test_cards.py), and the engine of a page, `load_engine` (tests/engines/test_in_process.py).
 """
 
 import json
@@ -59,7 +59,7 @@ def here(text):
 
 
 def quick_config(*args, **given):
-    return trl_qarl.qarl_config.QaRLConfig(*args, **{**given, **QUICK})
+    return trl_qarl.trainer.qarl_config.QaRLConfig(*args, **{**given, **QUICK})
 
 
 PYTHON = {

@@ -125,7 +125,7 @@ def test_settings_of_the_paper_are_what_the_command_line_reads():
     assert completions == 64 and completions * args.steps_per_generation // args.gradient_accumulation_steps == 512
     assert (args.num_generations, args.max_completion_length, args.temperature) == (8, 16384, 1.0)
     assert (args.optim, args.learning_rate, args.weight_decay, args.beta) == ("muon", 1e-6, 0.01, 0)
-    assert (args.objective, args.scheme, args.mismatch_cap) == ("tbpo", "w4a16", 2)
+    assert (args.loss_type, args.scheme, args.mismatch_cap) == ("tbpo", "w4a16", 2)
     bands = args.positive_epsilon_high, args.negative_epsilon_low, args.negative_epsilon_high
     assert bands == (4e-4, 3e-4, 7e-4)
     assert model_args.model_name_or_path == "Qwen/Qwen3-8B-Base"

@@ -13,7 +13,7 @@ from trl_qarl.forward import scoring_forward, shuffle_groups
 def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective, takes_layouts):
     prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
     trainer = make(
-        tiny_model, tmp_path, train_dataset=prompts, objective=objective, beta=0.1, max_steps=1, num_generations=2
+        tiny_model, tmp_path, train_dataset=prompts, loss_type=objective, beta=0.1, max_steps=1, num_generations=2
     )
     trainer.policy.takes_layouts = takes_layouts
     seen = []
@@ -75,7 +75,7 @@ def test_groups_are_shuffled_as_wholes(first, groups):
 @pytest.mark.parametrize("objective", ["tbpo", "dapo"])
 def test_a_training_learns_the_same_from_one_row_of_tokens(tiny_model, tmp_path, objective):
     prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
-    options = {"objective": objective, "beta": 0.1, "bf16": False, "max_steps": 3, "scheme": "bf16"}
+    options = {"loss_type": objective, "beta": 0.1, "bf16": False, "max_steps": 3, "scheme": "bf16"}
     rows = []
     for takes_layouts in (True, False):
         trainer = make(tiny_model, tmp_path / str(takes_layouts), train_dataset=prompts, **options)
@@ -92,7 +92,7 @@ def test_a_training_learns_the_same_from_one_row_of_tokens(tiny_model, tmp_path,
 
 def test_a_training_with_forwards_of_fewer_tokens_learns_the_same(tiny_model, tmp_path):
     prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
-    options = {"objective": "bnpo", "beta": 0.1, "bf16": False, "max_steps": 2, "scheme": "bf16", "num_generations": 2}
+    options = {"loss_type": "bnpo", "beta": 0.1, "bf16": False, "max_steps": 2, "scheme": "bf16", "num_generations": 2}
     options |= {"per_device_train_batch_size": 8, "steps_per_generation": 1}
     rows, most = [], []
     for max_tokens in (None, 40):

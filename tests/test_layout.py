@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.utils import _apply_to_tensors
 
-from trl_qarl.layout import Layout, divide
+from trl_qarl.token_row import Layout, divide
 
 
 # Two completions of one prompt, one of another.

@@ -15,8 +15,8 @@ import pytest
 
 from testing_utils import path_without
 from trl_qarl.checkpoint.marker import is_complete
+from trl_qarl.engines.server_process import free_port
 from trl_qarl.processes import end_with_parent, exit_on_signals
-from trl_qarl.rollout.server_process import free_port
 
 
 # A trainer that ends in an orderly manner leaves a file with its pid.
@@ -161,7 +161,7 @@ def test_another_thread_installs_no_handler():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_signal_that_is_ignored_stays_ignored_and_what_was_installed_goes():
+def test_an_ignored_signal_stays_ignored():
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         restore = exit_on_signals()
@@ -210,7 +210,7 @@ finally:
             process.kill()
 
 
-def test_a_repeated_signal_that_a_system_call_misses_is_sent_again():
+def test_a_missed_signal_is_sent_again():
     code = """
 import signal, time
 from trl_qarl.processes import exit_on_signals
@@ -225,7 +225,7 @@ time.sleep(60)
     assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 143
 
 
-def test_a_signal_that_comes_while_a_program_starts_waits_for_its_handler():
+def test_a_signal_during_the_start_waits_for_its_handler():
     late = (
         "import time; time.sleep(1); from trl_qarl.processes import exit_on_signals; exit_on_signals(); time.sleep(60)"
     )

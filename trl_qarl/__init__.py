@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "QaRLConfig": "qarl_config",
-    "QaRLTrainer": "qarl_trainer",
+    "QaRLConfig": "trainer.qarl_config",
+    "QaRLTrainer": "trainer.qarl_trainer",
     "QaRLWeightConfig": "quantization.swap",
     "QuantScheme": "quantization.schemes",
     "QuantizedLinear": "quantization.linear",
@@ -37,7 +37,7 @@ _MODULES = {
     "convert_model": "quantization.swap",
     "export_checkpoint": "checkpoint.export",
     "get_scheme": "quantization.schemes",
-    "load_engine": "rollout.in_process",
+    "load_engine": "engines.in_process",
     "prepare_model": "quantization.swap",
     "restore_model": "quantization.swap",
 }
@@ -45,12 +45,12 @@ _MODULES = {
 # For type checkers and editors; `__getattr__` does the same at run time.
 if TYPE_CHECKING:
     from .checkpoint.export import export_checkpoint
-    from .qarl_config import QaRLConfig
-    from .qarl_trainer import QaRLTrainer
+    from .engines.in_process import load_engine
     from .quantization.linear import QuantizedLinear
     from .quantization.schemes import QuantScheme, get_scheme
     from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model
-    from .rollout.in_process import load_engine
+    from .trainer.qarl_config import QaRLConfig
+    from .trainer.qarl_trainer import QaRLTrainer
 
 
 # Before anything imports transformers, which imports torchao.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .layout import Layout, divide
+from .token_row import Layout, divide
 
 
 FORWARD_KEYS = (
@@ -38,7 +38,7 @@ def scoring_forward(
 
     Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
     computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
-    are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.layout.Layout`], unless none
+    are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.token_row.Layout`], unless none
     can hold it. `RuntimeError` is raised if a layer has not attended by the layout. Only sequences that are `chosen`,
     `(B,)` bool, are computed, by default all; the values of others are 0. A batch whose layout has more than
     `max_tokens` is divided, and each part is computed again in the backward pass, so that only one part's activations

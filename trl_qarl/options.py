@@ -128,11 +128,11 @@ class ObjectiveOptions:
     Objective, and bounds of its loss.
 
     Parameters:
-        objective (`str`, *optional*, defaults to `"tbpo"`):
+        loss_type (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of TRL's losses with TRL's own options (`"grpo"`, `"dapo"`, `"sapo"`, ...); or
-            `"module:Class"`, an [`~trl_qarl.objectives.objective.Objective`] of your own. Replaces `loss_type`.
+            `"module:Class"`, an [`~trl_qarl.objectives.objective.Objective`] of your own.
         objective_kwargs (`dict`, *optional*):
-            Arguments of the class in `objective="module:Class"`.
+            Arguments of the class in `loss_type="module:Class"`.
         positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
             TBPO: for positive advantages, the ratio counts up to `1 + positive_epsilon_high`.
         negative_epsilon_low (`float`, *optional*, defaults to `3e-4`):
@@ -145,7 +145,7 @@ class ObjectiveOptions:
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
     """
 
-    objective: str = "tbpo"
+    loss_type: str = "tbpo"
     objective_kwargs: dict[str, Any] | str | None = None
     positive_epsilon_high: float = 4e-4
     negative_epsilon_low: float = 3e-4

@@ -56,8 +56,8 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
     from datasets import Dataset
     from transformers import PrinterCallback, ProgressCallback
 
-    from trl_qarl.qarl_config import QaRLConfig
-    from trl_qarl.qarl_trainer import QaRLTrainer
+    from trl_qarl.trainer.qarl_config import QaRLConfig
+    from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 
     peft_config, options, use_vllm = None, {}, args.rollout == "colocate"
     if trained != "all":
@@ -74,7 +74,7 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
             **options,
             numerics="fast",
             # Drops no sequence, so that every update moves the weights.
-            objective="grpo",
+            loss_type="grpo",
             use_cpu=True,
             bf16=dtype == "bfloat16",
             num_generations=4,

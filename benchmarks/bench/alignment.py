@@ -136,7 +136,7 @@ def _same_weights_unquantized(path: str, scheme: "QuantScheme", dtype, args, flo
 
 @contextmanager
 def _engine_numerics(model, dtype) -> Iterator[None]:
-    from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
+    from trl_qarl.bitwise.attach import attach_engine_numerics, detach_engine_numerics
 
     attach_engine_numerics(model, dtype)
     try:
@@ -146,8 +146,8 @@ def _engine_numerics(model, dtype) -> Iterator[None]:
 
 
 def _can_use_engine_numerics(model, dtype) -> bool:
-    from trl_qarl.numerics import cpu
-    from trl_qarl.numerics.availability import check_engine_numerics
+    from trl_qarl.bitwise import cpu
+    from trl_qarl.bitwise.availability import check_engine_numerics
 
     if model.device.type != "cpu":
         # The engine of these rows is an ordinary one, which a learner on a GPU cannot repeat.
@@ -208,7 +208,7 @@ def _learner_logps(model, samples, dtype) -> list[float]:
 @contextmanager
 def _routes(model) -> Iterator[list[Any]]:
     """While open, the experts `(tokens, k)` that each router chooses, sorted, are appended to a list."""
-    from trl_qarl.numerics.modules import ENGINE_OPERATIONS, Router
+    from trl_qarl.bitwise.modules import ENGINE_OPERATIONS, Router
 
     routes: list[Any] = []
     hooks = [

@@ -97,9 +97,9 @@ def _memory_of_engine(model, dtype) -> float:
 def make_bench_engine(model, dtype, max_num_seqs: int):
     import torch
 
-    from trl_qarl.rollout.in_process import make_engine
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.spec import EngineSpec
+    from trl_qarl.engines.in_process import make_engine
+    from trl_qarl.engines.spec import EngineSpec
+    from trl_qarl.sync.publisher import Publisher
 
     engine = make_engine(
         EngineSpec.of(model, dtype),
@@ -131,13 +131,13 @@ def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
     """A server in another process: its client, the publisher to it, and the number of its process."""
     import torch
 
-    from trl_qarl.rollout.channels import FileChannel
-    from trl_qarl.rollout.client import QaRLClient
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.server import ServerEngine
-    from trl_qarl.rollout.server_command import build_server_command
-    from trl_qarl.rollout.server_process import ServerProcess, free_port
-    from trl_qarl.rollout.spec import EngineSpec
+    from trl_qarl.engines.client import QaRLClient
+    from trl_qarl.engines.server import ServerEngine
+    from trl_qarl.engines.server_command import build_server_command
+    from trl_qarl.engines.server_process import ServerProcess, free_port
+    from trl_qarl.engines.spec import EngineSpec
+    from trl_qarl.sync.channels import FileChannel
+    from trl_qarl.sync.publisher import Publisher
 
     port, on_cpu = free_port(), not torch.cuda.is_available()
     memory = [] if on_cpu else ["--gpu-memory-utilization", str(_memory_of_engine(model, dtype))]

@@ -64,9 +64,9 @@ def _run(path: str, prompts, scheme: str, num_sequences: int, args) -> dict[str,
     from datasets import Dataset
     from transformers import PrinterCallback, ProgressCallback
 
-    from trl_qarl.qarl_config import QaRLConfig
-    from trl_qarl.qarl_trainer import QaRLTrainer
-    from trl_qarl.rollout.server_process import free_port
+    from trl_qarl.engines.server_process import free_port
+    from trl_qarl.trainer.qarl_config import QaRLConfig
+    from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 
     use_vllm = args.rollout != "transformers"
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def _make_alternation():
     """A class, because transformers is imported late."""
     from transformers import TrainerCallback
 
-    from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
+    from trl_qarl.bitwise.attach import attach_engine_numerics, detach_engine_numerics
 
     class Alternate(TrainerCallback):
         """Engine numerics for every other generation batch, and the seconds of each batch."""

@@ -66,7 +66,7 @@ def _measure_scheme(scheme: str, model, publisher, pid: int | None, repeats: int
 @contextmanager
 def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
     """Adds up the seconds spent in what a weight sync consists of, by the names of parts, while it is open."""
-    from trl_qarl.rollout import publisher
+    from trl_qarl.sync import publisher
 
     functions = [(publisher, "fingerprints_of", "fingerprints")]
     if with_engine:

@@ -35,7 +35,7 @@ import requests
 
 from faults.scenarios import num_steps
 from trl_qarl.checkpoint.marker import is_complete
-from trl_qarl.rollout.server_process import free_port
+from trl_qarl.engines.server_process import free_port
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 
 
@@ -169,7 +169,8 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import canary, client, http_session, publisher
+        from trl_qarl.engines import client, http_session
+        from trl_qarl.sync import canary, publisher
         from trl_qarl.wire import transfer_dir
 
         # The stand-in has log-probs of the fixed text that no weights have.
@@ -660,7 +661,7 @@ def prepare(root: Path) -> None:
 
 def main(root: Path, at_once: int) -> None:
     # Once, for all.
-    import trl_qarl.qarl_trainer  # noqa: F401
+    import trl_qarl.trainer.qarl_trainer  # noqa: F401
     from testing_utils import make_tiny_model
 
     keep_what_is_imported()

@@ -25,15 +25,15 @@ _LLM = "vllm.entrypoints.llm:LLM"
 
 # (what is called, positional arguments with `self`, keywords), from `trl_qarl`.
 _CALLS = (
-    (f"{_INVARIANT}:linear_batch_invariant", 3, ""),  # numerics/cuda.py, PackedLinear
+    (f"{_INVARIANT}:linear_batch_invariant", 3, ""),  # bitwise/cuda.py, PackedLinear
     (f"{_INVARIANT}:matmul_batch_invariant", 2, ""),  # low_bit_linear
     (f"{_INVARIANT}:rms_norm_batch_invariant", 3, ""),  # rms_norm
     (f"{_INVARIANT}:log_softmax", 2, ""),  # log_softmax
-    (f"{_OPS}:rotary_embedding", 6, ""),  # numerics/cpu.py, rotate
+    (f"{_OPS}:rotary_embedding", 6, ""),  # bitwise/cpu.py, rotate
     (f"{_OPS}:fused_add_rms_norm", 4, ""),  # rms_norm of the stream
     (f"{_FLASH}:get_flash_attn_version", 0, "head_size"),  # attention
     ("vllm.envs:disable_envs_cache", 0, ""),  # prepare_process
-    (f"{_WORKER}.start_weight_update", 1, ""),  # rollout/in_process.py
+    (f"{_WORKER}.start_weight_update", 1, ""),  # engines/in_process.py
     (f"{_WORKER}.finish_weight_update", 1, ""),
     (f"{_WORKER}.update_weights", 2, ""),
     (f"{_WORKER}.init_weight_transfer_engine", 2, ""),
@@ -115,8 +115,8 @@ def _flags() -> None:
 def _kernel_config() -> None:
     from vllm.config import KernelConfig
 
+    from trl_qarl.engines.gpu_kernels import RELEASES, Gpu, choose_kernels
     from trl_qarl.quantization.schemes import SCHEMES
-    from trl_qarl.rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
     asked = [choose_kernels(scheme, Gpu((9, 0), vllm=RELEASES[-1])) for scheme in SCHEMES.values()]
     for choice in asked:
@@ -127,7 +127,7 @@ def _kernel_config() -> None:
 
 
 def _batch_invariant_layers() -> None:
-    """The layers of an engine call what the learner calls: numerics/compare.py compares their numbers on a GPU."""
+    """The layers of an engine call what the learner calls: bitwise/compare.py compares their numbers on a GPU."""
     linear = _source("model_executor", "layers", "linear.py")
     assert "return linear_batch_invariant(x, layer.weight, bias)" in linear
     norm = _source("model_executor", "layers", "layernorm.py")
@@ -215,9 +215,9 @@ def _plugin() -> None:
 
 
 def _transfer_engines() -> None:
-    from trl_qarl.vllm_plugin.weight_transfer import FileChannel, NCCLChannel
+    from trl_qarl.vllm_plugin.weight_transfer import FileReceiver, NCCLReceiver
 
-    assert not FileChannel.__abstractmethods__ | NCCLChannel.__abstractmethods__
+    assert not FileReceiver.__abstractmethods__ | NCCLReceiver.__abstractmethods__
 
 
 CUDA_CHECKS: dict[str, Callable[[], None]] = {

@@ -3,7 +3,7 @@ Which kernels vLLM gives to each scheme on GPUs of several compute capabilities,
 `python kernels.py X.Y ...`.
 
 Layers are built on the CPU (`fake_gpu.py`), nothing is repacked or computed. Twice: as vLLM chooses on its own, and as
-our engines are asked for (`trl_qarl.rollout.gpu_kernels`). What is found is compared with what is recorded for the
+our engines are asked for (`trl_qarl.engines.gpu_kernels`). What is found is compared with what is recorded for the
 release in `kernels/`, and a difference is an error that a person looks at: vLLM has a new favourite, which nobody has
 rehearsed. Our own engines must have the kernel that is expected. `--write` records what is found.
 """
@@ -42,9 +42,9 @@ def one_capability(text: str) -> dict[str, dict[str, str]]:
     from testing_utils import make_tiny_mixture, make_tiny_model
     from trl_qarl import prepare_model
     from trl_qarl.checkpoint.layout import quantization_config
+    from trl_qarl.engines.gpu_kernels import Gpu, kernel_arguments, reason_against, unexpected_kernels
     from trl_qarl.quantization.inventory import Inventory
     from trl_qarl.quantization.schemes import get_scheme
-    from trl_qarl.rollout.gpu_kernels import Gpu, kernel_arguments, reason_against, unexpected_kernels
     from trl_qarl.vllm_plugin import register
     from trl_qarl.vllm_plugin.engine_tensors import kernels_in_use
     from trl_qarl.wire.protocol import FILE_BACKEND

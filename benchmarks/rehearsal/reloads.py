@@ -46,7 +46,7 @@ def rehearse(arch: str, scheme: str, capability: tuple[int, int], nccl: bool = F
     from trl_qarl import export_checkpoint, prepare_model
     from trl_qarl.checkpoint.layout import quantization_config
     from trl_qarl.quantization.inventory import Inventory
-    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.sync.publisher import Publisher
     from trl_qarl.vllm_plugin.engine_tensors import kernels_in_use
     from trl_qarl.wire.fingerprint import fingerprint
 
@@ -101,7 +101,7 @@ def _load(path: str, quantization: dict | None, load_format: str, nccl: bool):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
 
-    from trl_qarl.rollout.gpu_kernels import kernel_arguments
+    from trl_qarl.engines.gpu_kernels import kernel_arguments
     from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND
 
     is_dummy = load_format == "dummy"
@@ -136,7 +136,7 @@ def _transport(model, config, nccl: bool):
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
 
-    from trl_qarl.rollout.in_process import InProcessEngine
+    from trl_qarl.engines.in_process import InProcessEngine
     from trl_qarl.vllm_plugin.worker import WorkerExtension
 
     class RehearsedWorker(WorkerExtension, Worker):

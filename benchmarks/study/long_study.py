@@ -31,10 +31,10 @@ VARIANTS = {
 # The paper's offsets for thousands of tokens, which `--band_scale` multiplies.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 OBJECTIVES = {
-    "tbpo": {"objective": "tbpo"},
-    "gspo": {"objective": "grpo", "importance_sampling_level": "sequence"},
+    "tbpo": {"loss_type": "tbpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     # GRPO with the mismatch weight of each token truncated at 3, also for rollouts without vLLM.
-    "grpo-tis": {"objective": "truncated:TruncatedGRPO"},
+    "grpo-tis": {"loss_type": "truncated:TruncatedGRPO"},
 }
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "muon": "muon"}

@@ -48,7 +48,7 @@ def test_a_model_without_an_adapter_beside_it_sends_none():
         assert list(adapter_problems(model, ENGINE | {"lora": None})) == []
 
 
-def test_an_engine_gets_the_next_rank_that_it_has_and_more_is_refused_before_a_model_is_loaded():
+def test_a_rank_above_the_engines_is_refused_early():
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 65, 257, 512)] == [1, 8, 8, 16, 128, 320, 512]
     with pytest.raises(ValueError, match="rank 513 cannot be served: the largest rank in vLLM is 512"):
         engine_rank(513)

@@ -33,7 +33,7 @@ def prepare(model, scheme="w4a16", keep_masters=False, exclude_modules=None, sca
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("scheme", QUANTIZED)
-def test_value_and_gradients_of_a_layer_are_those_of_a_naive_reference(scheme, use_rslora):
+def test_a_layer_equals_a_naive_reference(scheme, use_rslora):
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(256, 64))
     config = peft.LoraConfig(target_modules=["0"], r=4, lora_alpha=6, use_rslora=use_rslora, init_lora_weights=False)
@@ -55,7 +55,7 @@ def test_value_and_gradients_of_a_layer_are_those_of_a_naive_reference(scheme, u
     assert layer.base_layer.weight.grad is None and layer.base_layer.bias.grad is None
 
 
-def test_a_fingerprint_tells_bases_and_schemes_apart_and_not_adapters():
+def test_fingerprints_differ_by_base_and_scheme_not_adapter():
     prints = {}
     for name, seed, scheme, lora in (
         ("same", 0, "w4a16", {}),
@@ -97,7 +97,7 @@ def low_bit_base(folder, scheme, model=None):
     return load_frozen_model(str(export_checkpoint(model, folder, dtype=torch.float32)))
 
 
-def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
+def test_a_base_of_several_schemes_needs_its_plan(tmp_path):
     first = {"re:.*layers[.]0[.].*": None}
     base = low_bit_base(tmp_path / "mixed", first | PLAN)
     report = prepare(base, first | PLAN)
@@ -115,7 +115,7 @@ def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
             prepare(base, other)
 
 
-def test_a_low_bit_base_of_pictures_and_text_is_taken_by_the_plan_that_made_it(tmp_path):
+def test_a_low_bit_picture_base_is_taken_by_its_plan(tmp_path):
     model = AutoModelForImageTextToText.from_config(make_picture_config("qwen2_vl"))
     base = low_bit_base(tmp_path, PLAN, model)
     # The patterns match layers of the vision tower too, which stay in high precision.
@@ -138,7 +138,7 @@ OTHER = {"base": "f" * 16, "scheme": "w8a16", "group_size": 64, "scale_dtype": "
 
 
 @pytest.mark.parametrize(("name", "value"), OTHER.items())
-def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, caplog, name, value):
+def test_an_adapter_of_another_base_is_refused(tmp_path, caplog, name, value):
     record = RECORD | {"base": "0" * 16}
     check_record(tmp_path, record)
     assert "its adapter may not fit this base and scheme" in caplog.text

@@ -50,7 +50,7 @@ def run(base, tmp_path_factory):
     return trainer, before, options
 
 
-def test_a_saved_adapter_is_ordinary_and_the_same_policy_beside_the_export_and_on_the_plain_base(run, base, tmp_path):
+def test_a_saved_adapter_is_the_policy_on_either_base(run, base, tmp_path):
     trainer, *_ = run
     folder = trainer.args.output_dir
     assert_equal(load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(trainer.model))
@@ -80,7 +80,7 @@ def test_another_base_or_scheme_is_not_resumed(run, base, tmp_path):
             make(model, tmp_path, peft_config=lora(), **kwargs).train(resume_from_checkpoint=checkpoint)
 
 
-def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_path):
+def test_a_loaded_adapter_trains_on_and_is_its_reference(run, tmp_path):
     trainer, _, options = run
     folder = trainer.args.output_dir
     further = make(folder, tmp_path, **(options | {"max_steps": 1}))
@@ -95,7 +95,7 @@ def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_
     assert not (tmp_path / "ref").exists(), "TRL's copy of the start"
 
 
-def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp_path, capsys):
+def test_the_export_command_writes_base_and_adapter(run, tmp_path, capsys):
     trainer, *_ = run
     export_checkpoint(trainer.model, tmp_path / "ours", trainer.processing_class)
     folder = tmp_path / "theirs"
@@ -118,7 +118,7 @@ def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", ADAPTED_PLAN], ids=["w4a16", "other formats"])
-def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(base, tmp_path, scheme):
+def test_a_low_bit_start_equals_a_start_from_masters(base, tmp_path, scheme):
     options = {"bf16": False, "max_steps": 2, "scheme": scheme}
     masters = make(base, tmp_path / "masters", peft_config=lora(), **options)
     masters.train()
@@ -150,7 +150,7 @@ def test_a_low_bit_checkpoint_of_another_kind_is_refused(export, tmp_path, kwarg
 
 
 def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path):
-    options = {"bf16": False, "optim": "adamw_torch", "objective": "grpo", "max_steps": 2}
+    options = {"bf16": False, "optim": "adamw_torch", "loss_type": "grpo", "max_steps": 2}
     ours = make(base, tmp_path / "ours", peft_config=lora(), scheme="bf16", **options)
     ours.train()
     args = arguments(tmp_path / "stock", **options)
@@ -191,7 +191,7 @@ def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):
     assert len(adapter_tensors(trainer.model)) == 2 * 2 * 2, "PEFT's default: q_proj and v_proj"
 
 
-def test_an_adapter_beside_the_linear_layers_of_a_mixture_trains_on_frozen_experts(tmp_path):
+def test_a_mixtures_adapter_trains_on_frozen_experts(tmp_path):
     model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
     with pytest.raises(ValueError, match="'all-linear'"):
         make(model, tmp_path / "all", peft_config=lora())

@@ -63,7 +63,7 @@ def is_same(left, right):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_base_and_adapter_are_added_in_float32_and_quantized_together(dtype, use_rslora):
+def test_base_and_adapter_are_added_before_quantizing(dtype, use_rslora):
     model = make_model(dtype=dtype, use_rslora=use_rslora)
     layer, *_, scaling = parts(model)
     assert scaling == (3.0 if use_rslora else 1.5)
@@ -80,7 +80,7 @@ def test_a_layer_may_have_its_own_rank_and_scaling():
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
-def test_values_and_gradients_are_those_of_the_chain_rule_in_float64(scheme):
+def test_values_and_gradients_equal_float64(scheme):
     model = make_model(scheme)
     layer, _, a, b, scaling = parts(model)
     x, grad = torch.randn(2, 5, 256, requires_grad=True), torch.randn(2, 5, 96)
@@ -96,7 +96,7 @@ def test_values_and_gradients_are_those_of_the_chain_rule_in_float64(scheme):
     assert layer.weight.grad is None
 
 
-def test_low_bit_weight_follows_the_adapter_and_is_computed_once_per_change(monkeypatch):
+def test_the_low_bit_weight_follows_the_adapter(monkeypatch):
     model = make_model()
     layer, _, a, b, _ = parts(model)
     optimizer = torch.optim.AdamW([a, b], lr=0.1, fused=True)
@@ -118,7 +118,7 @@ def test_low_bit_weight_follows_the_adapter_and_is_computed_once_per_change(monk
         assert is_same(second, expected_low_bit(model))
 
 
-def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached():
+def test_a_disabled_adapter_leaves_the_low_bit_base():
     model, x = make_model(), torch.randn(2, 256)
     layer, *_ = parts(model)
     with_adapter, y = layer.low_bit_weight(), model(x)
@@ -134,7 +134,7 @@ def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached(
     assert layer.quantized_weights["weight"].num_flipped_codes is None
 
 
-def test_a_model_and_its_pickled_copy_compute_the_same_also_merged_by_peft_and_follow_their_own_adapters():
+def test_a_pickled_copy_follows_its_own_adapter():
     model, x = make_model(), torch.randn(2, 256)
     low_bit, y = parts(model)[0].low_bit_weight(), model(x)
     loaded = pickle.loads(pickle.dumps(model))
@@ -158,7 +158,7 @@ def test_a_restored_layer_runs_its_adapter_beside_it_again():
     torch.testing.assert_close(model.base_model.model.adapted(x), expected)
 
 
-def test_unquantized_learner_runs_base_and_adapter_in_high_precision():
+def test_an_unquantized_learner_runs_base_and_adapter():
     model, x = make_model(keep_masters=True), torch.randn(2, 256)
     layer, w, a, b, scaling = parts(model)
     layer.use_quantized_forward = False
@@ -192,7 +192,7 @@ def run(tiny_model, tmp_path_factory):
     return trainer, before, folder
 
 
-def test_published_tensors_are_those_of_base_and_saved_adapter_merged_by_peft(run, tiny_model):
+def test_published_tensors_equal_pefts_merge(run, tiny_model):
     trainer, before, folder = run
     after = tensors(trainer.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
@@ -216,7 +216,7 @@ def test_an_adapter_that_rounds_away_flips_no_code(tiny_model, tmp_path):
     assert any(p.abs().sum() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)
 
 
-def test_only_the_adapter_is_trained_and_layers_without_one_drop_their_masters(run):
+def test_only_the_adapter_is_trained(run):
     trainer, *_ = run
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert trained and all("lora_" in name for name in trained)
@@ -258,7 +258,7 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
     ("options", "config", "match"),
     [
         ({"exclude_modules": ["q_proj"]}, {}, r"2 of 6 adapted layers stay in high precision"),
-        ({"disable_dropout": False, "objective": "grpo"}, {"lora_dropout": 0.1}, "lora_dropout=0.1"),
+        ({"disable_dropout": False, "loss_type": "grpo"}, {"lora_dropout": 0.1}, "lora_dropout=0.1"),
     ],
 )
 def test_what_cannot_work_is_refused(tiny_model, tmp_path, options, config, match):

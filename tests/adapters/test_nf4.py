@@ -53,7 +53,7 @@ def test_only_the_adapter_moves_and_rollouts_are_the_learners(tiny_model, tmp_pa
         export_checkpoint(trainer.model, tmp_path / "export")
 
 
-def test_a_saved_adapter_is_trained_on_from_its_folder_on_the_same_4_bits_and_without_rounding(tiny_model, tmp_path):
+def test_a_saved_adapter_trains_on_without_rounding(tiny_model, tmp_path):
     first = make(tiny_model, tmp_path / "first")
     first.train()
     first.save_model(str(tmp_path / "adapter"))
@@ -69,7 +69,7 @@ def test_a_saved_adapter_is_trained_on_from_its_folder_on_the_same_4_bits_and_wi
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_as_if_it_had_not_ended_and_its_adapter_pushed(tiny_model, tmp_path, hub):
+def test_a_resumed_run_equals_a_whole_one_and_pushes(tiny_model, tmp_path, hub):
     whole = make(tiny_model, tmp_path / "whole", save_strategy="steps", save_steps=2)
     whole.train()
     resumed = make(tiny_model, tmp_path / "resumed", hub_model_id="someone/adapter")

@@ -30,7 +30,7 @@ def test_bench_writes_rows_for_each_scheme(command, tiny_model, tmp_path):
     mode, *options = command.split()
     path = tmp_path / "bench.json"
     options += ["--model_name_or_path", tiny_model, "--repeats", "1", "--schemes", "w4a16", "--json", str(path)]
-    if mode == "numerics" and (reason := pytest.importorskip("trl_qarl.numerics.cpu").reason_against()):
+    if mode == "numerics" and (reason := pytest.importorskip("trl_qarl.bitwise.cpu").reason_against()):
         pytest.skip(reason)
     run(make_parser().parse_args([mode, *options]))
     result = json.loads(path.read_text())

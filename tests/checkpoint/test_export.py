@@ -38,7 +38,7 @@ def load(tmp_path, arch="llama", **overrides):
 @pytest.mark.parametrize(
     ("arch", "name"), [*((arch, "w8a8") for arch in ARCHS), *zip(itertools.cycle(ARCHS), QUANTIZED, strict=False)]
 )
-def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, arch, name):
+def test_exported_tensors_equal_the_learners(tmp_path, arch, name):
     model, tokenizer = load(tmp_path, arch)
     prepare_model(model, name, scale_dtype=torch.bfloat16)
     tensors = tensors_of(export_checkpoint(model, tmp_path / "export", tokenizer))
@@ -64,7 +64,7 @@ def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, ar
 
 @pytest.mark.parametrize("name", ["w4a16", "w8a16", "bf16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path, name, tied):
+def test_transformers_computes_the_learners_logits(tmp_path, name, tied):
     model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
     prepare_model(model, name)
     folder = export_checkpoint(model, tmp_path / "export", tokenizer, dtype=torch.float32)
@@ -101,7 +101,7 @@ def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
-def test_experts_in_high_precision_are_refused_beside_low_bit_layers_and_else_written_as_in_masters(tmp_path, arch):
+def test_high_precision_experts_beside_low_bit_are_refused(tmp_path, arch):
     model = make_mixture(arch)
     prepare_model(model, "w4a16", exclude_modules="experts")
     with pytest.raises(ValueError, match="`save_model`"):
@@ -129,7 +129,7 @@ def experts_of(model):
         ("mixtral", "fp8"),
     ],
 )
-def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_weights(tmp_path, arch, name):
+def test_exports_of_mixtures_load_the_learners_weights(tmp_path, arch, name):
     model = make_mixture(arch)
     prepare_model(model, name, scale_dtype=torch.bfloat16)
     folder = export_checkpoint(model, tmp_path / "export")
@@ -165,7 +165,7 @@ def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_wei
     assert torch.equal(loaded.model.layers[1].mlp.gate.weight, model.model.layers[1].mlp.gate.weight.bfloat16())
 
 
-def test_experts_of_a_plan_have_a_group_of_their_own_that_every_reader_finds(tmp_path):
+def test_experts_of_a_plan_have_their_own_group(tmp_path):
     model = make_mixture("qwen2_moe")
     plan = {"re:.*experts": "w4a16", "re:.*(shared_expert|attn).*": "w8a16"}
     prepare_model(model, plan, scale_dtype=torch.bfloat16)

@@ -29,7 +29,7 @@ time.sleep(600)
 """
 
 
-def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
+def test_a_folder_is_held_until_its_process_is_killed(tmp_path):
     lock = tmp_path / "run" / ".lock"
     check_free(lock)
     assert not lock.parent.exists()

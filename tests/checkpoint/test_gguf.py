@@ -148,9 +148,7 @@ def test_blocks_are_read_as_the_weight_exactly(scheme, group_size, kind):
         ("llama", "bf16", None, "BF16", False),
     ],
 )
-def test_every_weight_of_the_file_is_the_policys_and_the_rest_the_bases(
-    tmp_path, arch, scheme, group_size, kind, tied
-):
+def test_the_file_has_the_policys_weights_and_the_bases_rest(tmp_path, arch, scheme, group_size, kind, tied):
     model = make_model(
         arch, tie_word_embeddings=tied, num_attention_heads=4, num_key_value_heads=2, attention_bias=True
     )
@@ -177,7 +175,7 @@ def test_every_weight_of_the_file_is_the_policys_and_the_rest_the_bases(
 
 
 @pytest.mark.parametrize(("arch", "tied"), [("llama", True), ("qwen2", False)])
-def test_transformers_reads_the_file_and_computes_the_learners_logits(tmp_path, arch, tied):
+def test_transformers_reads_the_learners_logits_from_gguf(tmp_path, arch, tied):
     model = make_model(arch, tie_word_embeddings=tied, num_key_value_heads=2)
     base = make_base(tmp_path / "base.gguf", model)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
@@ -186,7 +184,7 @@ def test_transformers_reads_the_file_and_computes_the_learners_logits(tmp_path, 
     assert_close(loaded, model)
 
 
-def test_factors_of_rotary_embeddings_stay_and_a_second_copy_of_a_tied_embedding_is_trained_too(tmp_path):
+def test_rotary_factors_stay_and_both_tied_copies_are_trained(tmp_path):
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope = scaling | {"original_max_position_embeddings": 256, "rope_theta": 10000.0}
     model = make_model(tie_word_embeddings=True, rope_parameters=rope)
@@ -223,7 +221,7 @@ BAD_BASES = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_BASES.values(), ids=BAD_BASES)
-def test_a_file_of_another_model_is_refused_by_what_tells_them_apart(tmp_path, arguments, message):
+def test_a_file_of_another_model_is_refused(tmp_path, arguments, message):
     model = make_model()
     base = make_base(tmp_path / "base.gguf", model, **arguments)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
@@ -241,7 +239,7 @@ def test_a_scheme_that_gguf_has_no_type_for_is_refused(tmp_path, scheme):
         export_gguf(model, base, tmp_path / "out.gguf", torch.bfloat16)
 
 
-def test_scales_that_fp16_does_not_hold_are_counted_and_leave_an_earlier_export_as_it_was(tmp_path):
+def test_scales_beyond_fp16_leave_an_earlier_export(tmp_path):
     model = make_model()
     base = make_base(tmp_path / "base.gguf", model)
     prepare_model(model, get_scheme("w4a16", 32), scale_dtype=torch.bfloat16)
@@ -308,7 +306,7 @@ def test_the_file_has_the_learners_template_and_ends_loudly(tmp_path, caplog):
     assert "tokenizer.ggml.eos_token_id in the GGUF file is 2 ('<|im_end|>'); the base file has 5 (" in said
 
 
-def test_an_adapter_beside_the_base_is_refused_and_one_inside_is_written(tmp_path):
+def test_only_an_adapter_inside_the_base_is_written(tmp_path):
     peft = pytest.importorskip("peft")
     from trl_qarl.adapters.base import prepare_base
 

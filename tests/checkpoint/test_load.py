@@ -120,7 +120,7 @@ def test_other_checkpoints_are_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize(("arch", "renamed"), [("mixtral", "block_sparse_moe.gate.weight"), ("qwen3_moe", None)])
-def test_what_the_trainer_does_not_find_in_a_checkpoint_of_a_mixture_is_loaded(tmp_path, arch, renamed):
+def test_missing_tensors_of_a_mixture_are_loaded(tmp_path, arch, renamed):
     saved, model = make_mixture(arch), make_mixture(arch, seed=1)
     saved.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -324,7 +324,7 @@ def test_layers_in_high_precision_in_a_release_stay_so(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_trainer_does_not_find_in_a_checkpoint_of_a_model_of_pictures_is_loaded(tmp_path, kind):
+def test_missing_tensors_of_a_picture_model_are_loaded(tmp_path, kind):
     """transformers saves Qwen2.5-VL's `model.visual` as `visual`, and its Trainer looks for the former."""
     make_picture_model(kind).save_pretrained(tmp_path / "first")
     trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "first")

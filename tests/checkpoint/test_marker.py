@@ -20,7 +20,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_save_counts_once_it_is_complete_and_at_no_moment_before(folder, monkeypatch):
+def test_a_save_counts_only_when_complete(folder, monkeypatch):
     (folder / "trainer_state.json").write_text(STATE)
     # Begun once more, after it was torn.
     begin(folder)
@@ -51,7 +51,7 @@ def test_checkpoint_without_a_marker_needs_a_whole_state(tmp_path, state):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", COMPLETE_FILE])
-def test_a_file_that_is_cut_emptied_or_removed_afterwards_is_named(folder, name):
+def test_a_cut_or_missing_file_is_named(folder, name):
     """A sharded checkpoint has folders of files, of which each process writes some."""
     (folder / "pytorch_model_fsdp_0").mkdir()
     for written in ("optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", "README.md", "training_args.bin"):

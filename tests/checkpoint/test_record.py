@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_qarl.checkpoint import marker
-from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
+from trl_qarl.checkpoint.record import check_checkpoint, scheme_record, write_scheme
 from trl_qarl.quantization.plan import get_plan
 
 
@@ -30,8 +30,8 @@ def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
         marker.begin(tmp_path)
         write_scheme(tmp_path, written)
         marker.complete(tmp_path)
-        assert find_checkpoint(str(tmp_path), "", written) == str(tmp_path)
+        assert check_checkpoint(str(tmp_path), "", written) == str(tmp_path)
         for other in records:
             if other is not written:
                 with pytest.raises(ValueError, match="was trained with"):
-                    find_checkpoint(str(tmp_path), "", other)
+                    check_checkpoint(str(tmp_path), "", other)

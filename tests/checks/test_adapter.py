@@ -53,7 +53,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
-def test_adapters_of_a_vision_tower_are_refused_and_of_the_language_model_are_not(kind):
+def test_only_adapters_of_the_vision_tower_are_refused(kind):
     def problems(targets):
         model = AutoModelForImageTextToText.from_config(make_picture_config(kind))
         return [*problems_of_adapted_model(peft.get_peft_model(model, peft.LoraConfig(target_modules=targets)))]
@@ -112,12 +112,12 @@ def test_options_that_contradict_an_adapter_are_refused(tmp_path, kwargs, messag
         ("embed_tokens", ["names 'model.embed_tokens'"]),
     ],
 )
-def test_a_layer_that_is_not_there_output_head_and_embedding_are_no_targets(name, said):
+def test_head_embedding_and_absent_layers_are_no_targets(name, said):
     (problem,) = problems_of_adapted_model(adapted(target_modules=["q_proj", name]))
     assert all(part in problem for part in said)
 
 
-def test_one_adapter_is_trained_and_none_that_was_loaded_for_inference(tmp_path):
+def test_an_adapter_for_inference_is_not_trained(tmp_path):
     model = adapted()
     assert [*problems_of_adapted_model(model)] == []
     model.add_adapter("ref", model.peft_config["default"])
@@ -130,7 +130,7 @@ def test_one_adapter_is_trained_and_none_that_was_loaded_for_inference(tmp_path)
     assert "`is_trainable=True`" in problem
 
 
-def test_models_that_transformers_adapted_or_quantized_are_refused():
+def test_adapted_or_quantized_models_are_refused():
     model = tiny()
     assert [*problems_of_start(model, has_adapter=True)] == []
     model.config.quantization_config = {"quant_method": "compressed-tensors"}

@@ -14,18 +14,20 @@ from trl import GRPOConfig
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, spread
 from testing_utils.trainings import EXPERTS, arguments, config, make
 from trl_qarl.checks.arguments import problems_of_division, problems_of_pictures
-from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.swap import restore_model
+from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 
 
 @pytest.fixture
 def no_engine(monkeypatch):
     """An engine must not be made."""
-    monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", lambda **_: pytest.fail("the engine was made"))
+    monkeypatch.setattr(
+        "trl_qarl.trainer.qarl_trainer.QaRLVLLMGeneration", lambda **_: pytest.fail("the engine was made")
+    )
 
 
 @pytest.mark.parametrize("use_vllm", [False, True])
-def test_masters_below_float32_are_refused_before_and_after_loading(tmp_path, use_vllm, monkeypatch, no_engine):
+def test_masters_below_float32_are_refused(tmp_path, use_vllm, monkeypatch, no_engine):
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
     args = arguments(tmp_path, use_vllm=use_vllm, model_init_kwargs={"dtype": "auto"})
     # Known from the weights alone.
@@ -107,7 +109,7 @@ def test_a_class_and_equal_bits_are_refused_with_their_reasons(tmp_path, cls, op
 
 
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory", "streamed dataset", "image"])
-def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, name):
+def test_contradictions_to_rollout_ahead_are_refused(tmp_path, name):
     args = arguments(tmp_path, use_vllm=True, vllm_mode="server", rollout_ahead=1)
     datasets = {"streamed dataset": make_problems().to_iterable_dataset(), "image": with_pictures()}
     given = {} if name in datasets else {name: [print] if name == "tools" else print}
@@ -211,7 +213,7 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
     ids=str,
 )
 def test_a_row_without_a_prompt_is_named(tiny_model, tmp_path, monkeypatch, prompts, row):
-    monkeypatch.setattr("trl_qarl.policy.Policy.load", None)
+    monkeypatch.setattr("trl_qarl.trainer.policy.Policy.load", None)
     bad, good = Dataset.from_dict({"prompt": prompts}), make_problems()
     for name, data in (("training", (bad, good)), ("evaluation", (good, bad)), ("evaluation", (good, {"x": bad}))):
         args = arguments(tmp_path, eval_strategy="steps")
@@ -226,12 +228,12 @@ def test_a_row_of_a_stream_without_a_prompt_is_named(tiny_model, tmp_path):
         trainer.train()
 
 
-def test_a_model_without_a_tokenizer_is_named_before_it_is_loaded(tiny_model, tmp_path, monkeypatch):
+def test_a_missing_tokenizer_is_named_before_loading(tiny_model, tmp_path, monkeypatch):
     for file in Path(tiny_model).iterdir():
         if not file.name.startswith("tokenizer"):
             shutil.copy(file, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="has no tokenizer .*processing_class"):
-        patch.setattr("trl_qarl.policy.Policy.load", None)
+        patch.setattr("trl_qarl.trainer.policy.Policy.load", None)
         make(str(tmp_path), tmp_path / "run")
     args = arguments(tmp_path / "run")
     QaRLTrainer(str(tmp_path), spread, args, make_problems(), processing_class=make_tiny_tokenizer())
@@ -255,11 +257,11 @@ def test_a_cut_file_of_weights_is_named(tiny_model, tmp_path, share):
         ("mixtral", {"router_jitter_noise": 0.1}),
     ],
 )
-def test_dropout_is_refused_by_tbpo_and_switched_off_by_its_option(tmp_path, arch, rates):
+def test_tbpo_refuses_dropout(tmp_path, arch, rates):
     model = (make_tiny_mixture if arch == "mixtral" else make_tiny_model)(tmp_path, arch, **rates)
     with pytest.raises(ValueError, match="disable_dropout=True"):
         make(model, tmp_path)
-    make(model, tmp_path, objective="grpo", scheme="bf16")
+    make(model, tmp_path, loss_type="grpo", scheme="bf16")
     trainer = make(model, tmp_path, disable_dropout=True, max_steps=2)
     tokens = torch.randint(4, 200, (2, 12))
     with torch.no_grad():

@@ -12,9 +12,9 @@ from testing_utils.trainings import arguments, lora
 from trl_qarl.checkpoint import marker
 from trl_qarl.checks.problems import Problems
 from trl_qarl.cli import main
-from trl_qarl.policy import Policy
-from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.scripts import train
+from trl_qarl.trainer.policy import Policy
+from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 
 
 @pytest.fixture

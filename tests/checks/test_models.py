@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
-from trl_qarl.checks.models import problem_of_architecture, problems_with_vllm
+from trl_qarl.checks.architectures import problem_of_architecture, problems_with_vllm
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import assign_schemes
 

@@ -63,9 +63,9 @@ def test_a_value_that_cannot_be_is_refused(tmp_path, options, message):
 def test_all_wrong_values_come_in_one_message(tmp_path):
     options = {name: value for given, _ in REFUSED for name, value in given.items() if name != "output_dir"}
     with pytest.raises(Problems) as error:
-        config(tmp_path, **options, torch_compile=True, objective="ppo")
+        config(tmp_path, **options, torch_compile=True, loss_type="ppo")
     found = {problem.split("=")[0] for problem in error.value.problems}
-    assert found == options.keys() | {"torch_compile", "objective"}
+    assert found == options.keys() | {"torch_compile", "loss_type"}
     assert len(error.value.problems) == len(found) and str(error.value).startswith(f"{len(found)} problems:\n- ")
 
 

@@ -31,7 +31,7 @@ def test_tokenizer_round_trips(tokenizer, text):
 
 
 @pytest.mark.slow
-def test_converted_checkpoint_is_an_ordinary_one_that_answers_sanely(tmp_path, tokenizer):
+def test_a_converted_checkpoint_is_an_ordinary_one(tmp_path, tokenizer):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

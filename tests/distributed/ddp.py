@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sharded_runs import LORA, Masters, train
 
 from testing_utils import fixed_completions, logged, make_problems, relative_error
-from trl_qarl.rollout.server_process import free_port
+from trl_qarl.engines.server_process import free_port
 
 
 OPTIONS = {"max_grad_norm": 1.0}

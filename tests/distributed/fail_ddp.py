@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 from sharded_runs import COLOCATED, train
 
-from trl_qarl import qarl_trainer
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.trainer import qarl_trainer
 from trl_qarl.wire.protocol import PublishError
 
 

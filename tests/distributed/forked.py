@@ -9,7 +9,7 @@ import sys
 import traceback
 from contextlib import suppress
 
-from trl_qarl.rollout.server_process import free_port
+from trl_qarl.engines.server_process import free_port
 
 
 def fork_rank(rank, count, port, function, *arguments):
@@ -34,7 +34,7 @@ def fork_rank(rank, count, port, function, *arguments):
 
 def fork_ranks(count, function, *arguments):
     """Call `function` in each of `count` processes, which all end as soon as one fails."""
-    for name in ("trl_qarl.qarl_trainer", "peft"):
+    for name in ("trl_qarl.trainer.qarl_trainer", "peft"):
         with suppress(ImportError):
             importlib.import_module(name)
     # A collection in a rank must not walk, and copy, what is shared.

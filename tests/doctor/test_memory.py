@@ -19,7 +19,7 @@ from trl_qarl import QaRLConfig, cli
 from trl_qarl.doctor import memory
 from trl_qarl.doctor.memory import (
     LAUNCHES,
-    Run,
+    MemorySettings,
     check_host_memory,
     launch_configuration,
     memory_of_machine,
@@ -65,7 +65,7 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
     options = {"max_steps": 1, "optim": optim, "bf16": True, "peft_config": adapter, "gradient_dtype": dtype}
     trainer = make_trainer(tiny_model, tmp_path, callbacks=[gradients], **options)
     trainer.train()
-    run = Run(1, optim, lora_rank=rank, rollout_ahead=1, gradient_bytes=2 if dtype == "bfloat16" else 4)
+    run = MemorySettings(1, optim, lora_rank=rank, rollout_ahead=1, gradient_bytes=2 if dtype == "bfloat16" else 4)
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), run)["ddp"]
     kept = kept_version(trainer.model)
     weights = [layer.low_bit_weight() for layer in quantized_layers(trainer.model).values()]
@@ -104,7 +104,7 @@ def test_the_peak_is_what_was_calculated(tmp_path, num_sequences, shape):
         for parameter in trainer.model.parameters():
             live.add(parameter.detach())
         trainer.train()
-    plan, run = get_plan("w4a16"), Run(1, "adamw_torch", num_tokens=num_tokens)
+    plan, run = get_plan("w4a16"), MemorySettings(1, "adamw_torch", num_tokens=num_tokens)
     parts = parts_of_memory(shapes_of(model), plan, run)["ddp"] | {"weight sync": 0}
     # With which codes are unpacked on a CPU.
     parts["table"] = 2**20
@@ -129,7 +129,7 @@ def test_memory_on_the_pages_of_the_documentation_is_calculated():
     }
     for name, (share, memory_of_gpu, launch) in recipes.items():
         [(gpu, host)] = re.findall(rf"^\| `{name}[.]yaml` .* \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
-        run = Run(1, "muon_8bit", engine_bytes=int(share * memory_of_gpu * 1e9), gradient_bytes=2)
+        run = MemorySettings(1, "muon_8bit", engine_bytes=int(share * memory_of_gpu * 1e9), gradient_bytes=2)
         parts = parts_of_memory(what_fits["shapes_of"](f"Qwen3-{name.partition('b')[0]}B"), get_plan("w4a16"), run)[
             launch
         ]
@@ -141,14 +141,14 @@ def test_memory_on_the_pages_of_the_documentation_is_calculated():
 
 
 def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
-    alone, four = (parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(n)) for n in (1, 4))
+    alone, four = (parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(n)) for n in (1, 4))
     for name in ("masters", "gradients", "optimizer", "low-bit weights"):
         assert four["fsdp2"][name] == pytest.approx(alone["ddp"][name] / 4, rel=1e-3)
         assert four["ddp"][name] == alone["ddp"][name]
-    adding = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(4, accumulates=True))
+    adding = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(4, accumulates=True))
     assert adding["fsdp2"] == four["fsdp2"] | {"gradients": alone["ddp"]["gradients"]} and adding["ddp"] == four["ddp"]
     with pytest.raises(ValueError, match="optim='sgd'"):
-        parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, "sgd"))
+        parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(1, "sgd"))
 
 
 def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp_path, capsys):
@@ -159,7 +159,7 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert cli.main([*command, "--gpu_memory", "1", "--write", str(path)]) == 0
     assert "Launch with ddp, a server elsewhere:" in capsys.readouterr().out
     assert yaml.safe_load(path.read_text()) == launch_configuration("ddp", 8)
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64))
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(8, num_tokens=64))
     sizes = [on_gpu(parts[launch]) / 1e9 for launch in LAUNCHES]
     assert sizes[1] < sizes[0]
     assert cli.main([*command, "--gpu_memory", str(sum(sizes[:2]) / 2), "--write", str(path)]) == 0
@@ -176,7 +176,7 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
         assert re.search(rf"^{name}( +\d+\.\d){{3}}$", out, re.MULTILINE)
     capsys.readouterr()
     # Beside LoRA, a frozen base takes less.
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64, lora_rank=8))
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(8, num_tokens=64, lora_rank=8))
     less = on_gpu(parts["fsdp2"]) / 1e9
     assert less < sizes[1]
     assert cli.main([*command, "--gpu_memory", str(sizes[1] * 1.001), "--gradient_accumulation_steps", "2"]) == 1
@@ -193,7 +193,9 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
 
 def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsys):
     command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--write", str(tmp_path / "launch.yaml")]
-    split = [parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(n, num_tokens=64)) for n in (2, 3)]
+    split = [
+        parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(n, num_tokens=64)) for n in (2, 3)
+    ]
     command += ["--host_memory", "0.02"]
     two, three = (on_gpu(parts["fsdp2"]) / 1e9 for parts in split)
     # Colocated engines take too much, and two GPUs of the learner too little; a tenth is kept in reserve.
@@ -209,7 +211,7 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
 
 def test_masters_go_to_host_memory_where_gpus_are_small(tiny_model, tmp_path, capsys):
     path = tmp_path / "launch.yaml"
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, num_tokens=64))
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(1, num_tokens=64))
     small, large = (on_gpu(parts[launch]) / 1e9 for launch in ("fsdp2_offload", "ddp"))
     command = ["estimate", tiny_model, "--tokens", "64", "--vllm_gpu_memory_utilization", "0", "--write", str(path)]
     command += ["--gpu_memory", str((small + large) / 2)]
@@ -232,7 +234,7 @@ def test_a_sleeping_engine_leaves_its_memory_to_updates():
 def test_too_little_host_memory_is_named_before_loading(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     args = QaRLConfig(str(tmp_path), use_cpu=True)
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1))["fsdp2_offload"]
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(1))["fsdp2_offload"]
     for factor, is_enough in ((1.01, True), (0.99, False)):
         monkeypatch.setattr(memory, "memory_of_machine", lambda factor=factor: factor * on_host(parts))
         if is_enough:
@@ -243,7 +245,7 @@ def test_too_little_host_memory_is_named_before_loading(tiny_model, tmp_path, mo
     assert memory_of_machine() > 2**28
 
 
-def test_the_command_says_which_kernel_of_vllm_runs_the_scheme_on_a_gpu(tiny_model, capsys):
+def test_the_command_names_the_gpu_kernel(tiny_model, capsys):
     command = ["estimate", tiny_model, "--gpu_memory", "80", "--tokens", "64", "--scheme", "fp8"]
     assert cli.main([*command, "--gpu_capability", "9.0"]) == 0
     assert "ok       vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel" in capsys.readouterr().out

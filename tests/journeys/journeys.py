@@ -21,7 +21,7 @@ import yaml
 from warm import Warm
 
 from testing_utils import make_tiny_config, make_tiny_tokenizer
-from trl_qarl.rollout.server_process import free_port
+from trl_qarl.engines.server_process import free_port
 
 
 FOLDER = Path(__file__).parent

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trl_qarl.rollout.server_process import free_port
+from trl_qarl.engines.server_process import free_port
 
 
 pytestmark = [

@@ -7,7 +7,7 @@ import yaml
 from journeys import CONFIGURATIONS, RECIPE, two_processes
 
 from testing_utils.trainings import EXPERTS, assert_equal
-from trl_qarl.rollout.server_process import free_port
+from trl_qarl.engines.server_process import free_port
 
 
 pytestmark = [

@@ -21,7 +21,7 @@ def train(user, code=0, **changes):
     return user.run("trl-qarl", "train", "--config", name, code=code)
 
 
-def test_a_second_stage_starts_from_masters_and_not_from_an_export(user):
+def test_a_second_stage_starts_from_masters(user):
     user.write_recipe(scheme="w8a8")
     user.run("trl-qarl", "train", "--config", "recipe.yaml")
     output = train(user, code=2, model_name_or_path="out/w8a8")

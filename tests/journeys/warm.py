@@ -28,7 +28,13 @@ from trl_qarl.processes import end_with_parent
 
 IMPORTED = {
     "commands": (
-        *("trl_qarl.cli", "trl_qarl.scripts.train", "trl_qarl.scripts.export", "trl_qarl.qarl_trainer", "peft"),
+        *(
+            "trl_qarl.cli",
+            "trl_qarl.scripts.train",
+            "trl_qarl.scripts.export",
+            "trl_qarl.trainer.qarl_trainer",
+            "peft",
+        ),
         *("accelerate.commands.launch", "torch.distributed.run", "trl.cli.commands.training", "deepspeed"),
         *("transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "pandas", "pyarrow"),
     ),

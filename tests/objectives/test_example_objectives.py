@@ -69,7 +69,7 @@ def test_a_mismatch_that_overflows_makes_no_nan(name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_example_objective_trains(tiny_model, tmp_path, name):
-    options = {"objective": f"objectives:{name}", "objective_kwargs": OPTIONS[name], "max_steps": 2, "beta": 0.1}
+    options = {"loss_type": f"objectives:{name}", "objective_kwargs": OPTIONS[name], "max_steps": 2, "beta": 0.1}
     trainer = make(tiny_model, tmp_path, use_bias_correction_kl=True, **options)
     before = parameters(trainer)
     trainer.train()
@@ -80,7 +80,7 @@ def test_an_example_objective_trains(tiny_model, tmp_path, name):
 
 @pytest.mark.nightly
 def test_the_command_line_trains_with_an_example(train_argv, tmp_path):
-    options = ["--objective", "objectives:IcePop", "--objective_kwargs", '{"high": 3}', "--steps_per_generation", "1"]
+    options = ["--loss_type", "objectives:IcePop", "--objective_kwargs", '{"high": 3}', "--steps_per_generation", "1"]
     command = [sys.executable, "-m", "trl_qarl.cli", "train", *train_argv, *options, "--export_dir", "none"]
     environment = os.environ | {"PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -64,7 +64,7 @@ def test_experts_run_under_autocast_as_linear_layers_do(mixtures):
     assert layer.down_proj.grad.dtype == torch.float32
 
 
-def test_without_the_quantized_forward_they_compute_what_transformers_does(mixtures):
+def test_without_quantized_forward_they_equal_transformers(mixtures):
     model = mixtures["mixtral"]
     layer, plain = quantized(model), experts_of(model)[-1]
     layer.use_quantized_forward = False
@@ -85,7 +85,7 @@ def loss_and_gradients(model, ids, **arguments):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_checkpointing_and_implementations_change_no_bit_and_the_router_is_trained():
+def test_checkpointing_changes_no_bit_of_a_mixture():
     model = make_mixture()
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
     ids = torch.randint(3, 260, (2, 24))
@@ -104,7 +104,7 @@ def test_checkpointing_and_implementations_change_no_bit_and_the_router_is_train
 
 
 @pytest.mark.parametrize("arch", MIXTURES)
-def test_every_layout_that_is_named_is_quantized_and_its_routers_are_not(mixtures, arch):
+def test_named_layouts_are_quantized_without_routers(mixtures, arch):
     model = copy.deepcopy(mixtures[arch])
     report = prepare_model(model, "w4a16")
     is_dense_first = hasattr(model.config, "first_k_dense_replace")
@@ -141,7 +141,7 @@ def test_frozen_experts_compute_what_they_did_and_hold_no_master(mixtures, arch,
         restore_model(model)
 
 
-def test_codes_that_change_are_counted_and_unchanged_experts_are_kept():
+def test_flips_are_counted_and_unchanged_experts_kept():
     model = make_mixture()
     prepare_model(model, "w4a16")
     weight = dict(Inventory.of(model).weights())["model.layers.0.mlp.experts.down_proj"]
@@ -155,7 +155,7 @@ def test_codes_that_change_are_counted_and_unchanged_experts_are_kept():
     assert changed == [expert == 3 for expert in range(8)]
 
 
-def test_one_group_size_divides_both_sizes_or_the_experts_are_refused():
+def test_experts_need_one_group_size_for_both_products():
     model = make_mixture(moe_intermediate_size=96)
     report = prepare_model(model, "w4a16")
     assert {report.converted[name] for name in report.num_experts} == {32}
@@ -216,7 +216,7 @@ def test_other_layouts_are_left_alone_by_name_and_reason(arch):
     assert reason in skipped and skipped.startswith(type(experts_of(model)[0]).__name__)
 
 
-def test_experts_with_a_gate_of_their_own_biases_or_other_sizes_are_refused(mixtures):
+def test_experts_of_an_unknown_form_are_refused(mixtures):
     experts = copy.deepcopy(experts_of(mixtures["qwen3_moe"])[0])
     assert problem_of_experts(experts) is None
     for change, reason in (({"has_bias": True}, "biases"), ({"has_gate": False}, "no gate")):

@@ -49,7 +49,7 @@ def test_a_tokens_bits_depend_on_no_other_token(name):
     assert torch.equal(experts_product(x[shuffled], ids[shuffled], weights[shuffled], *stacks), together[shuffled])
 
 
-def test_what_experts_give_is_added_in_the_order_of_routing_in_float32():
+def test_expert_outputs_are_added_in_routing_order():
     # Of two, either order gives the same; after rounding to 16 bits most orders do.
     gate_up, down = make_stacks("w4a16", torch.float32)
     x, (ids, weights) = torch.randn(40, HIDDEN), route(40, topk=4)

@@ -69,7 +69,7 @@ def assert_near(actual, a, b, tolerance, bias=0.0):
 
 @pytest.mark.parametrize("has_native_instructions", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", IN_FEATURES)
-def test_every_kernel_computes_the_dequantized_product_and_its_gradients(monkeypatch, name, has_native_instructions):
+def test_kernels_compute_the_dequantized_product(monkeypatch, name, has_native_instructions):
     monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
     kernels_run = set()
@@ -127,9 +127,7 @@ def test_int8_weights_at_an_unaligned_address_are_expanded():
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["w4a16", "mxfp4a16", "nvfp4a16", "w8a16", "fp8", "w4a8-int8"])
-def test_a_row_invariant_product_gives_a_row_the_same_bits_whatever_comes_with_it(
-    monkeypatch, name, dtype, has_native_instructions
-):
+def test_the_row_invariant_product_is_row_invariant(monkeypatch, name, dtype, has_native_instructions):
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
     scheme = get_scheme(name)
     shapes = [(48, 64), (33, 96), (256, 2048), (100, 160)] + [(16, 100)] * (name == "w8a16")

@@ -24,7 +24,7 @@ def model(tmp_path):
     return model
 
 
-def test_layers_of_one_matrix_share_the_divisor_of_the_largest_weight(model):
+def test_fused_layers_share_a_divisor(model):
     prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
     layers = quantized_layers(model)
     scales = Inventory.of(model).global_scales
@@ -36,7 +36,7 @@ def test_layers_of_one_matrix_share_the_divisor_of_the_largest_weight(model):
         assert 2688 / largest / 8 < scale <= 2688 / largest / 4
 
 
-def test_others_may_be_given_later_and_a_frozen_base_keeps_its_own(model):
+def test_a_frozen_base_keeps_its_dtype(model):
     prepare_model(model, {"re:.*mlp.*": "nvfp4a16", "_default": "w8a8"})
     layers = quantized_layers(model)
     before = {name: layer.low_bit_weight().shared_scale for name, layer in layers.items()}
@@ -57,7 +57,7 @@ def test_a_model_whose_weights_are_not_loaded_yet_has_none():
     assert Inventory.of(model).global_scales == {}
 
 
-def test_an_update_does_not_change_it_and_layers_of_several_are_not_exported(model, tmp_path):
+def test_layers_of_several_precisions_are_not_exported(model, tmp_path):
     prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
     layers = quantized_layers(model)
     before = Inventory.of(model).global_scales

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from testing_utils import make_mixture, relative_error
 from testing_utils.layers import naive_experts, route
-from trl_qarl.numerics.low_bit import low_bit_linear
+from trl_qarl.bitwise.low_bit import low_bit_linear
 from trl_qarl.quantization import experts
 from trl_qarl.quantization.experts import QuantizedExperts, grouped_experts, is_grouping_faster
 from trl_qarl.quantization.schemes import get_scheme
@@ -39,7 +39,7 @@ def test_value_and_every_gradient_equal_the_float64_loop(layer):
         assert relative_error(actual, reference) < 1e-6
 
 
-def test_a_layer_computes_and_trains_as_with_one_product_per_expert(layer, monkeypatch):
+def test_a_layer_equals_one_product_per_expert(layer, monkeypatch):
     """Under autocast, with operands that CUDA's kernel takes, whatever it leaves for an idle expert."""
     x, ids, weights = route()
 

@@ -27,7 +27,7 @@ def model(request):
     return model
 
 
-def test_every_tensor_is_part_of_one_layer_in_the_order_of_the_checkpoint(model):
+def test_tensors_of_a_layer_are_together_and_in_order(model):
     layers = list(Inventory.of(model).walk())
     names = [name for layer in layers for name in layer.tensors]
     assert names == list(base_state_dict(model)) and len({layer.name for layer in layers}) == len(layers)
@@ -169,7 +169,7 @@ def test_layers_without_weights_are_left_alone_with_the_reason(shape):
         QuantizedLinear.from_linear(nn.Linear(*shape), get_scheme("w4a16"))
 
 
-def test_exclude_modules_takes_names_last_components_and_a_regular_expression():
+def test_exclude_modules_takes_names_and_patterns():
     def excluded(patterns):
         report = prepare_model(tiny(), "w4a16", exclude_modules=patterns)
         return [name for name, why in report.skipped.items() if why == "exclude_modules"]

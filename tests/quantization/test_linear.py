@@ -70,7 +70,7 @@ def test_from_linear_keeps_parameters_hooks_and_state_dict_keys():
     assert calls == [1]
 
 
-def test_quantizing_happens_once_per_optimizer_step_not_per_micro_batch(monkeypatch):
+def test_quantizing_happens_once_per_optimizer_step(monkeypatch):
     layer, quantize = make(), Mock(wraps=tensors.quantize_weight)
     monkeypatch.setattr(tensors, "quantize_weight", quantize)
     optim = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def test_quantizing_happens_once_per_optimizer_step_not_per_micro_batch(monkeypa
     assert quantize.call_count == 3
 
 
-def test_a_step_that_changes_nothing_keeps_the_same_low_bit_object():
+def test_an_empty_step_keeps_the_low_bit_object():
     layer = make()
     optim = torch.optim.AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     layer(torch.randn(8, 256)).sum().backward()

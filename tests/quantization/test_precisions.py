@@ -32,7 +32,7 @@ UNSIGNED = next(n for n, s in SCHEMES.items() if s.grid and s.grid.num_bits == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_steps_of_fewer_bits_are_powers_of_two_of_those_of_more(dtype):
+def test_steps_of_fewer_bits_are_powers_of_two(dtype):
     master = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     four = LowBitTensor.from_hp(master, get_scheme(FOUR, 32), dtype)
     for bits in (3, 2):
@@ -61,7 +61,7 @@ def test_codes_alone_give_the_nearest_code_of_fewer_bits(bits):
     assert coarse.scheme == at_bits(four.scheme, bits) and (bits < 4 or torch.equal(coarse, four))
 
 
-def test_codes_that_hold_no_others_and_scales_that_cannot_grow_are_refused():
+def test_codes_without_masters_are_refused():
     four = LowBitTensor.from_hp(torch.randn(8, 128), get_scheme(FOUR), torch.float16)
     with pytest.raises(ValueError, match=f"Codes of '{SIGNED[2]}' .* '{FOUR}'"):
         four.coarser(at_bits(four.scheme, 2)).coarser(four.scheme)
@@ -94,7 +94,7 @@ def test_codes_of_another_grid_have_not_flipped():
     assert code_flip_rate([weight]) == 0.0
 
 
-def test_layers_quantize_their_masters_at_the_bits_that_are_set_and_come_back():
+def test_layers_quantize_at_the_set_precision():
     model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 64))
     report = prepare_model(model, {"0": FOUR, "1": "w8a16"}, scale_dtype=torch.bfloat16)
     layers = quantized_layers(model)
@@ -135,7 +135,7 @@ def test_block_by_block_each_layer_has_its_bits():
         assert is_mixed == (len({*expected}) > 1)
 
 
-def test_layers_that_no_pattern_fits_have_the_bits_of_their_scheme_and_names_come_first():
+def test_layers_without_a_pattern_have_the_schemes_bits():
     model = Blocks()
     schemes = prepare_model(model, {"re:layers.*": FOUR, "head": SIGNED[3]}).schemes
     set_precision(quantized_layers(model), schemes, {"re:layers.*": 2, "layers.1.q": 3})
@@ -162,7 +162,7 @@ def test_a_pattern_that_changes_nothing_is_named():
     ],
     ids=str,
 )
-def test_a_list_is_a_cycle_over_batches_and_a_mapping_a_schedule_over_updates(precisions, updates_per_batch, expected):
+def test_a_list_cycles_and_a_mapping_schedules(precisions, updates_per_batch, expected):
     parsed = parse_precisions(precisions)
     assert {update: precision_at(parsed, update, updates_per_batch) for update in expected} == expected
 

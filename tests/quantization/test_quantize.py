@@ -224,7 +224,7 @@ def vllms_int8(x):
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("name", "vllms"), [("fp8", vllms_fp8), ("w8a8", vllms_int8)])
-def test_activations_equal_vllms_on_a_million_values_in_tokens_of_very_different_size(name, vllms, dtype):
+def test_activations_equal_vllms_on_a_million_values(name, vllms, dtype):
     torch.manual_seed(0)
     x = (torch.randn(2048, 512) * torch.logspace(-4, 4, 2048)[torch.randperm(2048)].unsqueeze(1)).to(dtype)
     expected, expected_scale = vllms(x)
@@ -242,7 +242,7 @@ def test_tiny_activations_stay_finite_and_small(name, size):
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
-def test_a_master_of_any_strides_gives_the_codes_of_its_contiguous_copy(name):
+def test_strides_of_a_master_do_not_change_codes(name):
     scheme = get_scheme(name)
     storage = torch.randn(300, 300)
     for weight in (
@@ -260,7 +260,7 @@ def test_a_master_of_any_strides_gives_the_codes_of_its_contiguous_copy(name):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
-def test_a_master_that_is_no_number_is_seen_in_the_low_bit_weight(name, value):
+def test_a_nan_in_a_master_is_seen_in_the_low_bit_weight(name, value):
     weight = torch.ones(8, 256)
     weight[3, 5] = value
     # Beyond NVFP4's global scale.
@@ -270,7 +270,7 @@ def test_a_master_that_is_no_number_is_seen_in_the_low_bit_weight(name, value):
 
 
 @pytest.mark.parametrize("in_features", [1, 2, 6, 98, 101])
-def test_w8a16_that_does_not_fill_words_is_refused_and_schemes_that_do_not_pack_take_it(in_features):
+def test_w8a16_that_does_not_fill_words_is_refused(in_features):
     with pytest.raises(ValueError, match=rf"in_features={in_features} .*`exclude_modules`.*`fp8`"):
         LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme("w8a16"), torch.bfloat16)
     for name in ("w8a8", "fp8"):
@@ -289,7 +289,7 @@ def test_codes_of_a_transposed_input_are_row_major(scheme):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_rows_are_quantized_in_blocks_of_any_size_to_the_same_bits(monkeypatch, name):
+def test_block_size_does_not_change_quantized_rows(monkeypatch, name):
     torch.manual_seed(0)
     weight = torch.randn(40, 256)
     weight[7] = 0

@@ -67,6 +67,6 @@ def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
         *((name, "Use 'nvfp4a16' or 'mxfp4a16'") for name in ("nvfp4", "mxfp4", "MXFP4a4")),
     ],
 )
-def test_a_name_that_there_is_not_is_refused_with_one_that_there_is(name, message):
+def test_an_unknown_name_is_refused_with_a_known_one(name, message):
     with pytest.raises(ValueError, match=rf"Unknown scheme '{name}'.*{message}"):
         get_scheme(name)

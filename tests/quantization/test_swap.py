@@ -29,7 +29,7 @@ from trl_qarl.quantization.tensors import LowBitTensor
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_exactly_the_layers_of_attention_and_mlp_are_converted_and_parameters_stay(arch, tied):
+def test_only_attention_and_mlp_are_converted(arch, tied):
     model = tiny(arch, tie_word_embeddings=tied)
     before = {name: id(p) for name, p in model.named_parameters()}
     keys = list(model.state_dict())
@@ -41,7 +41,7 @@ def test_exactly_the_layers_of_attention_and_mlp_are_converted_and_parameters_st
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_layer_that_no_group_size_divides_is_named_and_nothing_is_converted():
+def test_an_indivisible_layer_is_named_and_none_converted():
     model = nn.Sequential(nn.Linear(128, 100), nn.Linear(100, 64))
     with pytest.raises(ValueError, match=r"Layer '1': in_features=100"):
         prepare_model(model, "w4a16")
@@ -75,7 +75,7 @@ def test_models_that_cannot_be_prepared_are_refused(make_model, message):
         prepare_model(make_model(), "w8a8")
 
 
-def test_a_restored_model_is_the_untouched_one_and_so_is_a_disabled_one_outside_of_the_context():
+def test_a_restored_model_is_the_untouched_one():
     model, tokens = tiny(), torch.randint(4, 200, (2, 8))
     with torch.no_grad():
         untouched = model(tokens).logits
@@ -95,7 +95,7 @@ def test_a_restored_model_is_the_untouched_one_and_so_is_a_disabled_one_outside_
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma"])
-def test_engine_precision_computes_what_the_export_computes_and_gives_the_masters_back(tmp_path, arch):
+def test_engine_precision_equals_the_export(tmp_path, arch):
     model = tiny(arch)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
     masters = {name: p.clone() for name, p in model.state_dict().items()}
@@ -142,7 +142,7 @@ def is_projection(module, name):
     return name.endswith("_proj")
 
 
-def test_quantize_prepares_the_same_parameters_and_gives_what_prepare_model_gives():
+def test_quantize_equals_prepare_model():
     ours, theirs = tiny("qwen2"), tiny("qwen2")
     parameters = dict(theirs.named_parameters())
     prepare_model(ours, get_scheme("w4a16", 64), scale_dtype=torch.bfloat16)
@@ -161,7 +161,7 @@ def test_quantize_prepares_the_same_parameters_and_gives_what_prepare_model_give
     ("scheme", "dtype"),
     zip((name for name, s in SCHEMES.items() if s.is_quantized), cycle([torch.float32, torch.bfloat16]), strict=False),
 )
-def test_a_converted_model_computes_publishes_and_exports_what_the_prepared_one_does(tmp_path, scheme, dtype):
+def test_a_converted_model_equals_the_prepared_one(tmp_path, scheme, dtype):
     model, tokens = tiny("qwen2").to(dtype), torch.randint(4, 200, (2, 24))
     prepare_model(model, scheme)
     with torch.no_grad():

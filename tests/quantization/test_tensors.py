@@ -165,7 +165,7 @@ def test_beside_a_dense_tensor_it_is_its_dense_values(name):
     torch.testing.assert_close(weight, dense.bfloat16(), check_dtype=False, rtol=1e-2, atol=0)
 
 
-def test_gathered_experts_take_gradients_one_by_one_and_keep_nothing():
+def test_gathered_experts_keep_nothing():
     whole = make("w4a8", scale_dtype=torch.float32)
     gathered = LowBitTensor(whole.qdata, whole.scale, whole.scheme, whole.dtype, torch.Size((3, 32, 256)))
     experts, x = nn.Parameter(gathered), torch.randn(4, 256)

@@ -57,7 +57,7 @@ def are_equal(ours, theirs):
 
 
 @pytest.mark.parametrize("kind", ["w4a16", "w8a8", "nvfp4a16", "bf16", "w4a16 beside", "w4a16 merged"])
-def test_an_earlier_version_computes_and_is_published_as_it_was_and_leaves_no_trace(kind):
+def test_an_earlier_version_leaves_no_trace(kind):
     model = make(kind)
     # B begins at 0.
     update(model)
@@ -84,7 +84,7 @@ def test_an_earlier_version_computes_and_is_published_as_it_was_and_leaves_no_tr
         assert are_equal(outputs(model), after) == after.keys()
 
 
-def test_of_quantized_layers_only_codes_and_scales_are_kept_without_a_copy():
+def test_only_codes_and_scales_are_kept():
     model = make("w4a16")
     kept = kept_version(model)
     weights = dict(Inventory.of(model).weights())

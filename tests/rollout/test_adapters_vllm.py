@@ -73,7 +73,7 @@ def check_resumed(trainer, bound=1e-5):
     ids=str,
 )
 @pytest.mark.usefixtures("quick_engines")
-def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, hub, scheme, arch, bound):
+def test_colocated_rollouts_follow_the_adapter(tmp_path, hub, scheme, arch, bound):
     trainer = make(tmp_path, arch, scheme=scheme, vllm_mode="colocate")
     trainer.train()
     check(trainer, bound)
@@ -117,7 +117,7 @@ class TestServer:
         check(trained)
         assert is_serving(trained)
 
-    def test_a_server_that_dies_between_two_updates_gets_base_and_adapter_again(self, trained, monkeypatch):
+    def test_a_restarted_server_gets_base_and_adapter(self, trained, monkeypatch):
         generation = trained.vllm_generation
         monkeypatch.setattr(generation, "stop_server", lambda: None)
 

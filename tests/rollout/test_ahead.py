@@ -15,9 +15,9 @@ from trl.trainer.utils import RepeatSampler
 
 from testing_utils import logged, make_vllm_trainer
 from testing_utils.played_server import weights
-from trl_qarl.numerics import cpu as kernels
+from trl_qarl.bitwise import cpu as kernels
+from trl_qarl.engines.background import BackgroundCall
 from trl_qarl.rollout.ahead import NextPrompts
-from trl_qarl.rollout.background import BackgroundCall
 from trl_qarl.rollout.failures import EngineLost
 
 
@@ -86,7 +86,7 @@ def scored(trainer, batch, state):
 
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer, objective):
-    trainer, server = make_played_trainer(rollout_ahead=1, objective=objective, max_steps=5, beta=0.1)
+    trainer, server = make_played_trainer(rollout_ahead=1, loss_type=objective, max_steps=5, beta=0.1)
     batches, states = record(trainer)
     asked, ask = [], server.ask
     server.ask = lambda what: asked.append(what) or ask(what)
@@ -109,7 +109,7 @@ def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer,
 
 
 @pytest.mark.slow
-def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_played_trainer):
+def test_a_run_resumed_anywhere_reaches_the_same_weights(make_played_trainer):
     """Within a generation batch and after one, in three epochs, with evaluations."""
     options = EPOCHS | {"eval_strategy": "steps", "eval_steps": 3}
     whole, _ = make_played_trainer("whole", **options)
@@ -186,7 +186,7 @@ class Writes(TrainerCallback):
         self.on_step_end(*args, at=2, **kwargs)
 
 
-def test_what_a_callback_writes_draws_the_next_batch_and_not_the_one_in_flight(make_played_trainer, monkeypatch):
+def test_a_callbacks_weights_draw_the_next_batch(make_played_trainer, monkeypatch):
     ask_late(monkeypatch)
     options = {"rollout_ahead": 1, "steps_per_generation": 2, "max_steps": 6}
     trainer, server = make_played_trainer(eval_strategy="steps", eval_steps=2, callbacks=[Writes()], **options)
@@ -210,7 +210,7 @@ def test_what_a_callback_writes_draws_the_next_batch_and_not_the_one_in_flight(m
     assert [first, second, third] == expected and evaluated not in expected
 
 
-def test_a_reference_that_follows_is_of_the_update_that_a_batch_is_trained_in(make_played_trainer):
+def test_a_synced_reference_is_of_the_batchs_update(make_played_trainer):
     """As without batches that are drawn ahead: old log-probs alone are of earlier weights."""
     reference = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
     trainer, server = make_played_trainer(rollout_ahead=1, max_steps=4, learning_rate=1e-2, **reference)
@@ -256,7 +256,7 @@ def ask_late(monkeypatch):
     monkeypatch.setattr(BackgroundCall, "wait", wait_for_what_may_ask)
 
 
-def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(make_played_trainer, caplog):
+def test_reordered_prompts_are_drawn_in_their_turn(make_played_trainer, caplog):
     trainer, server = make_played_trainer(rollout_ahead=1, max_steps=3)
     # Something else orders them.
     trainer._get_train_sampler, sampler = lambda *dataset: trainer._sampler(*dataset), trainer._get_train_sampler
@@ -274,9 +274,7 @@ def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(
 
 
 @pytest.mark.parametrize(("num_processes", "num_repeats", "accumulation"), [(1, 2, 1), (2, 3, 2)])
-def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
-    num_processes, num_repeats, accumulation
-):
+def test_the_next_prompts_are_those_of_the_loader(num_processes, num_repeats, accumulation):
     dataset = Dataset.from_dict({"prompt": [f"{number}" for number in range(11)]})
     share, num_generations = 4, 2
 
@@ -312,7 +310,7 @@ def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
 @pytest.mark.slow
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
-def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(make_exact_trainer):
+def test_a_servers_log_probs_are_of_the_drawing_weights(make_exact_trainer):
     trainer = make_exact_trainer(rollout_ahead=1, max_steps=8, eval_steps=3)
     backend = trainer.vllm_generation
     backend.sync_weights()

@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 
 from testing_utils import count_digits
 from testing_utils.played_server import weights
+from trl_qarl.engines.http_session import ServerLost
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.failures import MAX_ATTEMPTS, EngineLost
-from trl_qarl.rollout.http_session import ServerLost
 
 
 pytestmark = pytest.mark.vllm
@@ -71,9 +71,7 @@ def test_nothing_is_asked_of_the_server_after_the_completions(make_played_traine
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(
-    make_played_trainer, undisturbed, failures, message
-):
+def test_a_permanent_failure_leaves_a_checkpoint(make_played_trainer, undisturbed, failures, message):
     trainer, server = make_played_trainer()
     server.failures = {what: list(of_it) for what, of_it in failures.items()}
     with pytest.raises(EngineLost, match=message):
@@ -132,7 +130,7 @@ def test_a_complete_checkpoint_is_not_written_again(make_played_trainer, monkeyp
     checkpoint(trainer, 2)
 
 
-def test_weights_that_a_callback_changes_at_one_step_are_published(make_played_trainer):
+def test_weights_that_a_callback_changes_are_published(make_played_trainer):
     """As one does that evaluates an average of the weights, and puts the others back."""
     trainer, server = make_played_trainer(max_steps=2)
     held = []
@@ -158,7 +156,7 @@ def test_weights_that_a_callback_changes_at_one_step_are_published(make_played_t
         assert again == back and before[1] != back[1]
 
 
-def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(make_played_trainer, undisturbed):
+def test_an_earlier_runs_checkpoint_is_not_taken(make_played_trainer, undisturbed):
     earlier, _ = make_played_trainer(save_strategy="steps", save_steps=2, learning_rate=0.1)
     earlier.train()
     trainer, server = make_played_trainer()

@@ -25,10 +25,10 @@ from testing_utils.pictures import (
 from trl_qarl import prepare_model
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
 from trl_qarl.cli import main
-from trl_qarl.rollout import pictures
-from trl_qarl.rollout.canary import Canary
+from trl_qarl.engines import pictures
+from trl_qarl.engines.in_process import load_engine
 from trl_qarl.rollout.failures import EngineLost
-from trl_qarl.rollout.in_process import load_engine
+from trl_qarl.sync.canary import Canary
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -70,7 +70,7 @@ def trained(kind, tmp_path_factory):
     gc.collect()
 
 
-def test_log_probs_of_learner_and_engine_agree_before_and_after_updates_of_all_weights(trained):
+def test_learner_and_engine_agree_before_and_after_updates(trained):
     """In float32 only the order of sums differs. Each rollout was checked to have the learner's prompts."""
     trainer, before = trained
     assert len(logged(trainer, "mismatch/abs_logp_mean")) == 3
@@ -82,7 +82,7 @@ def test_log_probs_of_learner_and_engine_agree_before_and_after_updates_of_all_w
     }
 
 
-def test_layers_around_the_language_model_are_left_alone_and_published(trained):
+def test_layers_outside_the_decoder_are_published_as_they_are(trained):
     trainer, before = trained
     published = trainer.vllm_generation.publisher._published
     if trainer.args.scheme == "bf16":
@@ -158,14 +158,14 @@ def test_a_rollout_whose_prompt_is_expanded_twice_is_lost(trained, monkeypatch):
     def as_trl(prompt_ids, texts, tokenizer):
         return [pictures.ExpandedPrompt(row, row) for row in expanded(prompt_ids, texts, tokenizer)]
 
-    monkeypatch.setattr("trl_qarl.qarl_trainer.expanded_prompts", as_trl)
+    monkeypatch.setattr("trl_qarl.trainer.qarl_trainer.expanded_prompts", as_trl)
     with pytest.raises(EngineLost, match="prompt 0 of 4 comes back as"):
         trainer.evaluate(make_picture_problems(2))
     monkeypatch.undo()
     assert trainer.evaluate(make_picture_problems(2))["eval_reward"] >= 0
 
 
-def test_rows_without_pictures_are_drawn_beside_others_or_refused(trained):
+def test_rows_without_pictures_are_drawn_or_refused(trained):
     trainer, _ = trained
     if trainer.model.config.model_type in ("idefics3", "smolvlm"):
         with pytest.raises(ValueError, match=r"prompt 0 of 8 has no picture, .*Processor pads rows"):
@@ -181,12 +181,12 @@ def one_kind(tmp_path_factory):
     return make_tiny_picture_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
 
 
-def test_buffers_that_nothing_fills_and_another_normalization_are_refused(one_kind, tmp_path, monkeypatch):
+def test_unfilled_buffers_and_other_norms_are_refused(one_kind, tmp_path, monkeypatch):
     """As vLLM makes them by default. The text alone has the learner's log-probs."""
-    monkeypatch.setattr("trl_qarl.rollout.pictures.engine_arguments", lambda model: {})
+    monkeypatch.setattr("trl_qarl.engines.pictures.engine_arguments", lambda model: {})
     with pytest.raises(ValueError, match="pictures.mm_device_do_normalize: learner False, engine True"):
         make_picture_trainer(one_kind, tmp_path, scheme="w4a16")
-    monkeypatch.setattr("trl_qarl.rollout.publisher.differences", lambda *args: [])
+    monkeypatch.setattr("trl_qarl.sync.publisher.differences", lambda *args: [])
     trainer = make_picture_trainer(one_kind, tmp_path, scheme="w4a16")
     with pytest.raises(EngineLost, match="input_norm.weight: dummy loading has filled this buffer with noise"):
         trainer.train()
@@ -239,7 +239,7 @@ def test_rows_without_pictures_are_trained_on_beside_others(one_kind, tmp_path):
     assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
 
 
-def test_in_bfloat16_log_probs_after_pictures_differ_by_what_those_of_a_text_do(one_kind, tmp_path):
+def test_bf16_log_probs_after_pictures_differ_as_after_text(one_kind, tmp_path):
     """Both by rounding, of which a random model with large weights has much."""
     trainer = make_picture_trainer(
         one_kind, tmp_path, make_picture_problems(sizes=SEVERAL), scheme="w4a16", bf16=True, max_steps=2
@@ -277,7 +277,7 @@ def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, mo
 
 
 def engine_scores(llm, text):
-    from trl_qarl.rollout.in_process import InProcessEngine
+    from trl_qarl.engines.in_process import InProcessEngine
 
     return torch.tensor(InProcessEngine(llm).score(text.token_ids, text.pictures))[-text.num_scored :]
 

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from testing_utils import logged, make_vllm_trainer
 from trl_qarl import load_engine
+from trl_qarl.bitwise import cpu as kernels
 from trl_qarl.checkpoint.load import load_frozen_model
-from trl_qarl.numerics import cpu as kernels
+from trl_qarl.engines.in_process import InProcessEngine
 from trl_qarl.quantization.swap import quantized_layers
-from trl_qarl.rollout.in_process import InProcessEngine
 
 
 pytestmark = [
@@ -46,7 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)
-def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_export(tmp_path, options, expected):
+def test_a_policy_trains_exactly_and_its_export_agrees(tmp_path, options, expected):
     # Bands that drop nothing: an update without a gradient would flip no code.
     options = options | dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 1.0)
     trainer = make_vllm_trainer(

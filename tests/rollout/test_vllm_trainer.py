@@ -26,7 +26,7 @@ def check_rollouts(trainer):
     assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
     assert logged(trainer, "rollout/weight_version") == [0, 2]
     # TRL's losses reject whole completions by their mismatch, TBPO does not.
-    is_tbpo = trainer.args.objective == "tbpo"
+    is_tbpo = trainer.args.loss_type == "tbpo"
     assert logged(trainer, "mismatch/rejected_share") == ([] if is_tbpo else [0, 0])
     assert bool(logged(trainer, "sampling/importance_sampling_ratio/mean")) != is_tbpo
     assert all(value > 0 for value in logged(trainer, "publish/tensors"))
@@ -43,8 +43,8 @@ class TestColocated:
         ("scheme", "arch", "options"),
         [
             ("w4a16", "gemma", {"temperature": 0.7}),
-            ("w8a8", "llama", {"objective": "dapo"}),
-            ("fp8", "qwen3", {"objective": "grpo", "beta": 0.1}),
+            ("w8a8", "llama", {"loss_type": "dapo"}),
+            ("fp8", "qwen3", {"loss_type": "grpo", "beta": 0.1}),
             pytest.param("bf16", "llama", {}, marks=pytest.mark.nightly),
         ],
         ids=str,
@@ -62,7 +62,7 @@ class TestColocated:
         trainer.train()
         assert logged(trainer, "completions/clipped_ratio")[0] < 0.5 and logged(trainer, "grad_norm")[0] > 0
 
-    def test_learner_that_is_not_quantized_runs_its_masters_and_the_engine_low_bits(self, tmp_path):
+    def test_an_unquantized_learner_runs_its_masters(self, tmp_path):
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False)
         trainer.train()
         assert min(logged(trainer, "mismatch/abs_logp_mean")) > 1e-3
@@ -76,7 +76,7 @@ class TestColocated:
         assert (low_bit - sampling)[mask].abs().max() < 1e-5
         assert (batch["old_per_token_logps"] - sampling)[mask].abs().mean() > 1e-3
 
-    def test_an_adapter_inside_the_low_bit_weights_is_published_with_them(self, tmp_path):
+    def test_a_merged_adapter_is_published_with_the_weights(self, tmp_path):
         pytest.importorskip("peft")
         # Bands that drop nothing: every update moves the codes.
         options = dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)

@@ -54,7 +54,7 @@ def broken_torchvision(tmp_path, monkeypatch):
         "'--dataset_name d --output_dir o'.split()))",
     ],
 )
-def test_a_torchvision_for_another_pytorch_is_named_with_what_to_remove(broken_torchvision, command):
+def test_a_mismatched_torchvision_is_named_with_the_fix(broken_torchvision, command):
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     last = (done.stdout or done.stderr).splitlines()[-1]
     assert done.returncode == 1 and last.endswith("pip uninstall torchvision torchaudio torchcodec")

@@ -7,7 +7,7 @@ import pytest
 from trl_qarl.cli import main
 
 
-CONFIG = {"model": "org/model", "objective": "tbpo", "scheme": "w4a16", "quantize_learner": True, "max_steps": 8}
+CONFIG = {"model": "org/model", "loss_type": "tbpo", "scheme": "w4a16", "quantize_learner": True, "max_steps": 8}
 
 
 def write_run(path, rows=None, **config):

@@ -30,7 +30,7 @@ def test_train_help_lists_the_main_options_and_ours(capsys):
     output = capsys.readouterr().out
     shown = {word[2:] for word in re.findall(r"^  (--\w+)", output, re.MULTILINE)}
     assert shown == {*train.MAIN_OPTIONS, *own_options(QaRLConfig, GRPOConfig), "no_quantize_learner"}
-    assert {"scheme", "objective", "vllm_token_file"} <= shown
+    assert {"scheme", "loss_type", "vllm_token_file"} <= shown
 
 
 @pytest.mark.parametrize("option", ["--help-all", "--help_all"])
@@ -93,7 +93,7 @@ def test_resume_from_checkpoint_accepts_words_and_paths(value, expected):
     assert resume_option(value) == expected
 
 
-def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_argv, tmp_path, capsys):
+def test_a_plan_survives_command_checkpoint_and_export(train_argv, tmp_path, capsys):
     from safetensors.torch import load_file
 
     run, out = tmp_path / "run", tmp_path / "low_bit"
@@ -127,7 +127,7 @@ def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_a
         assert_equal(load_file(out / name), tensors)
 
 
-def test_training_ends_with_an_export_of_the_policy_unless_told_otherwise(train_argv, tmp_path, capsys):
+def test_training_ends_with_an_export(train_argv, tmp_path, capsys):
     from trl_qarl.checkpoint.export import is_export
 
     run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
@@ -147,7 +147,7 @@ def test_training_ends_with_an_export_of_the_policy_unless_told_otherwise(train_
     assert not (tmp_path / "run" / "w8a8").exists() and "exported" not in capsys.readouterr().out
 
 
-def test_training_of_an_adapter_ends_with_base_and_adapter_and_how_to_serve_them(train_argv, tmp_path, capsys):
+def test_adapter_training_ends_with_base_and_adapter(train_argv, tmp_path, capsys):
     pytest.importorskip("peft")
     from safetensors.torch import load_file
 
@@ -165,7 +165,7 @@ def test_training_of_an_adapter_ends_with_base_and_adapter_and_how_to_serve_them
 
 
 @pytest.mark.slow
-def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_argv, tmp_path, hub, capsys):
+def test_a_failed_push_is_reported_after_training(train_argv, tmp_path, hub, capsys):
     from trl_qarl.checkpoint.export import is_export
 
     options = ["--max_steps", "1", "--push_to_hub", "true", "--hub_model_id", "policy", "--hub_strategy", "end"]
@@ -205,7 +205,7 @@ def test_dataset_may_be_a_file(tiny_dataset, tmp_path, ending):
     assert loaded["train"]["prompt"] == problems["prompt"]
 
 
-def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_argv, capsys):
+def test_an_unresumable_checkpoint_is_one_line(train_argv, capsys):
     run_training([*train_argv, "--max_steps", "1"])
     for options, message in (
         (
@@ -241,7 +241,7 @@ def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
     assert json.loads((tmp_path / "run" / "qarl.json").read_text())["scheme"] == "w8a8"
 
 
-def test_a_reward_beside_the_command_and_in_a_pythonpath_of_a_yaml_file_is_found(tmp_path, monkeypatch):
+def test_rewards_are_found_beside_the_command_and_in_a_yaml(tmp_path, monkeypatch):
     (tmp_path / "rewards_beside.py").touch()
     with pytest.raises(ValueError, match="'rewards_beside'"):
         train.check_rewards("rewards_beside.mine", None)

@@ -12,9 +12,9 @@ from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.adapters.tensors import arguments_for
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
+from trl_qarl.engines.server_command import build_server_command
+from trl_qarl.engines.spec import EngineSpec
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.rollout.server_command import build_server_command
-from trl_qarl.rollout.spec import EngineSpec
 from trl_qarl.scripts import vllm_serve
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 
@@ -29,7 +29,7 @@ def play_gpu(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
 
-def test_a_server_for_an_adapter_is_started_with_its_rank_and_layers(tmp_path, capsys):
+def test_a_server_starts_with_the_adapters_rank_and_layers(tmp_path, capsys):
     argv, _ = build_server_command(EngineSpec("m", lora=arguments_for(16, ["o_proj", "q_proj"])))
     assert "--enable-lora" in argv and option(argv, "--max-loras") == "1" and option(argv, "--max-lora-rank") == "16"
     start = argv.index("--lora-target-modules") + 1
@@ -73,7 +73,7 @@ def test_the_engine_is_quantized_as_the_learner_will_be(tmp_path, capsys, option
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
-def test_a_model_of_pictures_is_served_with_its_tower_in_high_precision(tmp_path, capsys, kind):
+def test_the_vision_tower_is_served_in_high_precision(tmp_path, capsys, kind):
     make_picture_config(kind).save_pretrained(tmp_path)
     assert main(["vllm-serve", "--model", str(tmp_path), "--scheme", "w8a16", "--print_command"]) == 0
     command = capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_a_token_file_that_others_can_read_starts_no_server(tmp_path, capsys, mo
     assert "has mode 0644" in capsys.readouterr().err
 
 
-def test_a_scheme_that_the_gpu_must_not_run_ends_the_command_at_once(tmp_path, monkeypatch, capsys):
+def test_a_scheme_unfit_for_the_gpu_ends_the_command(tmp_path, monkeypatch, capsys):
     play_gpu(monkeypatch, (8, 0), "NVIDIA A100")
     with pytest.raises(SystemExit):
         main(["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "fp8", "--print_command"])
@@ -156,7 +156,7 @@ def test_ranks_that_round_activations_apart_are_refused(tmp_path, capsys, scheme
     assert "tensor_parallel_size=2 with 8-bit activations" in error and "--data-parallel-size" in error
 
 
-def test_ranks_that_split_a_group_are_refused_with_those_that_do_not(tmp_path, capsys):
+def test_ranks_that_split_a_group_are_refused(tmp_path, capsys):
     model = make_mixture("qwen3_moe")
     model.save_pretrained(tmp_path)
     make_tiny_tokenizer().save_pretrained(tmp_path)

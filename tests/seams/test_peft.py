@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear
 from seams import takes
 
 
-def test_methods_that_we_replace_on_the_instance_are_called_there():
+def test_replaced_methods_are_called_on_the_instance():
     """`LoraSource` puts methods onto a LoRA layer that call those of the class."""
     assert {"forward", "merge", "unmerge"} <= vars(Linear).keys()
     assert takes(Linear.merge, "self") == takes(Linear.unmerge, "self") == takes(Linear.forward, "self", "x") == []

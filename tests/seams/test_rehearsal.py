@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from trl_qarl.engines.gpu_kernels import RELEASES, Gpu, choose_kernels, unexpected_kernels
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.rollout.gpu_kernels import RELEASES, Gpu, choose_kernels, unexpected_kernels
 
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_vllm_is_called_on_gpus_as_its_functions_take_it(name):
 
 
 @pytest.mark.vllm
-def test_a_function_that_has_moved_or_takes_something_else_is_named(monkeypatch):
+def test_a_moved_or_changed_function_is_named(monkeypatch):
     envs = pytest.importorskip("vllm.envs")
     checks = {name: contract["PYTHON_CHECKS"][name] for name in ("disable_envs_cache", "variables")}
     monkeypatch.setattr(envs, "disable_envs_cache", lambda now: None)
@@ -39,7 +39,7 @@ def test_a_function_that_has_moved_or_takes_something_else_is_named(monkeypatch)
     ]
 
 
-def test_the_extra_covers_the_releases_that_were_rehearsed_and_no_others():
+def test_the_extra_covers_the_rehearsed_releases():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [requirement] = project["optional-dependencies"]["vllm"]
     minors = [int(release.removeprefix("0.")) for release in RELEASES]
@@ -53,7 +53,7 @@ def test_the_extra_covers_the_releases_that_were_rehearsed_and_no_others():
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
-def test_engines_get_the_kernels_that_are_expected_by_what_was_recorded(release, capability):
+def test_engines_get_the_recorded_kernels(release, capability):
     major, minor = capability.split(".")
     gpu = Gpu((int(major), int(minor)), vllm=f"{release}.0")
     for name, found in record[release][capability].items():

@@ -69,9 +69,7 @@ def parameters(cases, *marks):
     ("arch", "scheme", "capability", "options", "kernel"),
     [*parameters(CASES), *parameters(OTHERS, pytest.mark.nightly)],
 )
-def test_after_each_publication_the_engine_holds_the_export_where_its_graphs_read(
-    rehearse, arch, scheme, capability, options, kernel
-):
+def test_graphs_read_the_published_weights(rehearse, arch, scheme, capability, options, kernel):
     found = rehearse(arch, scheme, capability, **options)
     assert kernel in found["kernels"], found["kernels"]
     # Twice everything, then one decoder layer of two.

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Cache, GenerationMixin, Trainer
 
 from testing_utils import make_tiny_config
-from trl_qarl.numerics.availability import COVERED_CLASSES
-from trl_qarl.numerics.modules import ENGINE_OPERATIONS, cache_of
+from trl_qarl.bitwise.availability import COVERED_CLASSES
+from trl_qarl.bitwise.modules import ENGINE_OPERATIONS, cache_of
 
 
 def test_an_own_generation_configuration_is_updated_as_we_expect():
@@ -32,7 +32,7 @@ def test_processors_of_a_call_are_collected_in_one_place():
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_models_are_made_of_the_modules_that_have_engine_numerics(arch):
+def test_models_consist_of_modules_with_engine_numerics(arch):
     """`COVERED_CLASSES`: each part of a decoder layer has the engine's operation."""
     model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
     assert type(model).__name__ in COVERED_CLASSES

@@ -10,13 +10,13 @@ from trl.trainer import grpo_trainer
 
 from seams import takes, without_place
 from trl_qarl import QaRLTrainer
+from trl_qarl.engines.client import QaRLClient
+from trl_qarl.engines.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
 from trl_qarl.forward import FORWARD_KEYS
 from trl_qarl.hub import PushesPolicy
-from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
-from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
-from trl_qarl.saves import SavesRuns
-from trl_qarl.trainer_mixins import PreparesPolicy, ScoresRollouts
+from trl_qarl.trainer.saves import SavesRuns
+from trl_qarl.trainer.trainer_mixins import PreparesPolicy, ScoresRollouts
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_the_forward_that_trl_scores_with_gets_no_positions():
     assert source.count("model(") == 1 and "model." not in source and '"position_ids"' not in source
 
 
-def test_every_forward_argument_of_trl_reaches_the_scoring_forward():
+def test_forward_arguments_of_trl_reach_the_scoring():
     """`FORWARD_KEYS` repeats what TRL passes to `_get_per_token_logps_and_entropies`."""
     names = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     own = {"self", "model", "input_ids", "attention_mask", "logits_to_keep"}
@@ -75,18 +75,18 @@ def test_functions_have_the_lines_that_we_rely_on(function, line):
     assert line in inspect.getsource(function)
 
 
-def test_generation_takes_no_logits_processor_and_scoring_asks_for_no_entropies():
+def test_generation_takes_no_logits_processor():
     assert "logits_processor" not in inspect.getsource(GRPOTrainer._generate_single_turn)
     assert "compute_entropy" not in inspect.getsource(GRPOTrainer._generate_and_score_completions)
 
 
-def test_the_generation_backend_is_looked_up_and_has_the_methods_that_we_replace():
+def test_the_generation_backend_has_the_replaced_methods():
     """`replaced_in_trl` and `QaRLVLLMGeneration`."""
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
     assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
 
 
-def test_trls_constructor_goes_in_the_order_in_which_a_policy_is_loaded_prepared_and_given_its_numerics():
+def test_trls_constructor_keeps_its_order():
     """`replaced_in_trl` and `PreparesPolicy`."""
     source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
     steps = [

@@ -1,7 +1,7 @@
 """
 Parts of vLLM that we use, by capability: names, arguments, registries, endpoints. What GPUs need too, such as the
 fields of `EngineArgs`, is in test_rehearsal.py; tests that its kernels compute what the learner does are in
-`tests/numerics/test_compare.py`.
+`tests/bitwise/test_compare.py`.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ def test_what_is_imported_is_there(module, name):
 def test_kernels_have_the_names_they_are_known_by():
     from vllm.model_executor.kernels import linear
 
+    from trl_qarl.engines.gpu_kernels import Gpu, choose_kernels
     from trl_qarl.quantization.schemes import SCHEMES
-    from trl_qarl.rollout.gpu_kernels import Gpu, choose_kernels
 
     gpus = [Gpu(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
     choices = [choose_kernels(scheme, gpu) for scheme in SCHEMES.values() for gpu in gpus]
@@ -65,7 +65,7 @@ def test_what_we_register_is_looked_up():
     assert all(isinstance(kernels, list) for kernels in _POSSIBLE_KERNELS.values())
 
 
-def test_a_reload_leaves_tensors_out_by_a_set_from_which_one_can_be_taken():
+def test_reload_skips_a_mutable_set_of_tensors():
     """
     The plugin takes `bias` out, so that a bias is loaded as the checkpoint has it and copied to where the engine's
     lies.
@@ -109,8 +109,8 @@ def test_kernels_are_configured_by_the_fields_that_we_read():
     )
 
 
-def test_experts_are_built_by_what_our_methods_set_and_repacked_by_what_one_calls():
-    from trl_qarl.vllm_plugin import experts
+def test_experts_are_built_and_repacked_by_our_methods():
+    from trl_qarl.vllm_plugin import expert_kernels as experts
 
     ours = set(re.findall(r"self\.(\w+)", inspect.getsource(experts._LowBitExperts.__init__)))
     for method in experts._METHODS.values():
@@ -124,7 +124,7 @@ def test_experts_are_built_by_what_our_methods_set_and_repacked_by_what_one_call
     assert "self.moe_kernel is not None" in source and "fused_experts.process_weights_after_loading(layer)" in source
 
 
-def test_experts_are_loaded_all_at_once_under_the_names_that_we_send():
+def test_experts_are_loaded_under_the_names_we_send():
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     for names, matrix in ((("gate_proj", "down_proj", "up_proj"), "gate_up_proj"), (("w1", "w2", "w3"), "w13")):
@@ -154,9 +154,9 @@ def test_the_weight_transfer_has_the_steps_that_we_check():
         parse_update_info reset_weight_update_target shutdown"""
     for name in names.split():
         assert hasattr(WeightTransferEngine, name), name
-    from trl_qarl.vllm_plugin.weight_transfer import FileChannel, NCCLChannel
+    from trl_qarl.vllm_plugin.weight_transfer import FileReceiver, NCCLReceiver
 
-    assert not FileChannel.__abstractmethods__ and not NCCLChannel.__abstractmethods__
+    assert not FileReceiver.__abstractmethods__ and not NCCLReceiver.__abstractmethods__
     source = inspect.getsource(WeightTransferEngine.__init__)
     for name in ("self.model ", "self.model_config", "self.parallel_config", "self.device", "self.vllm_config"):
         assert name in source, name
@@ -190,7 +190,7 @@ def test_an_engine_is_started_and_spoken_to_as_we_do():
     assert takes(SamplingParams, *sampling) == []
 
 
-def test_pictures_are_described_and_taken_with_token_ids_as_we_do():
+def test_vllm_takes_pictures_with_token_ids():
     from vllm.config.multimodal import MultiModalConfig
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
     from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
@@ -234,7 +234,7 @@ def test_towers_that_are_refused_are_still_called_otherwise(name, tmp_path):
     assert "self.vision_model = " in inspect.getsource(encoder.__init__) and "load_weights" not in vars(encoder)
 
 
-def test_a_server_asks_all_its_replicas_by_the_function_that_we_put_in_its_place():
+def test_a_server_asks_all_replicas():
     from vllm.config.parallel import ParallelConfig
     from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
 
@@ -270,7 +270,7 @@ def test_the_server_has_the_endpoints_and_options_that_we_use():
     assert any(re.search(r"\bmode\b.*\"abort\"", source) for source in sources)
 
 
-def test_completions_have_minus_infinity_as_the_number_that_is_refused_and_no_version():
+def test_minus_infinity_as_a_log_prob_is_refused():
     """`SMALLEST_LOGP`. When they have a version, `_check_weight_version` should read it, and docs/vllm.md say so."""
     folder = Path(import_module("vllm").__file__).parent / "entrypoints" / "openai" / "completion"
     assert "max(step_token.logprob, -9999.0)" in (folder / "serving.py").read_text()

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.optim.subclass_8bit import get_qmap_signed
 
-from trl_qarl.muon import _MuonOfWhole
+from trl_qarl.optimizers.muon import _MuonOfWhole
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import Storage
@@ -62,7 +62,7 @@ def test_muon_multiplies_on_the_accelerator_alone(monkeypatch, in_8_bits):
         weight.grad_dtype = torch.bfloat16 if in_8_bits else torch.float32
         optimizer = _MuonOfWhole([weight], in_8_bits=in_8_bits, lr=1e-3, weight_decay=0.1)
         # Fake tensors have no values.
-        monkeypatch.setattr("trl_qarl.muon._have_values", lambda grads: [True] * len(grads))
+        monkeypatch.setattr("trl_qarl.optimizers.muon._have_values", lambda grads: [True] * len(grads))
         weight.grad = torch.empty(512, 1024, dtype=weight.grad_dtype)
         optimizer.step()
         state = optimizer.state[weight]["momentum_buffer"]

@@ -15,7 +15,7 @@ from trl_qarl.sharding.fsdp2 import MasterShard
 from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
 
 
-def test_a_parameter_in_slices_has_its_shape_and_counts_as_sharded():
+def test_a_sliced_parameter_keeps_its_shape_and_is_sharded():
     layer = nn.Linear(4, 2)
     assert not is_sharded(layer)
     parameter = layer.weight

@@ -5,7 +5,7 @@ import pytest
 from trl_qarl.telemetry.advisor import STALLED_FLIP_RATE, STALLED_UPDATES, advise, assess, mismatch_bands
 
 
-CONFIG = {"scheme": "w4a16", "quantize_learner": True, "objective": "tbpo", "learning_rate": 1e-6}
+CONFIG = {"scheme": "w4a16", "quantize_learner": True, "loss_type": "tbpo", "learning_rate": 1e-6}
 
 
 def rows(number=12, **metrics):
@@ -52,8 +52,8 @@ def test_a_learner_in_high_precision_is_told_to_quantize():
     metrics = {"mismatch/abs_logp_mean": 1.0}
     assert "`quantize_learner=True`" in judge("mismatch", metrics, quantize_learner=False).advice
     assert "`quantize_learner=True`" not in judge("mismatch", metrics).advice
-    assert "`tbpo`" in judge("mismatch", metrics, objective="grpo").advice
-    assert "`tbpo`" not in judge("mismatch", metrics, objective="tbpo").advice
+    assert "`tbpo`" in judge("mismatch", metrics, loss_type="grpo").advice
+    assert "`tbpo`" not in judge("mismatch", metrics, loss_type="tbpo").advice
     assert mismatch_bands({"scheme": "not one"}) == mismatch_bands({}) == (0.06, 0.3)
 
 
@@ -88,7 +88,7 @@ def test_updates_on_fresh_batches_alone_have_nothing_to_drop():
     assert judge("dropped", {"tbpo/dropped/total": 0.0, "tbpo/ratio/min": 1.0, "tbpo/ratio/max": 1.0}, 20) is None
 
 
-def test_codes_that_never_change_are_a_stalled_policy_after_fifty_updates():
+def test_no_flip_in_fifty_updates_is_a_stalled_policy():
     def flips(number, value=0.0, first=math.nan):
         metrics = {"quant/code_flip_rate": lambda step: first if step == 1 else value, "quant/update_to_step": 3e-7}
         return judge("flips", metrics, number)

@@ -50,7 +50,7 @@ def test_sqnr_of_experts_is_that_of_all_of_them():
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "w8a8", "w8a16", "fp8"])
-def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
+def test_updates_are_measured_in_steps_of_the_grid(scheme):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 40), nn.Linear(128, 24))
     prepare_model(net, scheme)

@@ -22,7 +22,7 @@ def test_only_callbacks_of_transformers_are_replaced(callback, replaced):
     assert [type(c) for c in handler.callbacks if type(c) is not DefaultFlowCallback] == [replaced]
 
 
-def test_training_prints_short_rows_and_advice_and_logs_everything(tiny_model, tmp_path, capsys, caplog):
+def test_training_prints_short_rows_and_logs_everything(tiny_model, tmp_path, capsys, caplog):
     with caplog.at_level(logging.WARNING, logger="trl_qarl.telemetry.console"):
         trainer = make_trainer(
             tiny_model, tmp_path, eval_dataset=make_problems(4), max_steps=2, quantize_learner=False, numerics="fast"

@@ -36,7 +36,7 @@ def naive(old, sampling, advantages, mask):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_mismatch_and_its_splits_equal_a_naive_loop_and_add_up_over_processes(seed):
+def test_mismatch_equals_a_naive_loop_over_processes(seed):
     torch.manual_seed(seed)
     old = -6 + 2 * torch.randn(8, 11).double()
     sampling = old + torch.randn(8, 11).double()

@@ -57,7 +57,7 @@ def observe(recorder, output, publication):
     recorder.observe_mismatch(output, Batch.of(output))
 
 
-def test_seconds_of_a_part_are_without_those_of_the_parts_inside_it_of_which_one_may_fail(monkeypatch):
+def test_seconds_of_a_part_exclude_nested_parts(monkeypatch):
     clock, (recorder, _) = Clock(monkeypatch), make_recorder()
     for _ in range(2):
         with recorder.time("outer"):
@@ -87,7 +87,7 @@ def test_a_turn_is_measured_by_its_time(monkeypatch):
     assert metrics["train"] == {"rollout/seconds": [2], "rollout/tokens_per_second": [2], "rollout/mean_length": [2]}
 
 
-def test_looping_and_garbled_completions_are_shares_over_all_processes():
+def test_looping_and_garbled_shares_cover_all_processes():
     recorder, metrics = make_recorder(num_processes=3)
     recorder.observe_completions([[7] * 16, [1, 2]], ["fine", [{"content": "a\ufffdb"}]])
     assert metrics["train"] == {"rollout/repetition_share": [0.5], "rollout/garbled_share": [0.5]}
@@ -106,8 +106,8 @@ def test_batches_at_several_bits_are_logged_apart():
     assert logged["reward/3_bits"] == [0.25] and logged["quant/bits"] == [4.0, 3.0, 3.0]
 
 
-def test_share_of_rejected_completions_is_that_of_weights_of_zero():
-    recorder, metrics = make_recorder(objective="grpo")
+def test_the_rejected_share_is_the_share_of_zero_weights():
+    recorder, metrics = make_recorder(loss_type="grpo")
     metrics["train"]["reward"].append(0.0)
     batch = make_batch() | {"importance_sampling_ratio": torch.tensor([[0.0], [1.0], [0.0], [2.0]])}
     observe(recorder, batch, {})

@@ -78,14 +78,14 @@ def test_every_generation_batch_has_a_row_whatever_is_logged(tiny_model, tmp_pat
 
 
 def test_run_file_says_what_was_run(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, objective="grpo", quantize_learner=False, seed=7, max_steps=1).train()
+    make(tiny_model, tmp_path, loss_type="grpo", quantize_learner=False, seed=7, max_steps=1).train()
     run = json.loads((tmp_path / "run.json").read_text())
     versions, options = run.pop("versions"), run.pop("options")
     assert len(run.pop("model_sha256")) == 64
     assert options["num_generations"] == 4 and options["max_completion_length"] == 8 and "save_strategy" not in options
     assert not options.keys() & run.keys() and not any("seed" in name or "dir" in name for name in options)
     assert run == {
-        "objective": "grpo",
+        "loss_type": "grpo",
         "scheme": "w4a16",
         "grids": ["int4-signed"],
         "quantize_learner": False,
@@ -104,7 +104,7 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_file_knows_a_copy_of_a_model_as_the_same_and_changed_weights_as_another(tiny_model, tmp_path):
+def test_a_run_file_tells_copies_from_changed_weights(tiny_model, tmp_path):
     copy, changed = (shutil.copytree(tiny_model, tmp_path / name) for name in ("copy", "changed"))
     tensors = load_file(changed / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
@@ -117,7 +117,7 @@ def test_run_file_knows_a_copy_of_a_model_as_the_same_and_changed_weights_as_ano
     assert found[0] == found[1] != found[2] and re.fullmatch("[0-9a-f]{64}", found[0])
 
 
-def test_only_configuration_and_weights_of_a_model_are_in_its_fingerprint(tiny_model, tmp_path, monkeypatch):
+def test_a_fingerprint_has_configuration_and_weights_only(tiny_model, tmp_path, monkeypatch):
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
     (copy / "training_args.bin").write_bytes(b"of a run")
     assert _fingerprint_of_model(str(copy)) == _fingerprint_of_model(tiny_model) != {}

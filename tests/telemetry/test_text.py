@@ -24,5 +24,5 @@ def test_loops_are_blocks_that_repeat_in_a_row(ids, expected):
     assert has_loop(ids) is expected
 
 
-def test_garbled_text_has_bytes_that_are_no_character_before_its_end():
+def test_garbled_text_has_invalid_bytes_before_its_end():
     assert is_garbled("a\ufffdb") and not is_garbled("ab") and not is_garbled("") and not is_garbled("ab\ufffd\ufffd")

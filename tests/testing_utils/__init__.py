@@ -133,7 +133,7 @@ def complete_greedily(folder: str, prompt: str, num_tokens: int, model=None) -> 
 
 def set_engine_environment(patch) -> None:
     """Set the variables of an engine in this process by a monkeypatch, so that the end of the test restores them."""
-    from trl_qarl.rollout.server_command import cpu_environment
+    from trl_qarl.engines.server_command import cpu_environment
 
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     for name, value in (cpu_environment() | own).items():
@@ -157,7 +157,7 @@ def start_engines_quickly(patch) -> None:
     from vllm.v1.engine import core
     from vllm.v1.worker import cpu_worker, gpu_worker
 
-    from trl_qarl.rollout import in_process
+    from trl_qarl.engines import in_process
 
     set_engine_environment(patch)
     # vLLM exempts all objects from collection when an engine starts, and takes it back: six collections of a million
@@ -296,7 +296,7 @@ def fixed_completions(prompts, trainer):
     """
     import torch
 
-    from trl_qarl.numerics.ops import token_log_probs
+    from trl_qarl.bitwise.ops import token_log_probs
 
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     output = {"prompt_ids": [], "completion_ids": [], "logprobs": []}

@@ -18,9 +18,9 @@ def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
 
 def publish_to_engine(model, path, dtype, **arguments):
     """A publisher of `model`, with the tokenizer in the folder `path`, to an engine that is started for it."""
-    from trl_qarl.rollout.in_process import make_engine
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.spec import EngineSpec
+    from trl_qarl.engines.in_process import make_engine
+    from trl_qarl.engines.spec import EngineSpec
+    from trl_qarl.sync.publisher import Publisher
 
     arguments = {"max_model_len": 128, "max_num_seqs": 8, "max_logprobs": -1} | arguments
     engine = make_engine(EngineSpec.of(model, dtype), on_cpu=True, **arguments)
@@ -34,7 +34,7 @@ def engine_model(publisher):
 
 def engine_logps(llm) -> list[list[float]]:
     """Log-prob of each token of [`PROMPTS`] after its first."""
-    from trl_qarl.rollout.in_process import InProcessEngine
+    from trl_qarl.engines.in_process import InProcessEngine
 
     return [InProcessEngine(llm).score(prompt) for prompt in PROMPTS]
 

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from testing_utils import MIXTURES, make_tiny_mixture, make_tiny_model
 from trl_qarl import get_scheme, prepare_model
 from trl_qarl.adapters.base import prepare_base
+from trl_qarl.bitwise import cpu as kernels
+from trl_qarl.bitwise.ops import backend_of, token_log_probs
 from trl_qarl.forward import scoring_forward
-from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics.ops import backend_of, token_log_probs
 
 
 REASON = kernels.reason_against()

@@ -6,13 +6,13 @@ import random
 import torch
 
 from testing_utils import make_vllm_trainer
-from trl_qarl import qarl_trainer
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+from trl_qarl.engines.http_session import ServerLost
+from trl_qarl.engines.server import ServerEngine
 from trl_qarl.rollout import generation
-from trl_qarl.rollout.channels import FileChannel
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
-from trl_qarl.rollout.http_session import ServerLost
-from trl_qarl.rollout.server import ServerEngine
+from trl_qarl.sync.channels import FileChannel
+from trl_qarl.trainer import qarl_trainer
 
 
 class Server:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from testing_utils import TRAINING, make_trainer, spread
-from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
@@ -29,11 +29,11 @@ def config(output_dir, **kwargs):
     return QaRLConfig(str(output_dir), use_cpu=True, **kwargs)
 
 
-def _options(objective="tbpo", **given):
+def _options(loss_type="tbpo", **given):
     names = ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high")
-    bands = dict.fromkeys(names, 0.1) if objective == "tbpo" else {}
+    bands = dict.fromkeys(names, 0.1) if loss_type == "tbpo" else {}
     # The same on every processor.
-    return {"bf16": True, "objective": objective} | bands | given
+    return {"bf16": True, "loss_type": loss_type} | bands | given
 
 
 def arguments(output_dir, **kwargs):

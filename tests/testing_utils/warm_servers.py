@@ -63,7 +63,7 @@ class WarmServers:
         Have trainers of this process start their servers here, until the monkeypatch `patch` is undone. Returns
         options of such a trainer, whose server has the engine in its own process or in another one.
         """
-        from trl_qarl.rollout import server_process
+        from trl_qarl.engines import server_process
 
         if in_one_process:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -84,7 +84,7 @@ class WarmServers:
 
 
 class WarmServer:
-    """The part of `subprocess.Popen` that [`~trl_qarl.rollout.server_process.ServerProcess`] uses."""
+    """The part of `subprocess.Popen` that [`~trl_qarl.engines.server_process.ServerProcess`] uses."""
 
     def __init__(self, servers: WarmServers, pid: int):
         self.servers, self.pid, self.returncode = servers, pid, None

@@ -11,7 +11,7 @@ from testing_utils.engines import differences, engine_logps, engine_model, misma
 from testing_utils.engines import update_masters as update
 from trl_qarl import prepare_model
 from trl_qarl.quantization.swap import freeze_model
-from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.sync.publisher import Publisher
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -40,7 +40,7 @@ def publisher(quick_engines, tmp_path_factory):
     return publisher
 
 
-def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher):
+def test_the_engine_uses_the_last_published_adapter(publisher):
     llm, model = publisher.engine.llm, publisher.model
     assert publisher.description["lora"] == {
         "max_rank": 8,
@@ -76,7 +76,7 @@ def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher)
     ],
     ids=["missing", "rows elsewhere", "unknown"],
 )
-def test_an_adapter_that_is_damaged_on_its_way_is_refused_and_the_next_one_heals(publisher, change, message):
+def test_a_damaged_adapter_is_refused_and_the_next_heals(publisher, change, message):
     update(publisher.model, 7, 0.1)
     with tampered(publisher, change), pytest.raises(PublishError) as error:
         publisher.publish("damaged")
@@ -108,7 +108,7 @@ def leave_a_row(layer, set_lora, index, a, b):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_values_that_do_not_reach_the_running_buffers_are_noticed(publisher, monkeypatch, wrong, message):
+def test_unreached_running_buffers_are_noticed(publisher, monkeypatch, wrong, message):
     layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
     update(publisher.model, 8, 0.1)
     with monkeypatch.context() as patch:
@@ -149,7 +149,7 @@ def test_a_trainer_without_an_adapter_gets_the_base(publisher):
     assert mismatch(publisher) < 1e-5
 
 
-def test_no_keys_and_values_of_the_old_adapter_are_left_in_the_prefix_cache(publisher):
+def test_the_prefix_cache_forgets_the_old_adapter(publisher):
     from vllm import SamplingParams
 
     # Three blocks of 32 tokens, and the rest. Requests for log-probs of the prompt would not read the cache.

@@ -73,7 +73,7 @@ def test_whatever_a_layer_refers_to_is_found_under_one_name(model):
     ],
     ids=["shape", "dtype", "gone"],
 )
-def test_what_cannot_be_copied_names_layer_tensor_kernel_and_release(model, change, message):
+def test_an_uncopied_tensor_names_layer_and_kernel(model, change, message):
     import vllm
 
     addresses = Addresses(model)
@@ -84,7 +84,7 @@ def test_what_cannot_be_copied_names_layer_tensor_kernel_and_release(model, chan
     assert re.search(pattern, problems[0]), problems
 
 
-def test_a_view_that_is_made_anew_when_it_is_needed_is_not_missed(model):
+def test_a_recreated_view_is_not_missed(model):
     model[0].rows = model[0].weight[1:]
     addresses = Addresses(model)
     del model[0].rows

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_qarl.numerics import cpu as kernels
+from trl_qarl.bitwise import cpu as kernels
 
 
 pytest.importorskip("vllm.v1.attention.backends.cpu_attn", exc_type=ImportError)
@@ -88,7 +88,7 @@ def test_tables_of_blocks_are_no_wider_than_the_longest_request():
     assert metadata.num_actual_tokens == sum(COUNTS) == int(metadata.query_start_loc[-1])
 
 
-def test_vllm_takes_it_for_cpus_and_registering_again_changes_nothing():
+def test_vllm_takes_it_on_cpus_and_registers_once():
     for _ in range(2):
         register()
         assert AttentionBackendEnum.CPU_ATTN.get_class() is OnePassBackend

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_qarl.numerics import cpu, portable
+from trl_qarl.bitwise import cpu, portable
 
 
 pytest.importorskip("vllm.ir")
@@ -30,7 +30,7 @@ def priority():
 
 @pytest.mark.parametrize("scale", [1e-5, 1.0, 3e4], ids="scale={}".format)
 @pytest.mark.parametrize("size", [64, 576, 4096])
-def test_the_learner_norms_the_sum_like_the_engine_norms_its_two_parts(size, scale):
+def test_the_learner_norms_as_the_engine_with_residuals(size, scale):
     torch.manual_seed(0)
     x, stream, weight = (
         (scale * torch.randn(300, size)).bfloat16(),

@@ -138,9 +138,7 @@ async def test_nothing_generates_before_the_first_publication(server, path):
     ],
     ids=["resumed without a publication", "an update that fails", "paused", "not resumed"],
 )
-async def test_the_gate_is_open_only_after_a_resume_that_follows_a_complete_publication(
-    server, token, is_published, steps
-):
+async def test_the_gate_opens_after_a_complete_publication(server, token, is_published, steps):
     if is_published:
         await server.publish(token)
         assert (await server.request("/v1/completions"))[0] == 200
@@ -329,7 +327,7 @@ async def test_a_trailing_slash_or_a_prefix_is_no_way_around(server, disguise):
     assert (await server.request(disguise.format("/start_weight_update")))[0] == 409
 
 
-async def test_a_late_answer_to_an_update_that_was_given_up_opens_nothing(server):
+async def test_a_late_answer_to_an_abandoned_update_opens_nothing(server):
     _, token, hang_up, held = await server.open_session()
     await server.request("/start_weight_update", token=token)
     arrived, answer = asyncio.Event(), asyncio.Event()

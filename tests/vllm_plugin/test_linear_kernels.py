@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_qarl.numerics import cpu
+from trl_qarl.bitwise import cpu
 from trl_qarl.quantization import gemm
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -42,7 +42,7 @@ def engine_of(monkeypatch):
     return build
 
 
-def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
+def test_exports_in_float32_are_served_by_any_engine():
     config = MPLinearLayerConfig((128, 64), (128, 64), scalar_types.uint4b8, torch.float32, 32, False)
     # vLLM's own kernel claims it and fails at the first request.
     assert QaRLWeightOnlyKernel.can_implement(config) == (True, None)
@@ -52,7 +52,7 @@ def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
             QaRLWeightOnlyKernel(config, name, "weight_scale").process_weights_after_loading(layer)
 
 
-def test_int8_activations_are_never_left_to_vllms_kernel_which_has_none(engine_of):
+def test_int8_activations_never_use_vllms_kernel(engine_of):
     def make(weight_type, scheme):
         engine_of(weights=scheme.weight_args(128), input_activations=scheme.activation_args)
         config = MPLinearLayerConfig((128, 64), (128, 64), weight_type, torch.bfloat16, 128, False)
@@ -69,7 +69,7 @@ def test_int8_activations_are_never_left_to_vllms_kernel_which_has_none(engine_o
     assert kernel._scheme == get_scheme("w4a8-int8")
 
 
-def test_a_checkpoint_with_activations_of_4_bits_is_not_served_without_them(engine_of):
+def test_4_bit_activations_are_not_dropped_when_serving(engine_of):
     linear_kernels.register_kernels(PlatformEnum.CPU)
     weights = get_scheme("mxfp4a16").weight_args(32)
 

@@ -1,4 +1,4 @@
-"""Answers of the replicas of a server; rollout/test_vllm_replicas.py has a real one."""
+"""Answers of the replicas of a server; sync/test_vllm_replicas.py has a real one."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ def ask(method, *answers):
     return asyncio.run(call_every_replica(Client(*answers), method))
 
 
-def test_workers_answer_replica_by_replica_and_a_question_needs_all():
+def test_questions_need_answers_of_all_replicas():
     assert ask("collective_rpc", [{"replica": 0}, 1], [{"replica": 1}, 2]) == [{"replica": 0}, 1, {"replica": 1}, 2]
     assert ask("reset_prefix_cache", True, True) is True
     assert ask("reset_prefix_cache", True, False) is False

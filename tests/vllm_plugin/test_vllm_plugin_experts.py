@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing_utils import make_tiny_mixture, make_tiny_model, tampered
 from testing_utils.engines import PROMPTS, engine_logps, engine_model, make_publisher, update_masters
 from trl_qarl import export_checkpoint, load_engine, prepare_model
+from trl_qarl.bitwise import cpu as kernels
+from trl_qarl.bitwise.attach import attach_engine_numerics, detach_engine_numerics
 from trl_qarl.checkpoint.layout import quantization_config
-from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
+from trl_qarl.engines.in_process import make_engine
+from trl_qarl.engines.spec import EngineSpec
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.rollout.in_process import make_engine
-from trl_qarl.rollout.publisher import Publisher
-from trl_qarl.rollout.spec import EngineSpec
+from trl_qarl.sync.publisher import Publisher
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -133,7 +133,7 @@ def test_an_expert_that_has_changed_in_the_engine_is_sent_again(publisher, caplo
     routed_experts(publisher).w13_weight_packed.data[3, 0, 0] += 1
     with caplog.at_level("WARNING", "trl_qarl"):
         publisher.publish("after")
-    [warning] = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
+    [warning] = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.sync.publisher"]
     assert warning.endswith("Sent again: model.layers.1")
     assert engine_logps(publisher.engine.llm) == learner_logps(publisher.model)
 
@@ -143,7 +143,7 @@ def test_an_expert_that_has_changed_in_the_engine_is_sent_again(publisher, caplo
 @pytest.mark.parametrize(
     ("arch", "scheme"), [pytest.param("mixtral", "bf16", marks=pytest.mark.nightly), ("qwen2_moe", "w8a8")]
 )
-def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(quick_engines, tmp_path, arch, scheme):
+def test_a_reload_equals_loading_the_export(quick_engines, tmp_path, arch, scheme):
     publisher = make_mixtures_publisher(tmp_path, arch, scheme)
     llm, model = publisher.engine.llm, publisher.model
     for version in range(2):
@@ -162,7 +162,7 @@ def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(quick_engines,
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-def test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last(tmp_path, scheme):
+def test_a_gpu_engine_uses_the_last_published_experts(tmp_path, scheme):
     """vLLM's own kernels (Marlin, CUTLASS, Triton), of which some repack. It has never run."""
     path = make_tiny_mixture(tmp_path, "qwen3_moe", moe_intermediate_size=128)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().cuda()
@@ -188,7 +188,7 @@ def test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last(t
 @pytest.fixture
 def config(monkeypatch):
     """vLLM's configuration of a checkpoint with INT4 weights, as an engine of a trainer finds it."""
-    from trl_qarl.vllm_plugin import experts
+    from trl_qarl.vllm_plugin import expert_kernels as experts
 
     model = torch.nn.Sequential(torch.nn.Linear(128, 128))
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
@@ -212,7 +212,7 @@ def make_layer(**changes):
 
 
 @pytest.mark.parametrize("has_amx", [False, True])
-def test_an_engine_of_a_trainer_has_our_experts_whatever_the_processor(config, monkeypatch, has_amx):
+def test_a_trainers_engine_has_our_experts(config, monkeypatch, has_amx):
     """With AMX vLLM would take a kernel that rounds activations to 8 bits."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     method = config.get_quant_method(make_layer(), "model.layers.0.block_sparse_moe.experts")
@@ -220,7 +220,7 @@ def test_an_engine_of_a_trainer_has_our_experts_whatever_the_processor(config, m
 
 
 def test_any_other_engine_has_vllms_experts_where_it_has_some(config, monkeypatch):
-    from trl_qarl.vllm_plugin import experts
+    from trl_qarl.vllm_plugin import expert_kernels as experts
 
     monkeypatch.setattr(experts, "is_our_engine", lambda: False)
     monkeypatch.setattr(experts.CompressedTensorsConfig, "get_quant_method", lambda self, layer, prefix: "vLLM's")
@@ -242,7 +242,7 @@ def test_experts_that_compute_something_else_are_refused(config, changes, what):
         config.get_quant_method(make_layer(**changes), "model.layers.0.mlp.experts")
 
 
-def test_a_router_that_the_engine_has_under_two_names_is_no_tied_weight():
+def test_a_router_with_two_names_is_no_tied_weight():
     from trl_qarl.vllm_plugin.engine_tensors import tied_names
 
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "gate": torch.nn.Linear(4, 2)})

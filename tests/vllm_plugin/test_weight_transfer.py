@@ -18,7 +18,7 @@ from testing_utils.engines import (
 )
 from trl_qarl import export_checkpoint, load_engine
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
-from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.sync.publisher import Publisher
 from trl_qarl.wire.fingerprint import fingerprint
 from trl_qarl.wire.protocol import PublishError
 
@@ -150,7 +150,7 @@ NAME = "model.layers.1.mlp.up_proj.weight_packed"
     ],
     ids=["missing", "one bit", "norm", "bias"],
 )
-def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(publisher, change, message):
+def test_a_damaged_publication_is_refused_and_the_next_heals(publisher, change, message):
     transport = publisher.engine
     update_masters(publisher.model, 7)
     transport._worker.weight_transfer_engine.published = {}
@@ -218,7 +218,7 @@ def fill_with_nan(tensor):
         ("model.layers.0.input_layernorm.weight", "model.layers.0", fill_with_nan),
     ],
 )
-def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, caplog, path, named, spoil):
+def test_a_changed_running_tensor_is_named_and_sent_again(publisher, caplog, path, named, spoil):
     publisher.publish("before")
     before = engine_logps(publisher.engine.llm)
     spoil(engine_model(publisher).get_parameter(path))
@@ -226,13 +226,13 @@ def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, ca
         assert any(value != value for row in engine_logps(publisher.engine.llm) for value in row)
     with caplog.at_level("WARNING", "trl_qarl"):
         measured = publisher.publish("after")
-    warnings = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
+    warnings = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.sync.publisher"]
     assert len(warnings) == 1 and warnings[0].endswith(f"Sent again: {named}")
     assert measured["publish/tensors"] > 0 and measured["publish/unchanged_tensors"] > 0
     assert measured["publish/canary_abs_logp"] < 1e-5 and engine_logps(publisher.engine.llm) == before
     caplog.clear()
     assert publisher.publish("again")["publish/tensors"] == 0
-    assert not [r for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
+    assert not [r for r in caplog.records if r.name == "trl_qarl.sync.publisher"]
 
 
 def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
@@ -249,7 +249,7 @@ def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
     assert mismatch(publisher) < 1e-5
 
 
-def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
+def test_a_buffer_that_no_publication_fills_is_an_error(publisher):
     publisher.publish("before")
     cache = dict(engine_model(publisher).named_buffers())["model.layers.0.self_attn.rotary_emb.cos_sin_cache"]
     kept = cache.clone()
@@ -263,7 +263,7 @@ def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
 
 
 @pytest.mark.parametrize(("kind", "named"), [("QKVParallelLinear", "qkv_proj"), ("RMSNorm", "layernorm")])
-def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, monkeypatch, kind, named):
+def test_unreached_running_tensors_are_noticed(publisher, monkeypatch, kind, named):
     """vLLM loads the right values into temporary tensors and does not copy them."""
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -294,7 +294,7 @@ def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher, monkey
     publisher.publish("healed")
 
 
-def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher, monkeypatch):
+def test_an_interrupted_rollout_leaves_nothing(publisher, monkeypatch):
     from vllm import SamplingParams
 
     llm = publisher.engine.llm
@@ -316,7 +316,7 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher, 
 
 
 def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
-    monkeypatch.setattr("trl_qarl.rollout.publisher.CHUNK_BYTES", 1)
+    monkeypatch.setattr("trl_qarl.sync.publisher.CHUNK_BYTES", 1)
     publisher.forget()
     publisher.publish("chunks")
     assert mismatch(publisher) < 1e-5
@@ -352,7 +352,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's INT4 kernel rounds activations with AMX only"
 )
-def test_no_engine_rounds_activations_of_int4_weights_on_a_cpu_with_amx(tmp_path, monkeypatch):
+def test_amx_does_not_round_activations_of_int4_weights(tmp_path, monkeypatch):
     path = make_tiny_model(tmp_path, "llama")
     publisher = make_publisher(path, dtype=torch.bfloat16)
     publisher.check_engine()
@@ -360,7 +360,7 @@ def test_no_engine_rounds_activations_of_int4_weights_on_a_cpu_with_amx(tmp_path
     from vllm import envs
 
     # Against what an engine's start imposes.
-    monkeypatch.setattr("trl_qarl.rollout.in_process.cpu_environment", dict)
+    monkeypatch.setattr("trl_qarl.engines.in_process.cpu_environment", dict)
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     envs.disable_envs_cache()
     other = make_publisher(path, dtype=torch.bfloat16)

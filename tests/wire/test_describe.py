@@ -17,7 +17,7 @@ from trl_qarl.wire.describe import (
 )
 
 
-def test_an_engine_for_another_grid_in_the_same_container_is_no_other_engine():
+def test_grids_of_one_container_share_an_engine():
     """It multiplies whatever codes by whatever scales arrive."""
 
     def described(name):
@@ -83,7 +83,7 @@ def test_a_scheme_is_found_again_in_what_it_writes(name):
         assert scheme_of_group(group_name(3, scheme), other) is None
 
 
-def test_group_of_another_tool_is_read_as_the_grid_that_fills_the_container():
+def test_groups_of_other_tools_are_read_as_our_grid():
     group = {"weights": get_scheme("w3a16").weight_args(32), "input_activations": None}
     assert scheme_of_group("group_0", group).name == "w4a16"
     assert scheme_of_group("group_0-int5", group) is None

@@ -44,7 +44,7 @@ def test_entries_of_a_stack_are_told_apart():
     assert list(differing_entries("a", before, fingerprint(stack[0]))) == [("a", before, fingerprint(stack[0]))]
 
 
-def test_several_tensors_have_the_fingerprints_of_each_and_are_waited_for_once(monkeypatch):
+def test_tensors_are_fingerprinted_together(monkeypatch):
     tensors = {
         "a": torch.arange(12.0),
         "experts": torch.arange(24, dtype=torch.int32).view(2, 3, 4),

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from testing_utils.web_servers import WebServer, wait_until
-from trl_qarl.rollout.server_process import ServerProcess, free_port
+from trl_qarl.engines.server_process import ServerProcess, free_port
 from trl_qarl.vllm_plugin.gate import PublicationGate
 from trl_qarl.wire import handshake
 from trl_qarl.wire.handshake import (
@@ -72,7 +72,7 @@ def test_what_is_no_token_and_what_others_may_know_is_refused(tmp_path):
             read_token_file(path)
 
 
-def test_a_server_does_not_start_without_a_secret_and_keeps_it_from_its_children(monkeypatch, tmp_path):
+def test_a_server_needs_a_secret_and_hides_it_from_children(monkeypatch, tmp_path):
     monkeypatch.setattr(handshake, "_taken", None)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
@@ -106,7 +106,7 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
     import torch
     from safetensors.torch import save_file
 
-    from trl_qarl.vllm_plugin.weight_transfer import FileChannel, FileUpdateInfo
+    from trl_qarl.vllm_plugin.weight_transfer import FileReceiver, FileUpdateInfo
 
     first, another = tmp_path / "first", tmp_path / "another"
     for directory, value in ((first, 1.0), (another, 2.0)):
@@ -119,7 +119,7 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
         load_config=SimpleNamespace(load_format="auto"),
         model_config=None,
     )
-    engine = FileChannel(None, config, torch.device("cpu"), None)
+    engine = FileReceiver(None, config, torch.device("cpu"), None)
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(another))
     received = {}
     engine.load = received.update
@@ -186,7 +186,7 @@ def started():
 @pytest.fixture
 def make_client(started):
     pytest.importorskip("vllm")
-    from trl_qarl.rollout.client import QaRLClient
+    from trl_qarl.engines.client import QaRLClient
 
     def make(*args, **kwargs):
         client = QaRLClient(*args, **kwargs)
@@ -219,7 +219,7 @@ def test_trainer_and_server_find_each_other(started, make_client, monkeypatch, t
 def test_the_session_ends_with_its_client(started):
     """Such as that of a trainer whose constructor raises: no garbage collector is needed."""
     pytest.importorskip("vllm")
-    from trl_qarl.rollout.client import QaRLClient
+    from trl_qarl.engines.client import QaRLClient
 
     started.append(server := serve(token := secrets.token_hex(32)))
     gc.collect()
@@ -249,8 +249,8 @@ def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client
 def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, tmp_path):
     import torch
 
-    from trl_qarl.rollout.channels import FileChannel
-    from trl_qarl.rollout.http_session import ServerLost
+    from trl_qarl.engines.http_session import ServerLost
+    from trl_qarl.sync.channels import FileChannel
 
     token, mine, theirs = secrets.token_hex(32), tmp_path / "mine", tmp_path / "theirs"
     for directory in (mine, theirs):

@@ -31,7 +31,7 @@ def refused(directory, message):
             check(directory)
 
 
-def test_the_directory_is_its_owners_alone_and_one_that_others_may_change_takes_no_weights(tmp_path, monkeypatch):
+def test_a_directory_that_others_may_change_is_refused(tmp_path, monkeypatch):
     directory = tmp_path / "transfer"
     make_transfer_dir(directory)
     assert directory.stat().st_mode & 0o777 == 0o700

@@ -39,7 +39,7 @@ def write_scheme(folder: str | Path, record: dict[str, Any]) -> None:
     (Path(folder) / SCHEME_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any]) -> str | None:
+def check_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any]) -> str | None:
     """
     Return the checkpoint folder to resume from; `True` stands for the last complete one of `output_dir`. Return `None`
     for a new run. `ValueError` is raised if there is no such checkpoint, if it is incomplete or damaged, or if it was

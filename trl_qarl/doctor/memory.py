@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.load import skeleton
-from ..eight_bits import block_of
+from ..optimizers.eight_bits import block_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
 from ..quantization.swap import prepare_model
-from ..rollout.publisher import largest_chunk
+from ..sync.publisher import largest_chunk
 
 
 LAUNCHES = ("ddp", "fsdp2", "fsdp2_offload")
@@ -40,7 +40,7 @@ OPTIMIZERS = ("muon", "muon_8bit", "adamw_torch_fused", "adamw_torch", "adamw_to
 
 
 @dataclass(frozen=True)
-class Run:
+class MemorySettings:
     """
     Settings of a run that determine its memory, in addition to the model. `optim` is one of [`OPTIMIZERS`];
     `num_tokens` is the number of tokens of a micro-batch, prompts and completions; `engine_bytes` is the memory of a
@@ -72,14 +72,18 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
         raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error
 
 
-def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
+def parts_of_memory(
+    model: nn.Module, plan: QuantPlan, run: MemorySettings, exclude_modules=None
+) -> dict[str, dict[str, int]]:
     """Return the bytes of each part on each GPU, by launch, for the training of a language model on the meta device,
     which is quantized in place. Parts whose names begin with `"host "` are in the memory of the machine, for all of
     its processes. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
     return parts_of_runs(model, plan, [run], exclude_modules)[0]
 
 
-def parts_of_runs(model: nn.Module, plan: QuantPlan, runs: list[Run], exclude_modules=None) -> list[dict[str, Any]]:
+def parts_of_runs(
+    model: nn.Module, plan: QuantPlan, runs: list[MemorySettings], exclude_modules=None
+) -> list[dict[str, Any]]:
     """Return [`parts_of_memory`] for each of several runs."""
     for run in runs:
         if run.optim not in OPTIMIZERS:
@@ -109,7 +113,7 @@ def on_host(parts: dict[str, int]) -> int:
     return sum(size for name, size in parts.items() if name.startswith("host "))
 
 
-def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: str) -> dict[str, int]:
+def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: MemorySettings, launch: str) -> dict[str, int]:
     config = model.config.get_text_config()
     total = held = sum(parameter.numel() for parameter in model.parameters())
     if run.lora_rank:
@@ -248,7 +252,7 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
         # Loading it reports this.
         return
     optim = str(getattr(args.optim, "value", args.optim))
-    run = Run(
+    run = MemorySettings(
         args.world_size,
         # Of others the state is counted too small.
         optim if optim in OPTIMIZERS else "adamw_torch_8bit",

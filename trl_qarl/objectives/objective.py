@@ -36,7 +36,7 @@ class Loss(NamedTuple):
 
 class Objective:
     """
-    Loss of a training in place of TRL's. A subclass of your own is chosen by `objective="module:Class"`; it is called
+    Loss of a training in place of TRL's. A subclass of your own is chosen by `loss_type="module:Class"`; it is called
     with `objective_kwargs`, so the fields of a dataclass become its settings.
 
     The trainer adds the KL term (`beta`), the auxiliary loss of a mixture, and the division by the number of

@@ -17,7 +17,7 @@ TBPO_OPTIONS = ("positive_epsilon_high", "negative_epsilon_low", "negative_epsil
 
 def get_objective(config: Any) -> Objective | None:
     """Return the objective of a [`QaRLConfig`], with the result and the errors of [`find_objective`]."""
-    return find_objective(config.objective, config.objective_kwargs)
+    return find_objective(config.loss_type, config.objective_kwargs)
 
 
 def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective | None:
@@ -30,12 +30,12 @@ def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
         return _of_user(name, options or {})
     if name not in OBJECTIVES:
         raise ValueError(
-            f"objective={name!r} is unknown. Choose one of {list(OBJECTIVES)}, or name your own as 'module:Class'. GSPO is "
-            "objective='grpo' with importance_sampling_level='sequence'."
+            f"loss_type={name!r} is unknown. Choose one of {list(OBJECTIVES)}, or name your own as 'module:Class'. GSPO is "
+            "loss_type='grpo' with importance_sampling_level='sequence'."
         )
     if options:
         raise ValueError(
-            f"objective_kwargs={dict(options)!r} is for an objective of your own ('module:Class'); options of objective={name!r} are "
+            f"objective_kwargs={dict(options)!r} is for an objective of your own ('module:Class'); options of loss_type={name!r} are "
             "those of QaRLConfig. Remove it."
         )
     if name in LOSS_TYPES:
@@ -53,15 +53,15 @@ def _of_user(name: str, options: Mapping[str, Any]) -> Objective:
     try:
         found = getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"objective={name!r} cannot be imported: {error}. Write 'module:Class'.") from error
+        raise ValueError(f"loss_type={name!r} cannot be imported: {error}. Write 'module:Class'.") from error
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ValueError(
-            f"objective={name!r} is not a class that the trainer can use. Name a subclass of `trl_qarl.objectives.objective.Objective`."
+            f"loss_type={name!r} is not a class that the trainer can use. Name a subclass of `trl_qarl.objectives.objective.Objective`."
         )
     try:
         return found(**options)
     except TypeError as error:
-        raise ValueError(f"objective={name!r} does not take objective_kwargs={dict(options)!r}: {error}.") from error
+        raise ValueError(f"loss_type={name!r} does not take objective_kwargs={dict(options)!r}: {error}.") from error
 
 
 def problems_of_objective(config: Any) -> Iterator[str]:
@@ -71,16 +71,11 @@ def problems_of_objective(config: Any) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if config.loss_type not in (None, config.objective):
-        yield (
-            f"loss_type={config.loss_type!r} contradicts objective={config.objective!r}, which replaces it. Remove `loss_type`; "
-            "`objective` takes the same names."
-        )
-    for name in TBPO_OPTIONS if config.objective != "tbpo" else ():
+    for name in TBPO_OPTIONS if config.loss_type != "tbpo" else ():
         if getattr(config, name) != getattr(type(config), name):
             yield (
-                f"{name}={getattr(config, name)!r} belongs to objective='tbpo', but objective={config.objective!r}. "
-                "Remove it or change the objective."
+                f"{name}={getattr(config, name)!r} belongs to loss_type='tbpo', but loss_type={config.loss_type!r}. "
+                "Remove it or change the loss type."
             )
     yield from _problems_of_trls_loss(config) if objective is None else objective.problems(config)
 

@@ -40,15 +40,15 @@ REFUSED_BY_TBPO = {
     "in the paper",
     "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
     "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it out",
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to `objective='sapo'`"),
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to `loss_type='sapo'`"),
     **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to `objective='vespo'`"
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to `loss_type='vespo'`"
     ),
     "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
-    "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
+    "top_entropy_quantile": "a token mask would change the geometric mean; use `loss_type='grpo'`",
     **dict.fromkeys(
         ("entropy_coef", "use_adaptive_entropy"),
-        "the entropy bonus is a token-level term; use `objective='grpo'`",
+        "the entropy bonus is a token-level term; use `loss_type='grpo'`",
     ),
     **dict.fromkeys(
         (
@@ -209,7 +209,7 @@ class TBPO(Objective):
             # With vLLM these are refused for every objective.
             is_refused_already = config.use_vllm and why.startswith(_RESHAPES)
             if not is_neutral and not is_refused_already:
-                yield f"{name}={value!r} is not honoured by objective='tbpo', only by objectives such as 'grpo': {why}."
+                yield f"{name}={value!r} is not honoured by loss_type='tbpo', only by objectives such as 'grpo': {why}."
         for name in ("positive_epsilon_high", "negative_epsilon_high", "negative_epsilon_low"):
             value, upper = getattr(config, name), 1.0 if name == "negative_epsilon_low" else math.inf
             if not 0 <= value <= upper:

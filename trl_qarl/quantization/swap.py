@@ -345,7 +345,7 @@ def _check_product(layer: QuantizedLayer) -> None:
     if layer.product is not low_bit_linear:
         raise ValueError(
             "The model has engine numerics, whose product an ordinary layer does not have. Call "
-            "`trl_qarl.numerics.attach.detach_engine_numerics(model)` first."
+            "`trl_qarl.bitwise.attach.detach_engine_numerics(model)` first."
         )
 
 

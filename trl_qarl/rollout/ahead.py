@@ -19,8 +19,8 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from ..engines.background import BackgroundCall
 from ..quantization.versions import KeptVersion, at_version, kept_version
-from .background import BackgroundCall
 from .failures import EngineLost, all_or_none
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from ..engines.http_session import ServerLost
 from ..wire.protocol import PublishError
-from .http_session import ServerLost
 
 
 logger = logging.getLogger(__name__)

@@ -17,21 +17,21 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
 from ..checkpoint.export import save_configuration
+from ..engines.answers import BadAnswer, check_answer, vocabulary_size
+from ..engines.background import BackgroundCall
+from ..engines.client import QaRLClient
+from ..engines.engine import Engine
+from ..engines.http_session import ServerLost, is_local
+from ..engines.in_process import make_engine, share_engine
+from ..engines.pictures import placeholders_of, takes_pictures, with_pictures
+from ..engines.server import ServerEngine, server_process, start_command
+from ..engines.server_process import ServerProcess
+from ..engines.spec import EngineSpec
 from ..quantization.names import base_model
 from ..quantization.storage import is_sharded, writes_to
-from .answers import BadAnswer, check_answer, vocabulary_size
-from .background import BackgroundCall
-from .channels import choose_channel
-from .client import QaRLClient
-from .engine import Engine
+from ..sync.channels import choose_channel
+from ..sync.publisher import Publisher, check_ranks, largest_chunk
 from .failures import EngineLost, PromptTooLong, all_or_none, as_lost, persistently
-from .http_session import ServerLost, is_local
-from .in_process import make_engine, share_engine
-from .pictures import placeholders_of, takes_pictures, with_pictures
-from .publisher import Publisher, check_ranks, largest_chunk
-from .server import ServerEngine, server_process, start_command
-from .server_process import ServerProcess
-from .spec import EngineSpec
 
 
 logger = logging.getLogger(__name__)

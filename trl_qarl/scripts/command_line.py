@@ -41,8 +41,8 @@ def check_folder(model: str) -> None:
 
 def describe_export(folder: str | Path) -> str:
     """Describe an export on this machine: its folder, the size of its weights and the command that serves it."""
+    from ..engines.gpu_kernels import kernel_arguments
     from ..hub import adapter_rank, serve_command
-    from ..rollout.gpu_kernels import kernel_arguments
 
     path = Path(folder, "config.json")
     if not path.is_file():

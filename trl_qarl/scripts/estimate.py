@@ -76,13 +76,23 @@ def main(args: Namespace) -> int:
             raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be 0 or 1.")
         if args.write:
             Path(args.write).parent.mkdir(parents=True, exist_ok=True)
-        from ..doctor.memory import Run, launch_configuration, on_gpu, on_host, parts_of_runs, served_bytes, shapes_of
+        from ..doctor.memory import (
+            MemorySettings,
+            launch_configuration,
+            on_gpu,
+            on_host,
+            parts_of_runs,
+            served_bytes,
+            shapes_of,
+        )
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
         check_folder(args.model)
         rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
         width = 2 if args.gradient_dtype == "bfloat16" else 4
-        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, args.rollout_ahead, width)
+        run = MemorySettings(
+            args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, args.rollout_ahead, width
+        )
         plan, model = plan_of(vars(args)), shapes_of(args.model, args.trust_remote_code, "MODEL")
         # A server takes the GPUs that the learner leaves.
         split = [
@@ -91,7 +101,7 @@ def main(args: Namespace) -> int:
         found, *found_split = parts_of_runs(model, plan, [run, *split], args.exclude_modules)
     if args.gpu_capability is not None:
         from ..doctor.checks import check_gpu
-        from ..rollout.gpu_kernels import Gpu
+        from ..engines.gpu_kernels import Gpu
 
         diagnoses = [*check_gpu(Gpu(args.gpu_capability), plan.schemes)]
         print(*diagnoses, sep="\n")
@@ -205,7 +215,7 @@ def _server(model, num_left: int, served: float) -> tuple[int, int] | None:
     those of a mixture are refused."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory
-    from ..rollout.publisher import problems_of_ranks
+    from ..sync.publisher import problems_of_ranks
 
     inventory = Inventory.of(model)
     config = quantization_config(inventory) or {}

@@ -81,7 +81,7 @@ def main(args: Namespace, is_kept: bool = True) -> int:
         else:
             model, report, settings = _policy_of_masters(args, hub_kwargs)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
-        shown = ("objective", "quantize_learner", "group_size", "exclude_modules")
+        shown = ("loss_type", "quantize_learner", "group_size", "exclude_modules")
         known = {name: settings.get(name) for name in shown} | report.plan.described
         known = {name: value for name, value in known.items() if value is not None}
         card = {"settings": known, "history": read_history(args.model_name_or_path), "report": str(report)}

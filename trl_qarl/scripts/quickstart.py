@@ -54,9 +54,9 @@ def main(args: Namespace) -> None:
 
     from ..checkpoint.load import load_deployed
     from ..demo.smollm2 import convert_smollm2
-    from ..qarl_config import QaRLConfig
-    from ..qarl_trainer import QaRLTrainer
-    from ..rollout.server_process import free_port
+    from ..engines.server_process import free_port
+    from ..trainer.qarl_config import QaRLConfig
+    from ..trainer.qarl_trainer import QaRLTrainer
     from .report import write_report
 
     class TimeBudget(TrainerCallback):

@@ -35,7 +35,7 @@ _SECONDS = {
 # Okabe and Ito's colors; with more runs than colors the lines differ.
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#767676")
 _LINES = ("-", "--", "-.", ":")
-_SETTINGS = ("model", "objective", "scheme", "quantize_learner", "seed")
+_SETTINGS = ("model", "loss_type", "scheme", "quantize_learner", "seed")
 # The page loads nothing, whatever a run's files contain.
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">

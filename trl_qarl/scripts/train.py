@@ -50,7 +50,7 @@ def make_parser(prog: str | None = None) -> "TrlParser":
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
     from trl.scripts.grpo import GRPOScriptArguments
 
-    from ..qarl_config import QaRLConfig
+    from ..trainer.qarl_config import QaRLConfig
 
     @dataclass
     class ScriptArguments(GRPOScriptArguments):
@@ -86,7 +86,7 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
     from trl import GRPOConfig
 
     from ..options import own_options
-    from ..qarl_config import QaRLConfig
+    from ..trainer.qarl_config import QaRLConfig
 
     own = own_options(QaRLConfig, GRPOConfig)
     order = ["help", *MAIN_OPTIONS, *(name for name in own if name not in MAIN_OPTIONS)]
@@ -239,7 +239,7 @@ def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
     from transformers.integrations.integration_utils import get_available_reporting_integrations
     from transformers.utils import is_flash_attn_2_available, is_kernels_available
 
-    from ..checks.options import low_precision_masters
+    from ..checks.configuration import low_precision_masters
 
     if not model_args.use_peft:
         yield from low_precision_masters(config, model_args.dtype)
@@ -373,10 +373,10 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     from ..checks.arguments import has_pictures, problems_of_arguments
     from ..checks.resume import resume_option
     from ..hub import PushFailed
-    from ..policy import Policy
-    from ..qarl_trainer import QaRLTrainer
     from ..quantization.inventory import Inventory
     from ..quantization.names import is_peft_model
+    from ..trainer.policy import Policy
+    from ..trainer.qarl_trainer import QaRLTrainer
 
     with configuration_errors():
         check_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)})

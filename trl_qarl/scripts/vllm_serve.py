@@ -6,8 +6,8 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
+from ..engines.server_command import LOCAL_HOSTS, build_server_command, tensor_parallel_size
 from ..quantization.plan import plan_of
-from ..rollout.server_command import LOCAL_HOSTS, build_server_command, tensor_parallel_size
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
@@ -78,10 +78,10 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
         from ..adapters.tensors import arguments_for
         from ..doctor.memory import shapes_of
-        from ..rollout.pictures import engine_arguments
-        from ..rollout.publisher import check_ranks, largest_chunk
-        from ..rollout.server import cpu_weights_variable
-        from ..rollout.spec import EngineSpec
+        from ..engines.pictures import engine_arguments
+        from ..engines.server import cpu_weights_variable
+        from ..engines.spec import EngineSpec
+        from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
         chunk = largest_chunk(model, getattr(torch, args.dtype))

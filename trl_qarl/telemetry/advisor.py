@@ -135,7 +135,7 @@ def _realign(settings: Mapping[str, Any]) -> str:
         return "The log names the first token and layer that differ."
     if settings.get("quantize_learner") is False and settings.get("scheme") != "bf16":
         return "The learner differentiates another policy than the one that samples. Set `quantize_learner=True`."
-    if settings.get("objective") in LOSS_TYPES:
+    if settings.get("loss_type") in LOSS_TYPES:
         # TRL corrects the mismatch of vLLM rollouts only.
         return (
             "Use an objective that corrects the mismatch (`tbpo`), and compare with the table of your scheme on the page about "

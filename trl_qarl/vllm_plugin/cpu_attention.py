@@ -1,7 +1,7 @@
 """
 Attention of vLLM on a CPU with the same bits in prefill and decoding, for any length, chunks and cached prefix: an
 engine that receives its weights from [`trl_qarl.vllm_plugin.weight_transfer`] splits requests into parts of one pass
-each ([`~trl_qarl.numerics.cpu.one_pass_requests`]; docs/alignment.md says why). Other engines do not change.
+each ([`~trl_qarl.bitwise.cpu.one_pass_requests`]; docs/alignment.md says why). Other engines do not change.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ..numerics.cpu import IN_ONE_PASS, one_pass_requests, queries_in_one_pass
+from ..bitwise.cpu import IN_ONE_PASS, one_pass_requests, queries_in_one_pass
 from .linear_kernels import is_our_engine
 
 
@@ -22,7 +22,7 @@ def register_attention() -> None:
 
 
 def describe_attention(model_runner: Any) -> str | None:
-    """Return [`~trl_qarl.numerics.cpu.IN_ONE_PASS`] if all layers of an engine have this attention."""
+    """Return [`~trl_qarl.bitwise.cpu.IN_ONE_PASS`] if all layers of an engine have this attention."""
     builders = [
         builder for groups in model_runner.attn_groups for group in groups for builder in group.metadata_builders
     ]

@@ -8,7 +8,7 @@ An engine of this package names the implementations here in `ir_op_priority`; ot
 import torch
 from vllm import ir
 
-from ..numerics.cpu import has_norm_kernel, rms_norm
+from ..bitwise.cpu import has_norm_kernel, rms_norm
 from ..wire.protocol import NORMS
 
 

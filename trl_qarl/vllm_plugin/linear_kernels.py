@@ -8,7 +8,7 @@ Linear kernels for vLLM with the learner's products, where vLLM's kernels cannot
 | `mxfp4a16`, `nvfp4a16` | none | always |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
-| not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.numerics.cpu`]) |
+| not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.bitwise.cpu`]) |
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]; those of
 the first three rows also serve exports in float32 or FP4 in any engine, because vLLM has no kernel for them. A layer
@@ -17,7 +17,7 @@ has one kernel for any number of rows, so prefill and decode of the engine give 
 On a GPU they are chosen only in an engine that also runs eagerly with `VLLM_BATCH_INVARIANT=1`, so that a learner
 repeats it bit for bit (`numerics="engine"`). vLLM 0.31 has no such product of INT4 weights (Marlin), and the tiling of
 its product of FP8 codes depends on the number of rows; vLLM 0.33 expands INT4 weights as well. Untested on GPUs, see
-[`trl_qarl.numerics.cuda`].
+[`trl_qarl.bitwise.cuda`].
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ from vllm.model_executor.layers import utils
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
-from ..numerics import cuda
-from ..numerics.cpu import dispatch_row_invariant
-from ..numerics.low_bit import multiplication
+from ..bitwise import cuda
+from ..bitwise.cpu import dispatch_row_invariant
+from ..bitwise.low_bit import multiplication
 from ..quantization.schemes import INT4_PACKED, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND

@@ -43,11 +43,10 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..numerics import cuda
+from ..bitwise import cuda
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
 from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
 from ..wire.transfer_dir import confined_path
-from .adapters import PublishedAdapter, on_bare_model
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
 from .engine_tensors import (
@@ -60,6 +59,7 @@ from .engine_tensors import (
     rows_as_loaded,
     tied_names,
 )
+from .lora import PublishedAdapter, on_bare_model
 
 
 # A fused layer keeps only the shape of the shard that was loaded last. Experts have `w13_weight_shape`.
@@ -445,7 +445,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     file: str
 
 
-class FileChannel(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, FileUpdateInfo]):
+class FileReceiver(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, FileUpdateInfo]):
     """Reads weights from safetensors files in one directory, in shared memory or a shared filesystem."""
 
     init_info_cls = WeightTransferInitInfo
@@ -483,7 +483,7 @@ class FileChannel(AuditedReload, WeightTransferEngine[WeightTransferInitInfo, Fi
         """Do nothing."""
 
 
-class NCCLChannel(AuditedReload, NCCLWeightTransferEngine):
+class NCCLReceiver(AuditedReload, NCCLWeightTransferEngine):
     """vLLM's NCCL transfer with the same checks."""
 
     @on_bare_model

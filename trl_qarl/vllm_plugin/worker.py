@@ -13,11 +13,11 @@ from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.processor import cached_processor_from_config
 
-from ..numerics import cuda
-from ..numerics.low_bit import describe_arithmetic
+from ..bitwise import cuda
+from ..bitwise.low_bit import describe_arithmetic
 from ..wire.describe import PICTURE_OPTIONS, describe_model, describe_pictures, describe_tokenizer
-from .adapters import describe_lora, serve_adapter
 from .engine_tensors import kernels_in_use, rotations
+from .lora import describe_lora, serve_adapter
 
 
 # vLLM reloads a layer into copies in checkpoint format, except for biases, which Marlin permutes and pads in new
@@ -89,7 +89,7 @@ class WorkerExtension:
         }
 
     def _describe_gpu(self) -> dict[str, Any] | None:
-        """Return the arguments of [`~trl_qarl.rollout.gpu_kernels.Gpu`]; `None` on a CPU."""
+        """Return the arguments of [`~trl_qarl.engines.gpu_kernels.Gpu`]; `None` on a CPU."""
         if self.device.type == "cpu":
             return None
         capability = current_platform.get_device_capability()

@@ -61,7 +61,7 @@ def test_flips_are_counted_one_by_one(container, grid):
 
 
 @pytest.mark.parametrize("container", LOW_BIT, ids=lambda value: value.name)
-def test_every_tensor_has_a_row_for_each_of_the_weight_and_is_as_declared(container):
+def test_tensors_have_a_row_per_row_of_the_weight(container):
     scheme = next(scheme for scheme in SCHEMES.values() if scheme.container == container)
     weight = LowBitTensor.from_hp(torch.randn(48, 256), scheme, torch.bfloat16)
     _, _, *tensors = weight.parts()

@@ -1,0 +1,172 @@
+"""Reasons why a run cannot be exact: its options, found without vLLM, and its model."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from testing_utils import make_mixture
+from testing_utils.layers import tiny
+from testing_utils.learners import VLLM, make_adapted
+from trl_qarl import QaRLConfig
+from trl_qarl.bitwise import cpu as kernels
+from trl_qarl.bitwise import cuda
+from trl_qarl.bitwise.availability import (
+    COVERED_CLASSES,
+    check_engine_numerics,
+    choose_numerics,
+    contradicting_options,
+    obstacles,
+    problems_of_engine_numerics,
+)
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    """vLLM must not be loaded."""
+
+    def load():
+        raise AssertionError("vLLM was loaded")
+
+    for name in ("reason_against", "reason_not_to_call"):
+        monkeypatch.setattr(kernels, name, load)
+    monkeypatch.setattr(kernels, "reason_against_installation", lambda: None)
+
+
+def config(tmp_path, **options):
+    return QaRLConfig(str(tmp_path), **({"use_cpu": True, "bf16": True, "use_vllm": True} | options))
+
+
+def test_the_configuration_reports_without_vllm(tmp_path, without_vllm, monkeypatch):
+    monkeypatch.setattr(kernels, "reason_against_installation", lambda: "this processor has no AVX512")
+    with pytest.raises(ValueError, match="use_vllm=True"):
+        config(tmp_path, numerics="engine")
+    with pytest.raises(ValueError, match="numerics='exact' contradicts use_vllm=True: .* no AVX512"):
+        config(tmp_path, numerics="exact")
+
+
+def test_missing_kernels_are_an_error_only_if_asked_for(tmp_path, without_vllm, monkeypatch):
+    configs = [config(tmp_path, numerics=numerics) for numerics in ("engine", None, "fast")]
+    monkeypatch.setattr(kernels, "reason_against", lambda: "the installed vLLM is not built for CPUs")
+    model = tiny()
+    [problem] = problems_of_engine_numerics(configs[0], model, torch.bfloat16, {})
+    assert "numerics='engine' contradicts" in problem
+    numerics, reason = choose_numerics(configs[1], model, torch.bfloat16)
+    assert numerics == "fast" and reason.startswith("engine numerics contradict use_vllm=True: ")
+    assert choose_numerics(configs[2], model, torch.bfloat16) == ("fast", "as configured")
+
+
+def test_a_known_reason_does_not_load_vllm(tmp_path, without_vllm):
+    found = choose_numerics(config(tmp_path, use_vllm=False), tiny(), torch.bfloat16)
+    assert found == ("fast", "rollouts are the learner's own")
+
+
+def test_everything_that_is_in_the_way_can_be_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "reason_against", lambda: "it is not installed")
+    found = [*obstacles(config(tmp_path, quantize_learner=False, bf16=False), tiny("gemma"), torch.bfloat16)]
+    for text in ("contradict bf16=False", "contradict quantize_learner=False", "GemmaForCausalLM"):
+        assert sum(text in reason for reason in found) == 1
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "message"), [({"lora_dropout": 0.1}, "lora_dropout=0.1"), ({"use_dora": True}, "another kind")]
+)
+def test_adapters_unknown_to_the_engine_are_refused(tmp_path, config, message):
+    model = make_adapted(tmp_path, scheme="bf16", **config)
+    with pytest.raises(ValueError, match=f"layers.0.self_attn.q_proj' has .*{message}"):
+        check_engine_numerics(model)
+
+
+def with_unknown_module():
+    model = tiny()
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp)
+    return model
+
+
+ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+REFUSED = [
+    (SimpleNamespace, "SimpleNamespace is not supported"),
+    (with_unknown_module, "'model.layers.1.mlp'"),
+    (partial(tiny, "gemma"), "GemmaForCausalLM is not supported, only LlamaForCausalLM, "),
+    (partial(tiny, "qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
+    (partial(tiny, "qwen2", layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+    (partial(tiny, "qwen3", layer_types=["chunked_attention"] * 2), "chunked_attention"),
+    (partial(tiny, attention_dropout=0.1), "attention_dropout=0.1"),
+    pytest.param(partial(tiny, head_dim=16), "head_dim=16", marks=VLLM),
+    (partial(tiny, rope_parameters=ROPE), "rope_type='linear'"),
+    (partial(tiny, attn_logit_softcapping=30.0), "attn_logit_softcapping=30.0"),
+    (partial(make_mixture, "mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 is not 0"),
+    pytest.param(
+        partial(make_mixture, "qwen3_moe", moe_intermediate_size=40),
+        r"mlp.experts' has sizes \(128, 40\); vLLM's product .* multiples of 32",
+        marks=VLLM,
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_is_not_covered_is_refused_by_name(make, message):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        check_engine_numerics(model)
+
+
+def test_other_dtypes_than_bfloat16_are_refused():
+    with pytest.raises(ValueError, match="not in torch.float32"):
+        check_engine_numerics(tiny(), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("arch", ["mistral", "qwen2"])
+def test_windows_are_vllms_alone(arch, torch_kernels):
+    fields = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if arch == "qwen2" else {}
+    model = tiny(arch, sliding_window=20, **fields)
+    with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which only vLLM's CPU kernels have"):
+        check_engine_numerics(model)
+    for no_window in (None, 0):
+        model.config.sliding_window = no_window
+        if arch == "mistral":
+            check_engine_numerics(model)
+
+
+def test_every_covered_class_passes():
+    models = [tiny(arch, sliding_window=None) for arch in ("llama", "mistral", "qwen2", "qwen3")]
+    models += map(make_mixture, ("mixtral", "qwen2_moe", "qwen3_moe"))
+    for model in models:
+        check_engine_numerics(model)
+    assert {type(model).__name__ for model in models} == {*COVERED_CLASSES}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bf16": False}, "bf16=False"),
+        ({"quantize_learner": False}, "quantize_learner=False"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+        ({"numerics": "same"}, "numerics='same'"),
+        ({"numerics": "exact", "bf16": False}, "numerics='exact' contradicts bf16=False"),
+    ],
+    ids=str,
+)
+def test_what_engine_numerics_cannot_do_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **({"numerics": "engine", "use_vllm": False} | options))
+
+
+@pytest.mark.parametrize("numerics", ["engine", "exact"])
+@pytest.mark.parametrize("options", [{}, {"scheme": "bf16"}, {"scheme": "w8a16"}], ids=str)
+def test_what_it_can_do_passes(tmp_path, numerics, options):
+    assert config(tmp_path, use_vllm=False, numerics=numerics, **options).numerics == numerics
+
+
+@pytest.mark.parametrize("numerics", ["engine", "exact"])
+def test_only_exact_numerics_are_refused_on_a_gpu(tmp_path, monkeypatch, numerics):
+    args = config(tmp_path, use_vllm=False)
+    monkeypatch.setattr(cuda, "reason_against_installation", lambda: None)
+    args.use_cpu, args.numerics = False, numerics
+    problems = [*contradicting_options(args)]
+    assert len(problems) == (numerics == "exact")
+    assert all("engine numerics have never run on a GPU" in problem for problem in problems)

@@ -1,0 +1,130 @@
+"""Prompts with pictures, and completions with a sampled placeholder; test_vllm_pictures.py has engines."""
+
+import base64
+import copy
+import io
+import pickle
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from trl_qarl.engines.answers import BadAnswer
+from trl_qarl.engines.pictures import (
+    MAX_DRAWS,
+    ExpandedPrompt,
+    check_rows,
+    complete_prompts,
+    count_pictures,
+    draw_again,
+    picture_request,
+    with_pictures,
+)
+
+
+PLACEHOLDER = 7
+TEXT = [{"role": "user", "content": "Hello"}]
+PICTURE = [{"role": "user", "content": [{"type": "image", "image": None}, {"type": "text", "text": "Hello"}]}]
+ROW = ExpandedPrompt([1, PLACEHOLDER, PLACEHOLDER, 2], [1, PLACEHOLDER, 2])
+
+
+def test_what_is_appended_to_a_prompt_is_sent_too():
+    longer = ROW + [3] + [4]
+    assert longer == [1, PLACEHOLDER, PLACEHOLDER, 2, 3, 4] and longer.sent == [1, PLACEHOLDER, 2, 3, 4]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda row: pickle.loads(pickle.dumps(row))])
+def test_a_prompt_survives_pickling(copied):
+    assert copied(ROW) == ROW and copied(ROW).sent == ROW.sent
+
+
+def test_a_sampled_placeholder_is_named():
+    with pytest.raises(BadAnswer, match=f"completion 1 of 2, token 2 of 3: 7 is the placeholder.*{MAX_DRAWS} times"):
+        draw_again([[1], [5, 6, 7]], lambda row: row, frozenset([PLACEHOLDER]), lambda places: [[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "num_processes", "reason"),
+    [
+        (["pixel_values"], 1, "SimpleNamespace pads rows, and TRL 1.16 splits them"),
+        (["pixel_values", "image_grid_thw"], 2, "would not compute the vision tower, and the other 1 would wait"),
+        (["pixel_values", "image_grid_thw"], 1, None),
+    ],
+)
+def test_an_ambiguous_row_without_pictures_is_refused(inputs, num_processes, reason):
+    processor = SimpleNamespace(image_processor=SimpleNamespace(model_input_names=inputs))
+    raises = pytest.raises(ValueError, match=f"prompt 1 of 3 has no picture.*{reason}")
+    with raises if reason else nullcontext():
+        check_rows(count_pictures([PICTURE, TEXT, TEXT]), processor, num_processes)
+    check_rows(count_pictures([TEXT, "Hello"]), processor, num_processes)
+    check_rows(count_pictures([PICTURE, PICTURE]), processor, num_processes)
+
+
+def test_a_message_without_content_has_no_picture():
+    calls = [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "3"}]
+    assert count_pictures([calls, PICTURE]) == [0, 1]
+
+
+class Engine:
+    """`LLM.generate` whose completions are given."""
+
+    def __init__(self, *completions):
+        self.completions, self.prompts, self.seeds = iter(completions), [], []
+
+    def generate(self, prompts, parameters, use_tqdm=True):
+        self.seeds.append(parameters.seed)
+        self.prompts += [prompt["prompt_token_ids"] for prompt in prompts]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=next(self.completions))]) for _ in prompts]
+
+
+@pytest.mark.parametrize("has_pictures", [True, False])
+def test_an_engine_is_sent_one_placeholder_per_picture(has_pictures):
+    """Without pictures the learner takes the token for text, as the engine does."""
+    first, again = [[PLACEHOLDER], [4], [2, PLACEHOLDER, 3]], [[5, PLACEHOLDER], [6], [8]]
+    engine, longer = Engine(*first, *again), ROW + [3]
+    rows = [{"prompt_token_ids": ids} for ids in (ROW, [1, 2], longer)]
+    for row in rows[::2] if has_pictures else ():
+        row["multi_modal_data"] = {"image": "a picture"}
+    parameters = SimpleNamespace(seed=3)
+    outputs = with_pictures(engine.generate, frozenset([PLACEHOLDER]))(rows, parameters, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == ([[8], [4], [6]] if has_pictures else first)
+    assert engine.prompts == [ROW.sent, [1, 2], longer.sent] + [ROW.sent, longer.sent, ROW.sent] * has_pictures
+    assert rows[0]["prompt_token_ids"] is ROW
+    # With the seed of the first request an engine draws the same tokens again.
+    assert engine.seeds == [3] + [None, None] * has_pictures and parameters.seed == 3
+
+
+def test_a_request_has_the_pixels_of_its_pictures():
+    picture = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
+    body = picture_request("model", ROW, [picture], n=2)
+    assert body["token_ids"] == ROW.sent and body["sampling_params"]["n"] == 2 and body["return_token_ids"]
+    (part,) = body["content_parts"]
+    data = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
+    # Processors leave out what is transparent, where a server would put white.
+    sent = Image.open(io.BytesIO(data))
+    assert sent.mode == "RGB" and [sent.getpixel((x, 0)) for x in (0, 1)] == [(10, 20, 30)] * 2
+    assert "content_parts" not in picture_request("model", [1, 2], None)
+
+
+def test_a_server_is_asked_again_for_one_completion_of_a_prompt():
+    requests = []
+
+    def post(json):
+        requests.append(json)
+        tokens = [[PLACEHOLDER], [4]] if json["sampling_params"]["n"] == 2 else [[5]]
+        logprobs = [
+            {"content": [{"token": f"token_id:{row[0]}", "logprob": -1.0, "top_logprobs": []}]} for row in tokens
+        ]
+        choices = [{"token_ids": row, "logprobs": found} for row, found in zip(tokens, logprobs, strict=True)]
+        return {"prompt_token_ids": list(ROW), "choices": choices}
+
+    answer = complete_prompts(post, "model", [ROW], [None], {"n": 2, "seed": 3}, frozenset([PLACEHOLDER]))
+    assert answer == {
+        "prompt_ids": [list(ROW)],
+        "completion_ids": [[5], [4]],
+        "logprobs": [[[-1.0]], [[-1.0]]],
+        "logprob_token_ids": [[[5]], [[4]]],
+    }
+    sampling = [request["sampling_params"] for request in requests]
+    assert [(each["n"], each["seed"]) for each in sampling] == [(2, 3), (1, None)]

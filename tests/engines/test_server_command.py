@@ -1,0 +1,149 @@
+import json
+
+import pytest
+
+from testing_utils.layers import one_layer
+from trl_qarl.engines.server_command import build_server_command, tensor_parallel_size
+from trl_qarl.engines.spec import EngineSpec
+from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
+
+
+def option(argv, name):
+    return argv[argv.index(name) + 1]
+
+
+def test_the_command_holds_everything_a_trainer_needs():
+    scheme = {"quant_method": "compressed-tensors"}
+    argv, environment = build_server_command(
+        EngineSpec("some/model", scheme), host="10.0.0.7", port=8001, vllm_args=["--max-model-len", "4096"]
+    )
+    assert argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert option(argv, "--model") == "some/model"
+    assert option(argv, "--host") == "10.0.0.7" and option(argv, "--port") == "8001"
+    assert option(argv, "--load-format") == "dummy"
+    assert json.loads(option(argv, "--hf-overrides")) == {"quantization_config": scheme}
+    assert option(argv, "--logprobs-mode") == "processed_logprobs"
+    assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "qarl_nccl"}
+    assert option(argv, "--middleware").endswith("PublicationGate")
+    assert option(argv, "--max-model-len") == "4096"
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def test_on_a_cpu_weights_go_through_files(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    argv, environment = build_server_command(EngineSpec("m"), on_cpu=True, transfer_dir="/shared/dir")
+    assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "qarl"}
+    assert "--enforce-eager" in argv and "--hf-overrides" not in argv
+    assert environment[TRANSFER_DIR_VARIABLE] == "/shared/dir"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    # Not a default: with AMX, vLLM would round activations.
+    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_CPU_ATTN_SPLIT_KV"):
+        monkeypatch.setenv(name, "1")
+        assert build_server_command(EngineSpec("m"), on_cpu=True)[1][name] == "0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_on_one_host_weights_go_through_files_unless_asked_for(host):
+    """A trainer that waits for a server in NCCL waits without a time-out."""
+    for transport, backend in ((None, "qarl"), ("nccl", "qarl_nccl")):
+        argv, environment = build_server_command(EngineSpec("m"), host=host, transport=transport)
+        assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": backend}
+        assert (TRANSFER_DIR_VARIABLE in environment) == (backend == "qarl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"transport": "nccl", "on_cpu": True}, "needs GPUs on both sides"),
+        ({"vllm_args": ["--load-format", "auto"]}, "weights come from the trainer"),
+        ({"vllm_args": ["--logprobs_mode=raw_logprobs"]}, "after temperature"),
+        ({"vllm_args": ["--api-server-count", "4"]}, "one API process"),
+        ({"vllm_args": ["--kv-cache-dtype", "fp8"]}, "does not round keys and values"),
+        ({"vllm_args": ["--speculative-config", "{}"]}, "draft model"),
+        ({"vllm_args": ["-sc", "{}"]}, "draft model"),
+        ({"vllm_args": ["--config", "vllm.yaml"]}, "could contain any of the options"),
+        ({"vllm_args": ["--generation-config", "vllm"]}, "trainer decides how tokens are sampled"),
+        ({"vllm_args": ["--data-parallel-hybrid-lb"]}, "use only --data-parallel-size"),
+        ({"vllm_args": ["--data-parallel-backend=ray"]}, "do not know where weights arrive"),
+        ({"vllm_args": ["--distributed-executor-backend", "ray"]}, "do not know where weights arrive"),
+        ({"vllm_args": ["--nnodes", "2"]}, "audited on one host"),
+        ({"vllm_args": ["-n", "2"]}, "audited on one host"),
+        ({"vllm_args": ["--master-addr=10.0.0.7"]}, "audited on one host"),
+        ({"vllm_args": ["--ssl-certfile", "c.pem"]}, "through SSH"),
+        ({"vllm_args": ["--allowed-origins", '["*"]']}, "no web page"),
+        ({"vllm_args": ["--allowed-media-domains", "a.example"]}, "may not fetch"),
+        ({"vllm_args": ["--allowed-local-media-path", "/"]}, "may not fetch"),
+        ({"vllm_args": ["--pipeline_parallel_size", "2"]}, "a part of the model"),
+        ({"vllm_args": ["--enable_expert_parallel"]}, "a rank holds some experts"),
+        ({"vllm_args": ["--mm-device-do-normalize"]}, "processed as in the learner"),
+        ({"vllm_args": ["--mm-processor-kwargs.max_pixels", "7"]}, "processed as in the learner"),
+        ({"vllm_args": ["--mm-encoder-tp-mode=data"]}, "ranks may not divide pictures"),
+        ({"vllm_args": ["--enable-lora"]}, "it follows from --max_lora_rank"),
+        ({"vllm_args": ["--lora-dtype", "float16"]}, "dtype of the model, as in the learner"),
+        ({"vllm_args": ["--lora-modules", "a=b"]}, "the adapter comes from the trainer"),
+        # vLLM's parser takes the beginning of a name, and single entries of a dictionary.
+        ({"vllm_args": ["--load-f", "auto"]}, "weights come from the trainer"),
+        ({"vllm_args": ["--hf-overrides.rope_theta", "7"]}, "carries the scheme"),
+        ({"vllm_args": ["-qfp8"]}, "it follows from --scheme"),
+    ],
+)
+def test_what_would_break_publication_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_server_command(EngineSpec("m"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--data-parallel-size", "2"],
+        ["--data_parallel_size=2"],
+        ["-dp", "2"],
+        # Only look like forbidden ones.
+        [
+            "--config-format",
+            "hf",
+            "--tensor-parallel-size",
+            "2",
+            "--kv-cache-metrics",
+            "--seed=3",
+            "-tp",
+            "2",
+            "-dp=2",
+        ],
+    ],
+)
+def test_options_that_break_nothing_are_passed_on(arguments):
+    argv, _ = build_server_command(EngineSpec("m"), vllm_args=arguments)
+    assert argv[-len(arguments) :] == arguments
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "on_cpu", "other_place", "message"),
+    [
+        ("w4a8", "bfloat16", True, False, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"),
+        ("w4a8", "float16", False, False, "not in float16"),
+        ("w4a8-int8", "bfloat16", False, True, "scheme 'w4a8-int8' does not run on.*Choose 'w4a8'"),
+    ],
+)
+def test_a_scheme_is_refused_where_vllm_computes_something_else(scheme, dtype, on_cpu, other_place, message):
+    (_, config), (_, other) = one_layer(scheme), one_layer("w4a16")
+    with pytest.raises(ValueError, match=message):
+        build_server_command(EngineSpec("m", config, dtype), on_cpu=on_cpu)
+    assert build_server_command(EngineSpec("m", config), on_cpu=other_place)
+    assert build_server_command(EngineSpec("m", other, dtype), on_cpu=on_cpu)
+
+
+def test_no_page_may_ask_and_nothing_is_fetched():
+    argv, _ = build_server_command(EngineSpec("m"))
+    assert json.loads(option(argv, "--allowed-origins")) == []
+    # vLLM takes an empty list for "any", and no host has this name (RFC 2606).
+    assert option(argv, "--allowed-media-domains") == "nothing.invalid"
+
+
+@pytest.mark.parametrize(
+    "vllm_args",
+    [["--tensor-parallel-size", "4"], ["--tensor_parallel_size=4"], ["-tp", "4"], ["--seed", "3", "--tensor-p", "4"]],
+    ids=str,
+)
+def test_the_number_of_ranks_is_read_as_vllm_reads_it(vllm_args):
+    assert tensor_parallel_size(vllm_args) == 4 and tensor_parallel_size(["--tokenizer", "t"]) == 1

@@ -1,0 +1,122 @@
+"""The model that is trained, with a trainer and without."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer import grpo_trainer
+
+from testing_utils import make_problems, make_trainer
+from testing_utils.trainings import SIGNED, arguments, lora
+from trl_qarl import QaRLConfig
+from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.trainer.policy import Policy
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Steps on models during the construction of a trainer, in order."""
+    found = []
+
+    def note(owner, name, step):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: found.append(step) or original(*args, **kwargs))
+
+    note(Policy, "load", "load")
+    note(Policy, "prepare", "prepare")
+    note(Policy, "attach_numerics", "numerics")
+    note(grpo_trainer, "get_peft_model", "adapter")
+    note(grpo_trainer, "add_fused_lm_head", "head")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "options", "expected"),
+    [
+        ("name", {}, ["load", "prepare", "head", "numerics"]),
+        ("instance", {}, ["prepare", "head", "numerics"]),
+        ("name", {"beta": 0.1}, ["load", "prepare", "load", "head", "head", "numerics", "numerics"]),
+        ("adapter", {}, ["load", "adapter", "prepare", "head", "numerics"]),
+        ("adapter", {"beta": 0.1, "lora_mode": "merged"}, ["load", "adapter", "prepare", "head", "numerics"]),
+    ],
+    ids=["name", "instance", "reference", "adapter", "merged"],
+)
+def test_a_policy_is_prepared_between_adapter_and_reference(tiny_model, tmp_path, steps, start, options, expected):
+    peft_config = lora() if start == "adapter" else None
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32") if start == "instance" else tiny_model
+    trainer = make_trainer(model, tmp_path, peft_config=peft_config, **options)
+    assert steps == expected
+    assert trainer.policy.model is trainer.model and trainer.policy.has_adapter == (start == "adapter")
+    assert (trainer.swap_report, trainer.numerics) == (trainer.policy.swap_report, trainer.policy.numerics)
+
+
+def test_an_adapter_folder_is_loaded_with_given_arguments(tiny_model, tmp_path, caplog):
+    first = make_trainer(tiny_model, tmp_path / "first", peft_config=lora(), max_steps=1)
+    first.save_model(str(tmp_path / "adapter"))
+    caplog.clear()
+    given = {"attn_implementation": "eager"}
+    second = make_trainer(str(tmp_path / "adapter"), tmp_path / "second", model_init_kwargs=given)
+    assert second.policy.record() == first.policy.record()
+    assert second.model.get_base_model().config._attn_implementation == "eager"
+    assert "will be ignored" not in caplog.text
+
+
+def test_a_policy_needs_no_trainer(tiny_model, tmp_path):
+    args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, scheme="w8a16", exclude_modules=["o_proj"])
+    policy = Policy(args)
+    model = policy.load(tiny_model)
+    policy.prepare(model)
+    assert model.dtype == policy.dtype == torch.float32 and policy.numerics == "fast"
+    assert policy.record() == {
+        "scheme": "w8a16",
+        "grids": ["int8"],
+        "quantize_learner": True,
+        "group_size": None,
+        "exclude_modules": ["o_proj"],
+        "scale_dtype": "float32",
+    }
+    assert policy.card_facts()["loss_type"] == "tbpo" and "group_size" not in policy.card_facts()
+    assert policy.describe() == {"model": tiny_model, "numerics": "fast"}
+    folder = policy.export(tmp_path / "w8a16", AutoTokenizer.from_pretrained(tiny_model), card={})
+    assert "quantization_config" in json.loads((folder / "config.json").read_text())
+
+
+def test_a_pattern_of_precisions_that_fits_no_layer_is_refused(tiny_model, tmp_path):
+    policy = Policy(arguments(tmp_path, scheme=SIGNED[4], precisions=[4, {"re:.*layers[.]9[.].*": 3}]))
+    with pytest.raises(ValueError, match=r"pattern 're:.*' matches none of the 14 layers whose bits can change"):
+        policy.prepare(policy.load(tiny_model))
+
+
+def test_evaluation_and_export_have_the_bits_of_the_scheme(tiny_model, tmp_path):
+    options = {"scheme": SIGNED[4], "group_size": 32, "precisions": [3, 2], "steps_per_generation": 2, "max_steps": 3}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "bf16": False}
+    trainer = make_trainer(tiny_model, tmp_path, eval_dataset=make_problems(4), beta=0.1, **options)
+    seen, generate = [], trainer._generate_and_score_completions
+
+    def note(inputs):
+        models = (trainer.model, trainer.ref_model)
+        seen.append((trainer.model.training, *({x.scheme.name for x in quantized_layers(m).values()} for m in models)))
+        return generate(inputs)
+
+    trainer._generate_and_score_completions = note
+    trainer.train()
+    train, evaluate = ([schemes for mode, *schemes in seen if mode == wanted] for wanted in (True, False))
+    assert train == [[{SIGNED[3]}] * 2, [{SIGNED[2]}] * 2]
+    assert evaluate and all(schemes == [{SIGNED[4]}] * 2 for schemes in evaluate)
+    history = trainer.state.log_history
+    # Evaluations within a batch leave it as it was.
+    assert [row["quant/bits"] for row in history if "quant/bits" in row] == [3, 2]
+    assert max(row["eval_mismatch/abs_logp_mean"] for row in history if "eval_mismatch/abs_logp_mean" in row) < 1e-6
+    # As a push within a batch exports it.
+    assert trainer.policy.precision is None
+    trainer.set_precision(2)
+    exported = load_file(trainer.export_model(tmp_path / "export") / "model.safetensors")
+    assert trainer.policy.precision == 2
+    trainer.set_precision(None)
+    for name, layer in quantized_layers(trainer.model).items():
+        assert layer.scheme.name == SIGNED[4]
+        assert torch.equal(
+            exported[f"{name}.weight_packed"], layer.low_bit_weight().checkpoint_tensors()["weight_packed"]
+        )

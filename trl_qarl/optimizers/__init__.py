@@ -1,0 +1,1 @@
+"""Muon, states in 8 bits, gradients in 16, and updates that are skipped."""

@@ -1,0 +1,182 @@
+"""
+Compares the log-probs of a fixed text in engine and learner after each publication. Fingerprints reach neither copies
+inside kernels nor the memory that a CUDA graph reads.
+
+The allowed difference depends on the weights: one model amplifies a rounding error of its first layer to a tenth of a
+nat, another does not change at all. Hence the learner scores the text again, with other rounding. The difference
+between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to 1.6 times
+as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain undetected.
+
+A text does not reach a vision tower, so a model that takes pictures has a second text, after a fixed picture.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..engines.engine import Engine
+from ..engines.pictures import canary_prompt, takes_pictures
+from ..forward import learner_log_probs
+from ..quantization.names import layer_of
+from ..quantization.storage import device_of, is_sharded
+from ..quantization.swap import quantized_forward
+from ..wire.describe import CANARY_TOKENS, sample_token_ids
+from ..wire.protocol import PublishError
+
+
+LIMIT = 3.0
+"""Largest mean difference of a working engine, in units of the learner's rounding."""
+
+PICTURE_TOKENS = 16
+"""Tokens after the picture that are compared."""
+
+SMALLEST, LARGEST = 0.01, 2.5
+"""
+Bounds of the allowed difference, in nats. The lower one covers a single activation code that is rounded differently,
+which is rare in float32.
+"""
+
+
+class _Text(NamedTuple):
+    """A text whose last `num_scored` tokens are compared; `inputs` are further inputs of the learner, `pictures` those
+    of the engine."""
+
+    metric: str
+    token_ids: list[int]
+    num_scored: int
+    inputs: Mapping[str, torch.Tensor] = {}
+    pictures: Sequence[Any] = ()
+
+
+class Canary:
+    """The fixed texts of a learner. `dtype` is the engine's; without a `processing_class` nothing is compared."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, processing_class: Any):
+        self.model, self.dtype = model, dtype
+        self.texts: list[_Text] = []
+        if processing_class is None:
+            return
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        ids = sample_token_ids(tokenizer)[:CANARY_TOKENS]
+        if len(ids) > 1:
+            self.texts.append(_Text("publish/canary", ids, len(ids) - 1))
+        if takes_pictures(model) and getattr(processing_class, "chat_template", None):
+            prompt, inputs, pictures = canary_prompt(processing_class, PICTURE_TOKENS)
+            self.texts.append(_Text("publish/canary_picture", prompt, PICTURE_TOKENS, inputs, pictures))
+
+    def score(self) -> list[tuple[torch.Tensor, float]]:
+        """Return for each text the learner's log-probs of the compared tokens, `(T,)` in nats on the CPU, and their
+        mean change under other rounding. With sharded masters every process has to call."""
+        scores = []
+        for text in self.texts:
+            log_probs = self._log_probs(text)
+            with self._otherwise_rounded():
+                scores.append((log_probs, (self._log_probs(text) - log_probs).abs().mean().item()))
+        return scores
+
+    def compare(self, learner: list[tuple[torch.Tensor, float]], engine: Engine) -> dict[str, float]:
+        """
+        Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s [`~Canary.score`].
+
+        Return `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
+        `publish/canary_rounding`, the learner's own; with a picture the same under `publish/canary_picture_`.
+        [`PublishError`] is raised if rounding does not explain the difference, or the engine builds another prompt
+        from the picture.
+        """
+        found: dict[str, float] = {}
+        for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):
+            scored = torch.tensor(engine.score(text.token_ids, text.pictures))
+            replicas = scored.view(-1, len(text.token_ids) - 1)[:, -text.num_scored :]
+            differences = (replicas - log_probs).abs().mean(1)
+            # `argmax` finds NaN too.
+            worst = int(differences.argmax())
+            difference = differences[worst].item()
+            limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
+            # `not <=` also catches NaN.
+            if not difference <= limit:
+                engine.clear_cache()
+                name = "the engine" if len(replicas) == 1 else f"replica {worst}"
+                raise PublishError(
+                    f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
+                    f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
+                    f"changes in the learner. {self._causes()}Engine: {_rounded(replicas[worst])}; learner: {_rounded(log_probs)}."
+                )
+            found |= {f"{text.metric}_abs_logp": difference, f"{text.metric}_rounding": rounding}
+        return found
+
+    def _causes(self) -> str:
+        """Return the possible reasons for a difference, those known of this model first."""
+        causes = [
+            *_known_causes(self.model),
+            "one of the two is broken, or a kernel works with a copy of other weights",
+        ]
+        return (
+            "Possible causes: " + "".join(f"\n  {number}. {cause}." for number, cause in enumerate(causes, 1)) + "\n"
+        )
+
+    def _log_probs(self, text: _Text) -> torch.Tensor:
+        ids = torch.tensor(list(text.token_ids), device=device_of(self.model))
+        inputs = {name: value.to(ids.device) for name, value in text.inputs.items()}
+        # The engine runs low-bit weights even if the learner does not.
+        autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+        with quantized_forward(self.model), autocast:
+            log_probs = learner_log_probs(self.model, ids, text.num_scored, **inputs)
+        return log_probs.gather(1, ids[-text.num_scored :, None])[:, 0].cpu()
+
+    @contextmanager
+    def _otherwise_rounded(self) -> Iterator[None]:
+        """While open, embeddings move by the last bit of the engine's dtype, and each decoder layer's output is
+        rounded to it, as in the engine. All later sums are then rounded differently, and activations' codes and
+        experts of tokens may change."""
+        step = torch.finfo(self.dtype).eps
+        if self.dtype is torch.float32 and device_of(self.model).type != "cpu":
+            # Attention in Triton rounds float32 to TF32.
+            step = 2.0**-10
+
+        def move(module, arguments, output):
+            generator = torch.Generator().manual_seed(0)
+            up = torch.rand(output.shape, generator=generator) < 0.5
+            return output * torch.where(up, 1 + step, 1 - step).to(output)
+
+        def round_output(module, arguments, output):
+            if isinstance(output, tuple):
+                return (round_output(module, arguments, output[0]), *output[1:])
+            return output.to(self.dtype).to(output)
+
+        with ExitStack() as stack:
+            stack.enter_context(self.model.get_input_embeddings().register_forward_hook(move))
+            for name in {layer_of(name) for name, _ in self.model.named_parameters()}:
+                if name.rpartition(".")[2].isdigit():
+                    stack.enter_context(self.model.get_submodule(name).register_forward_hook(round_output))
+            yield
+
+
+def _known_causes(model: nn.Module) -> Iterator[str]:
+    """Yield the properties of a model for which transformers and vLLM are known to compute different log-probs."""
+    # Other processes do not take part in a collective here.
+    whole = [] if is_sharded(model) else model.named_parameters()
+    if broken := [name for name, p in whole if p.is_floating_point() and not p.isfinite().all()]:
+        yield f"the learner has NaN or infinity in {', '.join(broken[:3])} ({len(broken)} tensors)"
+    if (config := getattr(model, "config", None)) is None:
+        return
+    config = config.get_text_config()
+    cap, attention = getattr(config, "attn_logit_softcapping", None), config._attn_implementation
+    if cap and attention != "eager":
+        yield (
+            f"attn_logit_softcapping={cap} with attn_implementation={attention!r}: vLLM caps attention's scores, and transformers may "
+            "not. Use attn_implementation='eager'"
+        )
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        yield (
+            "rope_type='longrope': transformers chooses long or short factors for a whole batch by its longest row, vLLM by the model's "
+            "length. Keep prompts and completions below original_max_position_embeddings"
+        )
+    if getattr(model, "_auto_class", None) is not None:
+        yield f"{type(model).__name__} comes with code of its own (trust_remote_code), which vLLM may compute in another way"
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]

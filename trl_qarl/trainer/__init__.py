@@ -1,0 +1,1 @@
+"""The trainer: its configuration, policy, scoring and checkpoints."""

@@ -1,0 +1,312 @@
+"""The policy being trained, independent of the trainer: loads the model, quantizes it, describes and exports it."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from ..adapters.base import assign_base, base_fingerprint, keep_adapter_precise, load_policy, prepare_base
+from ..adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
+from ..bitwise import low_bit
+from ..bitwise.attach import attach_engine_numerics
+from ..bitwise.availability import choose_numerics, problems_of_engine_numerics
+from ..bitwise.exact import Exactness, check_arithmetic
+from ..bitwise.rows import reason_to_pad
+from ..checkpoint.export import export_checkpoint, keep_generation_config
+from ..checkpoint.files import damaged_file
+from ..checkpoint.record import check_record, scheme_record
+from ..checks.adapter import problems_of_adapted_model
+from ..checks.architectures import problem_of_architecture, problems_with_vllm
+from ..checks.arguments import (
+    check_output_head,
+    guard_positions,
+    keep_attention_cap,
+    problems_of_division,
+    problems_of_dropout,
+    problems_of_experts,
+    problems_of_fixed_scales,
+    problems_of_masters,
+    problems_of_pictures,
+    problems_of_positions,
+    switch_off_dropout,
+)
+from ..checks.configuration import raise_problems
+from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
+from ..quantization.inventory import Inventory
+from ..quantization.names import base_model, is_peft_model
+from ..quantization.precisions import mean_bits, problems_of_patterns, set_precision
+from ..quantization.storage import is_sharded, refresh
+from ..quantization.swap import assign_schemes, disable_quantized_forward, prepare_model
+from ..sharding.fsdp2 import shard_low_bit
+
+
+logger = logging.getLogger(__name__)
+
+
+class Policy:
+    """
+    The policy of a run: prepared once, then described, published, exported and saved.
+
+    Args:
+        args ([`QaRLConfig`]):
+            Configuration of the run.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapter that TRL will give the model.
+        has_pictures (`bool`, *optional*, defaults to `False`):
+            Whether the policy is trained on a dataset with pictures.
+
+    Attributes:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]), has_adapter (`bool`):
+            The prepared model, and whether an adapter is trained over a frozen base.
+        dtype (`torch.dtype`):
+            Dtype of scales, and of everything in the engine that is not quantized.
+        swap_report ([`SwapReport`]), numerics (`str`):
+            Those of [`QaRLTrainer`].
+        precision (`int`, `dict[str, int]` or `None`):
+            Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
+        takes_layouts (`bool`):
+            Whether the model takes a batch as one row of tokens, a [`~trl_qarl.token_row.Layout`].
+        exactness ([`~trl_qarl.bitwise.exact.Exactness`]):
+            Response to a log-prob that differs from the engine's.
+    """
+
+    def __init__(self, args: Any, peft_config: Any = None, has_pictures: bool = False):
+        self.args, self._peft_config = args, peft_config
+        self.has_pictures = has_pictures
+        self.exactness = Exactness(is_required=args.numerics == "exact")
+        self._adapter_folder: str | None = None
+        self._loaded_adapter: dict[str, torch.Tensor] = {}
+        self._base: str | None = None
+        self._reference: Any = None
+        self._sharded_by: str | None = None
+        self.precision: int | dict[str, int] | None = None
+        self.takes_layouts = False
+
+    def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
+        """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
+        try:
+            model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights of {name_or_path!r} cannot be read: {damaged_file(name_or_path) or 'a file'} is cut or damaged ({error}). "
+                "Copy or download it again."
+            ) from error
+        if is_adapter_folder(name_or_path):
+            self._adapter_folder = name_or_path
+            self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return model
+
+    def prepare(self, model: Any, sharded_by: str | None = None) -> None:
+        """
+        Quantize `model` in place and choose the numerics, once: after TRL has created the model and transformers has
+        moved it to its device, and before TRL makes a reference model or an engine. `sharded_by` names what will shard
+        the model: `"FSDP2"`, `"ZeRO-3"` or, for other stages, `"DeepSpeed"`.
+
+        Raises:
+            ValueError: if the model cannot be trained as configured; the message lists all [`problems`], and the model
+                is as it was.
+        """
+        args = self.args
+        raise_problems(self.problems(model, is_placed=True))
+        self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
+        if self.has_adapter:
+            keep_adapter_precise(model, self._loaded_adapter)
+            self._loaded_adapter = {}
+        switch_off_dropout(model, args)
+        keep_attention_cap(model)
+        guard_positions(model)
+        keep_generation_config(base_model(model))
+        self.dtype = self._engine_dtype(model)
+        if self.has_adapter:
+            self.swap_report = prepare_base(model, args.plan, **self._base_arguments, **self._swap_arguments)
+            self._base = base_fingerprint(model)
+            if self._adapter_folder is not None:
+                # Only a quantized base has a fingerprint. This model is no one else's: it was loaded here.
+                check_record(self._adapter_folder, self.record())
+        else:
+            self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
+            if scales := fixed_scales(model):
+                self._base = scales_fingerprint(scales)
+        if not args.quantize_learner:
+            disable_quantized_forward(model)
+        self.numerics, reason = choose_numerics(args, model, self.dtype)
+        if sharded_by is not None and args.numerics is None:
+            self.numerics, reason = "fast", f"{sharded_by} shards the masters"
+        logger.info("numerics=%r: %s", self.numerics, reason)
+        self._choose_cpu_weights()
+        logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
+
+    def problems(self, model: nn.Module, is_placed: bool = False) -> Iterator[str]:
+        """Yield everything for which a loaded `model`, with its adapter, cannot be prepared and trained as configured,
+        and change nothing. Of a model on the meta device, its layers are judged and not its dtypes; engine numerics
+        are judged where `is_placed`, on its device."""
+        args, has_adapter, is_loaded = self.args, is_peft_model(model), not _is_on_meta(model)
+        if is_loaded:
+            yield from problems_of_masters(model, args, has_adapter)
+        if has_adapter:
+            yield from problems_of_adapted_model(model)
+        yield from problems_of_dropout(model, args)
+        yield from problems_of_positions(model, args)
+        if self.has_pictures:
+            yield from problems_of_pictures(model, args)
+        yield from problems_of_fixed_scales(model, args)
+        try:
+            if has_adapter:
+                scales = {"exclude_modules": args.exclude_modules, "scale_dtype": self._engine_dtype(model)}
+                schemes, skipped = assign_base(model, args.plan, **self._base_arguments, **scales)
+            else:
+                schemes, skipped = assign_schemes(model, args.plan, args.exclude_modules)
+        except ValueError as error:
+            yield str(error)
+            return
+        if args.precisions is not None:
+            yield from problems_of_patterns(args.precisions, schemes)
+        yield from problems_of_experts(model, args, schemes, skipped)
+        if args.use_vllm:
+            dtype = self._engine_dtype(model) if is_loaded or args.bf16 or args.fp16 else None
+            problems = [*problems_with_vllm(model, dtype, args.use_cpu, schemes)]
+            if is_placed and args.vllm_mode == "colocate":
+                # Loads vLLM.
+                problems += filter(None, [problem_of_architecture(model)])
+            yield from (f"use_vllm=True: {each}" for each in problems)
+        if is_placed:
+            yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)
+
+    def _engine_dtype(self, model: nn.Module) -> torch.dtype:
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else model.dtype
+
+    def _choose_cpu_weights(self) -> None:
+        """Choose the form of weights in products of vLLM's kernels on a CPU; a learner follows a server's choice."""
+        args, is_local = self.args, self.args.use_vllm and self.args.vllm_mode == "colocate"
+        # Gathered weights are not kept.
+        is_learner = self.numerics == "engine" and self._sharded_by is None and (is_local or not args.use_vllm)
+        if self.model.device.type == "cpu" and self.dtype is torch.bfloat16 and (is_local or is_learner):
+            low_bit.use_cpu_weights(low_bit.choose_cpu_weights(self.model, is_local + is_learner, is_trained=True))
+
+    def set_precision(self, precision: int | dict[str, int] | None) -> bool:
+        """
+        Run learner and reference at a number of bits, or at bits by patterns; `None` stands for the bits of their
+        schemes. Return whether the policy to publish has changed.
+        """
+        if precision == self.precision:
+            return False
+        self.precision = precision
+        has_changed = False
+        for model in (self.model, self._reference):
+            if model is not None and set_precision(Inventory.of(model).layers, self.swap_report.schemes, precision):
+                refresh(model)
+                has_changed = True
+        return has_changed
+
+    @property
+    def takes_all_processes(self) -> bool:
+        """True if every process has to take part in an operation that reads the whole policy, such as an export."""
+        return is_sharded(self.model)
+
+    @property
+    def bits(self) -> tuple[float | None, bool]:
+        """Bits at which the policy runs, a mean over weights if layers differ, and whether they differ; `None` for
+        the bits of its schemes."""
+        if isinstance(self.precision, Mapping):
+            return mean_bits(Inventory.of(self.model).layers.values())
+        return None if self.precision is None else float(self.precision), False
+
+    @property
+    def _base_arguments(self) -> dict[str, Any]:
+        return {"keep_masters": not self.args.quantize_learner, "is_merged": self.args.lora_mode == "merged"}
+
+    @property
+    def _swap_arguments(self) -> dict[str, Any]:
+        return {"exclude_modules": self.args.exclude_modules, "scale_dtype": self.dtype}
+
+    def attach_numerics(self, model: Any) -> None:
+        """Make `model` compute with the run's numerics; call it after TRL has installed its head for log-probs."""
+        if self.numerics == "engine":
+            rank = lora_arguments(model).get("max_lora_rank")
+            attach_engine_numerics(model, self.dtype, self.args.temperature, adapter_rank=rank)
+
+    def check_head(self) -> None:
+        """Raise `ValueError` if the loss has other log-probs than the model; TRL must have installed its head."""
+        # Engine numerics have a head of their own, a sharded model a part of each weight, and bitsandbytes repacks its
+        # weights on a CPU at the first forward without gradients.
+        is_in_4bit = getattr(base_model(self.model), "is_loaded_in_4bit", False)
+        if self.numerics == "fast" and self._sharded_by is None and not self.has_pictures and not is_in_4bit:
+            check_output_head(self.model, self.args.temperature)
+
+    def choose_layout(self, num_processes: int, has_aux_loss: bool) -> None:
+        """Choose whether a batch is computed as one row of tokens, once the numerics are attached. `ValueError` is
+        raised if its forward has to be divided and cannot be."""
+        reason = reason_to_pad(self.model)
+        self.takes_layouts = reason is None
+        if self.args.max_tokens_per_forward is not None:
+            raise_problems(problems_of_division(self.args, reason, num_processes, has_aux_loss))
+        if reason is not None:
+            logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
+
+    def check_engine(self, engine: Mapping[str, Any]) -> None:
+        """Raise if exactness is required and the engine with this description computes unlike the learner."""
+        if self.exactness.is_required:
+            rank = lora_arguments(self.model).get("max_lora_rank")
+            check_arithmetic(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)
+
+    def prepare_reference(self, model: Any) -> None:
+        """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
+        keep_attention_cap(model)
+        if self.args.quantize_learner:
+            prepare_model(model, self.swap_report.plan, **self._swap_arguments)
+            if self._sharded_by == "FSDP2":
+                shard_low_bit(model)
+            self._reference = model
+        self.attach_numerics(model)
+
+    def record(self) -> dict[str, Any]:
+        """Return the quantization settings of a checkpoint, which tell it from checkpoints of other runs."""
+        record = scheme_record(self.args, self.swap_report.plan, self.dtype)
+        if scales := Inventory.of(self.model).global_scales:
+            record["global_scales"] = scales
+        if self.has_adapter:
+            record["lora_mode"] = self.args.lora_mode
+        if self._base is not None:
+            record["base"] = self._base
+        return record
+
+    def describe(self) -> dict[str, Any]:
+        """Return the entries about the policy in the record of a run."""
+        described = {"model": self.model.name_or_path, "numerics": self.numerics}
+        if self.has_adapter:
+            config = adapter_config(self.model)
+            names = ("r", "lora_alpha", "use_rslora", "target_modules")
+            described |= {"lora_mode": self.args.lora_mode, "lora": {name: config[name] for name in names}}
+        return described
+
+    def card_facts(self) -> dict[str, Any]:
+        """Return the settings for a model card."""
+        settings = {"loss_type": self.args.loss_type, **self.record(), "temperature": self.args.temperature}
+        settings |= self.swap_report.plan.described | {"precisions": self.args.precisions}
+        return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
+
+    def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:
+        """
+        Write the low-bit policy with [`export_checkpoint`], at the bits of its schemes, and return the folder. With
+        sharded masters every process has to call, and an error of one process is raised by all.
+        """
+        with self._at_own_bits():
+            return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
+
+    @contextmanager
+    def _at_own_bits(self):
+        precision = self.precision
+        self.set_precision(None)
+        try:
+            yield
+        finally:
+            self.set_precision(precision)
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,189 @@
+"""Configuration of [`QaRLTrainer`]."""
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
+
+import torch
+from transformers.utils import is_torch_xla_available
+from trl import GRPOConfig
+
+from ..checks import configuration as checks
+from ..checks.conflicts import problems_of_conflicts
+from ..checks.launch import launched_precision, problems_of_precision
+from ..checks.names import RENAMED, problems_of_names
+from ..checks.refused import REFUSED
+from ..checks.values import as_dict, fits, problems_of_values
+from ..objectives.registry import get_objective, problems_of_objective
+from ..options import CHOICES, MUONS, EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
+from ..quantization.gemm import has_fast_bf16
+from ..quantization.plan import parse_scheme
+from ..sharding.zero3 import keep_float32_masters
+
+
+logger = logging.getLogger(__name__)
+
+
+def _collect_unknown_names(cls: type) -> type:
+    """Let the constructor of a dataclass keep options that it does not have in `_unknown`, for its `__post_init__`."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def collect(self, *args, **kwargs):
+        self._unknown = {name: kwargs.pop(name) for name in [*kwargs] if name not in cls.__dataclass_fields__}
+        init(self, *args, **kwargs)
+
+    cls.__init__ = collect
+    return cls
+
+
+@_collect_unknown_names
+@describe_options
+@dataclass
+class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, GRPOConfig):
+    # docstyle-ignore
+    r"""
+    Configuration class for the [`QaRLTrainer`].
+
+    It inherits every option of [`~trl.GRPOConfig`], [`~trl_qarl.options.QuantOptions`],
+    [`~trl_qarl.options.ObjectiveOptions`], [`~trl_qarl.options.LearnerOptions`] and
+    [`~trl_qarl.options.EngineOptions`]. Some defaults differ from TRL's and follow the paper's Table 2
+    (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and eight updates per generation
+    batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of `steps_per_generation` and
+    `generation_batch_size` is given). The table's batch sizes and lengths (512 completions in mini-batches of 64,
+    2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
+
+    Without an accelerator `use_cpu` is switched on. On a CPU `bf16` defaults to `True` if the processor multiplies
+    bfloat16 matrices natively, or if accelerate was launched with `mixed_precision: bf16`. A value that is given is
+    kept, and has to agree with the launch.
+
+    `trl-qarl train --help` shows the texts of the parameters.
+
+    One `ValueError` lists all problems with their fixes: unknown names, values that cannot be, and inherited options
+    that are not honoured.
+
+    Parameters:
+        optim (`str`, *optional*, defaults to `"muon"`):
+            `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
+            of [`~transformers.TrainingArguments`], such as `"adamw_torch"`. `"muon_8bit"` is `"muon"` with its state
+            in 8 bits, except for second moments of embeddings and experts.
+        gradient_dtype (`str`, *optional*, defaults to `"float32"`):
+            Dtype in which gradients are kept until the optimizer's step: `"float32"`, or `"bfloat16"` with
+            `optim="muon_8bit"` and torchao's 8-bit and 4-bit AdamW. With FSDP2 processes still add them up in float32.
+        weight_decay (`float`, *optional*, defaults to `0.01`):
+            Weight decay of the optimizer.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "objective_kwargs"]
+
+    optim: str = "muon"
+    gradient_dtype: str = field(default="float32", metadata={"choices": list(CHOICES["gradient_dtype"])})
+    weight_decay: float = 0.01
+
+    # True if `steps_per_generation` has our default, which the trainer lowers to what the dataset fills.
+    chooses_steps = False
+
+    def __post_init__(self):
+        hints, defaults = get_type_hints(type(self)), {option.name: option.default for option in fields(self)}
+        unknown = vars(self).pop("_unknown", {})
+        problems = [*problems_of_names(unknown, defaults, lambda name, value: fits(value, hints[name]))]
+        for name in RENAMED.keys() & unknown.keys():
+            if getattr(self, RENAMED[name], None) == defaults.get(RENAMED[name]) and RENAMED[name] in defaults:
+                # The value is checked like one under the new name.
+                setattr(self, RENAMED[name], unknown[name])
+        problems += self._parse()
+        for name, problem in [*problems_of_values(self, GRPOConfig)]:
+            problems.append(problem)
+            # So that the checks below can go on.
+            setattr(self, name, defaults[name])
+        self._choose_device()
+        problems += [*checks.check_scheme(self), *checks.check_numerics(self)]
+        problems += [*problems_of_objective(self), *checks.check_choices(self), *problems_of_conflicts(self)]
+        problems += [*checks.check_inherited(self), *checks.check_generation_kwargs(self), *checks.check_gpu(self)]
+        problems += [*problems_of_precision(self), *checks.check_hub(self)]
+        if problems:
+            for name in REFUSED.keys() & defaults.keys():
+                setattr(self, name, defaults[name])
+            # The configuration is not used: these are the problems that TRL and transformers find in it.
+            with suppress(Exception):
+                problems += self._problems_of_trl()
+            checks.raise_problems(problems)
+        if get_objective(self) is not None:
+            # TRL would compute and log a weight that the loss does not use.
+            self.vllm_importance_sampling_correction = False
+        self._finish()
+        if self.deepspeed_plugin is not None:
+            # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
+            keep_float32_masters(self.deepspeed_plugin.dschf.config)
+        checks.raise_problems(checks.check_turns(self))
+        # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
+        checks.raise_problems(checks.refused_by_all(self))
+
+    def _parse(self) -> Iterator[str]:
+        """Parse options that may be text of a command line; yield a problem for text that is none."""
+        try:
+            self.scheme = parse_scheme(self.scheme)
+        except ValueError as error:
+            yield str(error)
+            self.scheme = type(self).scheme
+        for name in ("objective_kwargs", "generation_kwargs", "model_init_kwargs"):
+            try:
+                value = as_dict(self, name)
+            except ValueError as error:
+                yield str(error)
+                setattr(self, name, None)
+                continue
+            if name == "objective_kwargs":
+                self.objective_kwargs = value or None
+            elif name == "generation_kwargs" and isinstance(value, dict) and value.get("do_sample") is True:
+                # TRL sets it itself, and vLLM has no such option.
+                self.generation_kwargs = {k: v for k, v in value.items() if k != "do_sample"}
+
+    def _problems_of_trl(self) -> Iterator[str]:
+        try:
+            self._finish()
+        except ValueError as error:
+            yield str(error)
+
+    def _finish(self) -> None:
+        """Set the number of updates per generation batch, and run TRL's own initialization."""
+        self.chooses_steps = self.steps_per_generation is None and self.generation_batch_size is None
+        if self.chooses_steps:
+            self.steps_per_generation = 8 * self.gradient_accumulation_steps
+        # transformers does not know this optimizer name; the trainer builds the optimizer.
+        optim = self.optim
+        if optim in MUONS:
+            self.optim = "adamw_torch"
+        super().__post_init__()
+        if optim in MUONS:
+            self.optim = optim
+
+    def _choose_device(self) -> None:
+        has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()
+        is_chosen = not self.use_cpu and not has_accelerator
+        if is_chosen:
+            self.use_cpu = True
+        if self.use_cpu and self.bf16 is None and not self.fp16:
+            self.bf16 = launched_precision() == "bf16" or has_fast_bf16()
+        if is_chosen:
+            text = "No accelerator was found: training on the CPU (use_cpu=True) with bf16=%s, fp16=%s."
+            logger.warning(text, self.bf16, self.fp16)
+
+
+def config_for(model: Any, args: Any) -> QaRLConfig:
+    """Return `args`, or for `None` a configuration named after `model`, a name or a model. `TypeError` is raised if
+    `args` is a configuration of another class."""
+    if args is None:
+        from trl.trainer.utils import get_config_model_id
+
+        model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
+    if not isinstance(args, QaRLConfig):
+        raise TypeError(
+            f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
+            "name (`from trl_qarl import QaRLConfig`)."
+        )
+    return args

@@ -1,0 +1,151 @@
+"""
+Experts of mixtures in vLLM on a CPU: the learner's product for low-bit experts, and a complete reload of unquantized
+experts.
+
+| experts | vLLM on a CPU | here |
+|---|---|---|
+| `w4a16`, `w8a16` | none; with AMX a kernel that rounds activations to 8 bits, whatever the checkpoint says | the learner's product |
+| `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
+| not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack only at the first load | vLLM's, repacked each time |
+
+Parameters are made by vLLM's methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. In
+vLLM's registry of quantization configurations, the one here replaces `compressed-tensors` and differs only for
+experts.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from typing_extensions import override
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (
+    CompressedTensorsW8A8Fp8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (
+    CompressedTensorsW8A8Int8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (
+    CompressedTensorsWNA16MoEMethod,
+)
+
+from ..bitwise.low_bit import multiply
+from ..quantization.experts import experts_product
+from ..quantization.schemes import get_scheme
+from ..quantization.tensors import LowBitTensor
+from .linear_kernels import is_our_engine
+
+
+def register_experts() -> None:
+    """Register low-bit and unquantized experts with vLLM; calling it again changes nothing."""
+    register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
+    if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
+        CustomOp.register_oot(RepackedExperts, name=UnquantizedFusedMoEMethod.__name__)
+
+
+class RepackedExperts(UnquantizedFusedMoEMethod):
+    """Unquantized experts whose weights are repacked for their kernel after each load."""
+
+    @override
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        # vLLM skips repacking if a kernel exists already.
+        self.moe_kernel = None
+        super().process_weights_after_loading(layer)
+
+
+class _LowBitExperts(FusedMoEMethodBase):
+    """Base of the methods of low-bit experts, to be listed before vLLM's class that makes their parameters, whose
+    constructor would look for a kernel and is not called."""
+
+    scheme: str
+    is_monolithic = False
+
+    def __init__(self, weights: Any, activations: Any, moe: Any):
+        FusedMoEMethodBase.__init__(self, moe)
+        # Attributes that vLLM's `create_weights` reads.
+        self.weight_quant, self.input_quant = weights, activations
+        self.symmetric, self.num_bits, self.strategy = weights.symmetric, weights.num_bits, weights.strategy
+        self.group_size = weights.group_size or -1
+        self.packed_factor = Fraction(32, weights.num_bits)
+        self.static_input_scales, self.block_quant, self.weight_block_size = False, False, None
+        self._low_bit: tuple[tuple[LowBitTensor, ...], ...] | None = None
+
+    @override
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """Return nothing: no kernel of vLLM runs."""
+
+    @override
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        self._low_bit = None
+
+    @override
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
+        if self._low_bit is None:
+            # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
+            self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
+        return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=multiply)
+
+    def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
+        tensors = {
+            name.removeprefix(f"{matrix}_"): parameter.data.flatten(0, 1)
+            for name, parameter in layer.named_parameters()
+            if name.startswith(f"{matrix}_") and parameter.ndim == 3
+        }
+        low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), tensors["weight_scale"].dtype)
+        return low_bit.row_blocks(layer.local_num_experts)
+
+
+_METHODS = {
+    weights_and_activations: type(name, (_LowBitExperts, base), {"scheme": scheme})
+    for weights_and_activations, name, base, scheme in (
+        # Codes on a coarser grid have the same product.
+        ((False, 4, False), "QaRLInt4Experts", CompressedTensorsWNA16MoEMethod, "w4a16"),
+        ((False, 4, True), "QaRLInt4Int8Experts", CompressedTensorsWNA16MoEMethod, "w4a8-int8"),
+        ((False, 8, False), "QaRLInt8WeightExperts", CompressedTensorsWNA16MoEMethod, "w8a16"),
+        ((False, 8, True), "QaRLInt8Experts", CompressedTensorsW8A8Int8MoEMethod, "w8a8"),
+        ((True, 8, True), "QaRLFp8Experts", CompressedTensorsW8A8Fp8MoEMethod, "fp8"),
+    )
+}
+"""Methods by `(weights are floating-point numbers, bits of weights, activations are quantized)`."""
+
+
+class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
+    """vLLM's configuration of compressed-tensors with other low-bit experts."""
+
+    @override
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        # vLLM's own AMX experts serve engines without weight sync.
+        takes_over = isinstance(layer, RoutedExperts) and (is_our_engine() or not torch.cpu._is_amx_tile_supported())
+        method = self._method_of_experts(layer, prefix) if takes_over else None
+        return super().get_quant_method(layer, prefix) if method is None else method
+
+    def _method_of_experts(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
+        """Return the method of `layer`, or `None` to leave the choice to vLLM. `NotImplementedError` is raised for
+        experts with another computation than the product here."""
+        self._add_fused_moe_to_target_scheme_map()
+        projections = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in projections]
+        if schemes[0] is None or any(scheme != schemes[0] for scheme in schemes):
+            return None
+        weights, activations = schemes[0]["weights"], schemes[0].get("input_activations")
+        method = _METHODS.get((weights.type == "float", weights.num_bits, activations is not None))
+        is_ours = weights.symmetric and weights.strategy in ("group", "channel") and not weights.actorder
+        per_token = activations is None or (activations.dynamic is True and activations.strategy == "token")
+        if method is None or not (is_ours and per_token):
+            return None
+        for is_met, what in (
+            (layer.activation.value == "silu", f"activation {layer.activation.value!r}"),
+            (not layer.moe_config.has_bias, "biases"),
+            (layer.swiglu_limit is None, "a limit of their activation"),
+            (not layer.apply_router_weight_on_input, "weights of the router on their input"),
+            (not layer.use_ep, "expert parallelism"),
+        ):
+            if not is_met:
+                raise NotImplementedError(
+                    f"Experts of {prefix!r} have {what}, which the product of low-bit experts on a CPU does not support. Serve them "
+                    "on a GPU."
+                )
+        return method(weights, activations, layer.moe_config)

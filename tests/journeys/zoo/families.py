@@ -37,7 +37,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 2},
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
-    "cwm": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5": {},
     "deepseek_v3": {
         **_EXPERTS,
@@ -83,7 +82,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
-    "gpt_bigcode": {"n_embd": 128, "n_layer": 2, "n_head": 4},
     "gpt_neox": {},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
     "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
@@ -188,7 +186,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "chunk_size": 16,
     },
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_text": {**_QWEN_LINEAR, "head_dim": 128},
     "qwen3_next": {
         **_QWEN_LINEAR,
@@ -211,7 +208,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
-IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5_text"}
+IN_BFLOAT16 = {"apertus", "qwen3_5_text"}
 # With engine numerics, which exist in bfloat16.
 EXACT = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -229,7 +226,6 @@ REFUSED: dict[str, str] = {
     "gemma3n_text": "in plain vLLM 0.31 and plain transformers",
     "gpt2": "Its `Conv1D` is no linear layer",
     "gpt_neox": "reorders the rows",
-    "gpt_bigcode": "is left to quantize",
     "gpt_oss": "leaves the sinks of its attention",
     "jamba": "selective_scan_fwd",
     "lfm2": "in plain vLLM 0.31 and plain transformers",

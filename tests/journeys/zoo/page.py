@@ -16,7 +16,7 @@ def row(family: str, dtype: str, visit) -> str:
     gguf = "yes" if family in gguf_architectures() else ""
     if visit.found is None:
         last = visit.log.strip().splitlines()[-1]
-        return f"| {family} | {dtype} | **refused**: {last.partition(': ')[2]} | | | | | {gguf} |"
+        return f"| {family} | {dtype} | **refused**: {last.partition(': ')[2].removeprefix('use_vllm=True: ')} | | | | | {gguf} |"
     found = visit.found
     kept = [
         f"{', '.join(f'`{name}`' for name in sorted({n.rpartition('.')[2] for n in names}))} ({reason})"

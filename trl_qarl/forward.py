@@ -32,6 +32,7 @@ def scoring_forward(
     takes_layouts: bool = False,
     chosen: torch.Tensor | None = None,
     max_tokens: int | None = None,
+    on_ignored: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
     """
     Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
@@ -39,7 +40,8 @@ def scoring_forward(
     Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
     computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
     are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.token_row.Layout`], unless none
-    can hold it. `RuntimeError` is raised if a layer has not attended by the layout. Only sequences that are `chosen`,
+    can hold it. A model whose layers do not pass the layout on to their attention computes the padded batch, after a
+    call of `on_ignored`; `RuntimeError` is raised if only some do, or without it. Only sequences that are `chosen`,
     `(B,)` bool, are computed, by default all; the values of others are 0. A batch whose layout has more than
     `max_tokens` is divided, and each part is computed again in the backward pass, so that only one part's activations
     are held.
@@ -76,6 +78,9 @@ def scoring_forward(
         # A mixture's auxiliary loss weights tokens by the mask.
         row = {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "attention_mask": layout.counts}
         output = model(**inputs | row | {"labels": None, "shift_labels": layout.labels, "layout": layout})
+        if not layout.calls and on_ignored is not None:
+            on_ignored()
+            return model(**inputs)
         if len(layout.calls) != config.num_hidden_layers:
             raise RuntimeError(
                 f"{len(layout.calls)} of {config.num_hidden_layers} layers of {type(unwrapped).__name__} attended to single "

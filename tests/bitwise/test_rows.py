@@ -165,3 +165,15 @@ def test_a_layer_that_ignores_the_layout_is_an_error(tmp_path):
     attention.forward = lambda *args, layout=None, **kwargs: forward(*args, **kwargs)
     with pytest.raises(RuntimeError, match="1 of 2 layers of LlamaForCausalLM .* attn_implementation='eager'"):
         scoring_forward(model, model, True)(**batch, fused_lm_head=True)
+
+
+def test_a_model_that_ignores_layouts_is_padded(tmp_path):
+    model = make_fast(tmp_path, "llama", torch.float32)
+    batch, _ = make_batch((9,), (4, 7), times=2)
+    expected = scoring_forward(model, model)(**batch, fused_lm_head=True).log_probs
+    for layer in model.model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, layout=None, **kwargs: forward(*args, **kwargs)
+    calls = []
+    output = scoring_forward(model, model, True, on_ignored=lambda: calls.append(1))(**batch, fused_lm_head=True)
+    assert torch.equal(output.log_probs, expected) and calls == [1]

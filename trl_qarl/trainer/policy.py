@@ -246,7 +246,12 @@ class Policy:
         if self.args.max_tokens_per_forward is not None:
             raise_problems(problems_of_division(self.args, reason, num_processes, has_aux_loss))
         if reason is not None:
-            logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
+            self.pad_batches(reason)
+
+    def pad_batches(self, reason: str = "its layers do not pass lengths on to their attention") -> None:
+        """Compute padded batches from now on."""
+        self.takes_layouts = False
+        logger.info("Batches are padded, and a prompt is computed for each of its completions: %s.", reason)
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Raise if exactness is required and the engine with this description computes unlike the learner."""

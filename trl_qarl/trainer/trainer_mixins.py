@@ -236,7 +236,8 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             weights = self._plan.at_drawn(self.model)
         chosen, known = self._chosen or (None, None)
         unwrapped, max_tokens = self.accelerator.unwrap_model(model), self.args.max_tokens_per_forward
-        forward = scoring_forward(model, unwrapped, self.policy.takes_layouts, chosen, max_tokens)
+        policy = self.policy
+        forward = scoring_forward(model, unwrapped, policy.takes_layouts, chosen, max_tokens, policy.pad_batches)
         with weights:
             logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
                 forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs

@@ -214,8 +214,6 @@ EXACT = {"llama", "mistral", "qwen2", "qwen3"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon"}
-# Their own attention classes cannot score several sequences in one row.
-EAGER = {"nemotron"}
 
 REFUSED: dict[str, str] = {
     "bamba": "only if all its layers attend",
@@ -254,7 +252,6 @@ LOOSE = {"nemotron_h": 1e-4}
 """Limits of families whose operations enlarge rounding, such as a squared ReLU."""
 
 NOTES: dict[str, str] = {
-    "nemotron": "`attn_implementation='eager'`",
     "cohere2": "sequences within the window",
     "granitemoehybrid": "`router_aux_loss_coef=0`",
     "phi3 long": "sequences within `original_max_position_embeddings`",

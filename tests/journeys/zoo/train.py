@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from families import EAGER, FAMILIES, SIZES, WITHOUT_HEAD_DIM
+from families import FAMILIES, SIZES, WITHOUT_HEAD_DIM
 
 from testing_utils import make_problems, make_tiny_tokenizer, spread
 
@@ -73,7 +73,7 @@ def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
         vllm_mode="colocate",
         vllm_max_model_length=64,
         bf16=dtype == "bfloat16",
-        model_init_kwargs={"dtype": "float32", **({"attn_implementation": "eager"} if family in EAGER else {})},
+        model_init_kwargs={"dtype": "float32"},
         use_cpu=True,
         report_to=[],
         logging_steps=1,

@@ -161,7 +161,7 @@ class LearnerOptions:
 
     Parameters:
         keep_groups (`bool`, *optional*, defaults to `True`):
-            Whether the completions of a prompt stay together in an update, as far as its size allows, so that the
+            Keep the completions of a prompt together in an update, as far as its size allows, so that the
             learner computes their prompt once. With `False` all completions are shuffled, as in TRL.
         max_tokens_per_forward (`int`, *optional*):
             Bound of the tokens that the learner computes at once, for one process. A micro-batch with more tokens is

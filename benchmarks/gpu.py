@@ -29,13 +29,13 @@ SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b"]}
 # PyTorch for good. Engines that compile take a minute each.
 _ENGINE_TESTS = {
     "colocated": ("quantization/test_gpu.py::test_colocated_rollouts_follow_the_learner", (*SCHEMES, "bf16", "w4a8")),
-    "fast": ("numerics/test_cuda_alignment.py::test_fast_numerics_stay_close_on_cuda", (*SCHEMES, "bf16")),
+    "fast": ("bitwise/test_cuda_alignment.py::test_fast_numerics_stay_close_on_cuda", (*SCHEMES, "bf16")),
     "experts": (
         "vllm_plugin/test_vllm_plugin_experts.py::test_a_gpu_engine_uses_the_last_published_experts",
         (*SCHEMES, "bf16"),
     ),
-    "repeats": ("numerics/test_cuda_alignment.py::test_what_a_batch_invariant_engine_repeats_bit_for_bit", (*SCHEMES, "bf16")),
-    "exact": ("numerics/test_cuda_alignment.py::test_learner_and_engine_give_every_token_the_same_log_prob", (*SCHEMES, "bf16")),
+    "repeats": ("bitwise/test_cuda_alignment.py::test_what_a_batch_invariant_engine_repeats_bit_for_bit", (*SCHEMES, "bf16")),
+    "exact": ("bitwise/test_cuda_alignment.py::test_learner_and_engine_give_every_token_the_same_log_prob", (*SCHEMES, "bf16")),
 }  # fmt: skip
 
 # Without the options in `pyproject.toml`, whose plugins may be missing on a borrowed machine. `gpu.sh` has timeouts.

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.shapes import SHAPES
-from trl_qarl.doctor.memory import Run, on_gpu, parts_of_memory
+from trl_qarl.doctor.memory import MemorySettings, on_gpu, parts_of_memory
 from trl_qarl.quantization.plan import get_plan
 
 
@@ -49,7 +49,7 @@ def shapes_of(name: str):
 
 def sizes(name: str, num_gpus: int, lora_rank: int) -> dict[str, int]:
     """Return the GB needed on each GPU, rounded up, by kind of launch."""
-    parts = parts_of_memory(shapes_of(name), get_plan("w4a16"), Run(num_gpus, lora_rank=lora_rank))
+    parts = parts_of_memory(shapes_of(name), get_plan("w4a16"), MemorySettings(num_gpus, lora_rank=lora_rank))
     return {launch: -int(-on_gpu(of) // 10**9) for launch, of in parts.items()}
 
 

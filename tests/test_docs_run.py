@@ -9,20 +9,21 @@ tests/test_cards.py), and the engine of a page, `load_engine` (tests/engines/tes
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from accelerate.commands import launch
+from safetensors.torch import load_file
 from test_docs import ROOT, blocks, shell_commands
 
 import trl_qarl
 from testing_utils import make_problems, make_tiny_model
+from testing_utils.releases import make_release
+from testing_utils.trainings import assert_equal
 from trl_qarl.cli import main
 from trl_qarl.scripts import train
 
 
-GPTQ = ROOT / "tests" / "checkpoint" / "llm_compressor" / "gptq"
 MODELS = ("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct", "MODEL")
 DATASETS = ("trl-lib/DeepMath-103K", "DATASET")
 QUICK = {
@@ -46,7 +47,6 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def correct(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     )
-    shutil.copytree(GPTQ, tmp_path / "qwen3-0.6b-gptq")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -89,13 +89,6 @@ def test_python_of_a_page_runs(place, monkeypatch, page):
         assert names["trainer"].state.global_step == 1
 
 
-@pytest.mark.slow
-def test_code_that_reads_gptq_gives_masters(place):
-    (code,) = (code for code in blocks(ROOT / "docs" / "schemes.md", "python") if "load_masters" in code)
-    exec(compile(code.partition("AutoTokenizer.from_pretrained(")[0], "schemes.md", "exec"), {})
-    assert (place / "masters" / "model.safetensors").is_file()
-
-
 def commands():
     """The commands of the pages that one process can run, in order."""
     for page in ("options", "adapters", "publish_and_serve", "schemes"):
@@ -125,12 +118,25 @@ def test_commands_of_a_page_run_one_after_the_other(place, monkeypatch, page):
         run(
             "train", *(word for name, value in options.items() for word in (f"--{name}", value)), "--output_dir", "out"
         )
+        make_release("model", "RELEASE")
     for command, *words in group(page):
         words = ["model" if word in MODELS else "problems.jsonl" if word in DATASETS else word for word in words]
         if command == "export" and "out" in words and not Path("out").exists():
             # Where a training writes that names no folder.
             words[words.index("out")] = "trainer_output"
         run(command, *words)
+        if "RELEASE" in words:
+            theirs, ours = (
+                load_file(place / name / "model.safetensors") for name in ("RELEASE", "trainer_output/w4a16")
+            )
+            assert_equal(scales(ours), scales(theirs))
+
+
+def scales(tensors):
+    """Scales by the names of their layers; there are some."""
+    found = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_scale")}
+    assert found
+    return found
 
 
 def run(command, *words):

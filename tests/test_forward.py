@@ -114,12 +114,18 @@ def test_a_training_with_forwards_of_fewer_tokens_learns_the_same(tiny_model, tm
         assert [divided[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("keep_groups", [True, False])
-def test_an_update_has_whole_groups_unless_told_otherwise(tiny_model, tmp_path, keep_groups):
+@pytest.mark.parametrize(("keep_groups", "keeps"), [(None, True), (False, False)])
+def test_an_update_has_whole_groups_unless_told_otherwise(tiny_model, tmp_path, keep_groups, keeps):
     options = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 4, "max_steps": 1}
     prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
     trainer = make(tiny_model, tmp_path, train_dataset=prompts, keep_groups=keep_groups, **options)
     trainer.train()
     parts = [[tuple(ids) for ids in part["prompt_ids"].tolist()] for part in trainer._buffered_inputs]
     assert len({prompt for part in parts for prompt in part}) == 8
-    assert all(len(set(part)) == 2 for part in parts) is keep_groups
+    assert all(len(set(part)) == 2 for part in parts) is keeps
+
+
+@pytest.mark.parametrize(("keep_groups", "keeps"), [(None, False), (True, True)])
+def test_an_update_of_one_prompt_is_made_only_if_asked_for(tiny_model, tmp_path, keep_groups, keeps):
+    trainer = make(tiny_model, tmp_path, per_device_train_batch_size=4, num_generations=4, keep_groups=keep_groups)
+    assert trainer._keeps_groups is keeps

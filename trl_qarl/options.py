@@ -160,16 +160,17 @@ class LearnerOptions:
     Division of a generation batch among the learner's updates and forwards.
 
     Parameters:
-        keep_groups (`bool`, *optional*, defaults to `True`):
-            Keep the completions of a prompt together in an update, as far as its size allows, so that the
-            learner computes their prompt once. With `False` all completions are shuffled, as in TRL.
+        keep_groups (`bool`, *optional*):
+            Keep the completions of a prompt together in an update, as far as its size allows, so that the learner
+            computes their prompt once. With `False` all completions are shuffled, as in TRL. Defaults to `True` if an
+            update has the completions of at least two prompts.
         max_tokens_per_forward (`int`, *optional*):
             Bound of the tokens that the learner computes at once, for one process. A micro-batch with more tokens is
             divided, between prompts where possible, and computed again in the backward pass, so that memory holds the
             activations of one part; its loss does not change. By default a micro-batch is computed as a whole.
     """
 
-    keep_groups: bool = True
+    keep_groups: bool | None = None
     max_tokens_per_forward: int | None = None
 
 

@@ -151,6 +151,8 @@ def test_a_low_bit_checkpoint_of_another_kind_is_refused(export, tmp_path, kwarg
 
 def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path):
     options = {"bf16": False, "optim": "adamw_torch", "loss_type": "grpo", "max_steps": 2}
+    # Padded and shuffled as in TRL.
+    options |= {"model_init_kwargs": {"attn_implementation": "eager"}, "keep_groups": False}
     ours = make(base, tmp_path / "ours", peft_config=lora(), scheme="bf16", **options)
     ours.train()
     args = arguments(tmp_path / "stock", **options)

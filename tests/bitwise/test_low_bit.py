@@ -19,12 +19,18 @@ from trl_qarl.wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+KERNELS = {INT8: "dynamic_scaled_int8_quant", E4M3: "quantize_fp8e4m3_vec"}
 EXPANDED = "expanded once + vLLM's product of unquantized layers"
 
 
 def make(name, shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16)
+
+
+def has_kernel(name):
+    """Return whether vLLM's build for this processor has the operator."""
+    return products.reason_not_to_call() is None and hasattr(torch.ops._C, name)
 
 
 def _bytes(x):
@@ -93,7 +99,7 @@ def test_kernels_quantize_activations_like_the_learner(activation, monkeypatch):
     for part in (rows, in_blocks, rows.t(), rows.t()[:, rows.abs().amax(1) > 1e-2]):
         expected = quantize_activation(part, scheme)
         assert all(map(torch.equal, map(_bytes, products.quantize_rows(part, activation)), map(_bytes, expected)))
-    assert products._quantizes(activation)
+    assert products._quantizes(activation) == has_kernel(KERNELS[activation])
     # A kernel of another release with other bits.
     monkeypatch.setitem(products._KERNELS, activation, lambda rows: tuple(map(torch.zeros_like, expected)))
     assert not products._quantizes.__wrapped__(activation)
@@ -106,6 +112,8 @@ def test_kernels_quantize_activations_like_the_learner(activation, monkeypatch):
 def test_int4_weights_are_packed_as_by_vllm(num_outputs, group_size):
     if products.reason_not_to_call() is not None:
         pytest.skip(products.reason_not_to_call())
+    if not has_kernel("convert_weight_packed_scale_zp"):
+        pytest.skip("vLLM's build for this processor has no convert_weight_packed_scale_zp")
     import vllm._custom_ops as ops
 
     weight = torch.randn(num_outputs, 384, generator=torch.Generator().manual_seed(0))
@@ -128,10 +136,12 @@ def test_what_runs_is_what_the_processor_has(processor):
         for name in QUANTIZED
     }
     for name, kernel in kernels.items():
-        if processor == "without vLLM" or (SCHEMES[name].activation == INT8 and processor == "without VNNI"):
+        theirs = "int8_scaled_mm_with_quant" if name == "w8a8" else "int4_scaled_mm_cpu"
+        has_theirs = processor != "without VNNI" and has_kernel(theirs)
+        if processor == "without vLLM" or (SCHEMES[name].activation == INT8 and not has_theirs):
             assert "vllm" not in kernel.lower(), name
         elif SCHEMES[name].activation == INT8:
-            assert kernel == ("vllm::int8_scaled_mm_with_quant" if name == "w8a8" else "vllm::int4_scaled_mm_cpu")
+            assert kernel == f"vllm::{theirs}"
         else:
             assert (kernel == EXPANDED) == (processor != "packed"), name
 
@@ -162,19 +172,39 @@ def test_an_ill_fitting_weight_is_refused_before_expansion(monkeypatch):
         products.low_bit_linear(torch.randn(1, 1024).bfloat16(), make("w4a16", (1024, 1024)), None)
 
 
-@needs_vllm
+class Product:
+    """An INT8 product like vLLM's, in torch."""
+
+    scheme = "w8a8"
+
+    def __init__(self, low_bit):
+        self.low_bit = low_bit
+
+    def __call__(self, rows, bias):
+        return products.gemm.low_bit_linear(rows, self.low_bit, bias)[0]
+
+
+class RowVariant(Product):
+    def __call__(self, rows, bias):
+        return super().__call__(rows, bias) * (1 + (len(rows) == 5))
+
+
+class Wrong(Product):
+    def __call__(self, rows, bias):
+        return 1.1 * super().__call__(rows, bias)
+
+
+class Missing(Product):
+    def __init__(self, low_bit):
+        torch.ops._C.there_is_none()
+
+
 def test_a_kernel_that_is_not_row_invariant_is_not_used(monkeypatch):
-    original = products._Int8.__call__
     computes = products._computes.__wrapped__
-    assert computes(products._Int8) == torch.cpu._is_vnni_supported()
-    monkeypatch.setattr(
-        products._Int8, "__call__", lambda self, rows, bias: original(self, rows, bias) * (1 + (len(rows) == 5))
-    )
-    assert not computes(products._Int8)
-    monkeypatch.setattr(products._Int8, "__call__", lambda self, rows, bias: 1.1 * original(self, rows, bias))
-    assert not computes(products._Int8)
-    monkeypatch.setattr(products._Int8, "_pack", lambda *args: torch.ops._C.there_is_none())
-    assert not computes(products._Int8)
+    has_vnni = torch.cpu._is_vnni_supported()
+    assert computes(products._Int8) == (has_vnni and has_kernel("int8_scaled_mm_with_quant"))
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    assert [computes(make) for make in (Product, RowVariant, Wrong, Missing)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

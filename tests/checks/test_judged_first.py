@@ -78,10 +78,14 @@ def test_a_checkpoint_of_another_launch_is_found_before_loading(tiny_model, tmp_
     assert "optim='adamw_8bit' there, 'adamw_torch' here; hidden_size=7 there" in found[2]
 
 
-def test_a_launch_is_judged_with_the_other_arguments(tiny_model, tmp_path, not_loaded, monkeypatch):
+@pytest.mark.parametrize("one_loads", ["true", "false"])
+def test_a_launch_is_judged_with_the_other_arguments(tiny_model, tmp_path, not_loaded, monkeypatch, one_loads):
     args = arguments(tmp_path, exclude_modules=["no_such_layer"])
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
+    # Where one process loads, accelerate's own plugin looks for a GPU.
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", one_loads)
+    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", one_loads)
     found = problems(tiny_model, spread, args, make_problems())
     assert (
         len(found) == 3 and "shards only on GPUs" in found[0] and "FSDP1" in found[1] and "no_such_layer" in found[2]

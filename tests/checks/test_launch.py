@@ -14,6 +14,12 @@ from trl_qarl.checks import launch
 from trl_qarl.checks.launch import check_launch, check_resumed_launch
 
 
+@pytest.fixture(autouse=True)
+def environment_of_before(monkeypatch):
+    # accelerate's plugin writes this variable.
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+
+
 def launched(plugin=None, **state):
     state = {"deepspeed_plugin": None, "dynamo_plugin": SimpleNamespace(backend="NO"), **state}
     return SimpleNamespace(

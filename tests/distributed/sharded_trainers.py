@@ -36,7 +36,7 @@ from trl_qarl.bitwise.attach import attach_engine_numerics, has_engine_numerics
 from trl_qarl.bitwise.cpu import has_engine_kernels
 from trl_qarl.bitwise.exact import describe_difference
 from trl_qarl.bitwise.modules import operation_of
-from trl_qarl.doctor.memory import Run, on_gpu, parts_of_memory
+from trl_qarl.doctor.memory import MemorySettings, on_gpu, parts_of_memory
 from trl_qarl.engines.client import ServerLost
 from trl_qarl.engines.server import ServerEngine
 from trl_qarl.quantization.formats import int4_packed
@@ -336,7 +336,7 @@ def the_peak_of_fsdp2_is_what_was_calculated(folder):
         with live:
             [trainer] = train(f"{folder}/words", f"peak-{steps}", launch={}, callbacks=[_Phases(live)], **options)
         with torch.device("meta"):
-            run = Run(2, trainer.args.optim, num_tokens=2 * 64, accumulates=steps > 1)
+            run = MemorySettings(2, trainer.args.optim, num_tokens=2 * 64, accumulates=steps > 1)
             parts = parts_of_memory(shapes(), get_plan(trainer.args.scheme), run)["fsdp2"]
         # Nothing is published. gloo reduces a copy, and codes are unpacked with a table.
         calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"] + 4 * words * hidden + 2**20
@@ -374,7 +374,7 @@ def the_peak_with_masters_on_the_host_is_below_what_was_calculated(folder):
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/host/qwen2"))
     world = dist.get_world_size()
-    live, run = _OnDevice(), Run(world, "adamw_torch", num_tokens=2 * 64)
+    live, run = _OnDevice(), MemorySettings(world, "adamw_torch", num_tokens=2 * 64)
     int4_packed._table.cache_clear()
     options = {"bf16": True, "num_generations": 2, "rollout_func": give_completions, "max_steps": 2}
     callbacks = [_WatchesDevice(live)]

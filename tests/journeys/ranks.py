@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 PROMPTS = ("1 + 1 =", "7 * 3 =", "words and words", "#")
 NUM_TOKENS = 8
+# A stack that nobody holds is closed at once.
+UNTIL_THE_END = ExitStack()
 
 
 def without_gpus(launch: str) -> None:
@@ -29,7 +31,7 @@ def without_gpus(launch: str) -> None:
         sys.path.append(str(Path(__file__).parents[1] / "distributed"))
         import zero
 
-        ExitStack().enter_context(zero.on_cpu())
+        UNTIL_THE_END.enter_context(zero.on_cpu())
     else:
         # With DDP accelerate would name the GPU of each process.
         kind = DistributedType.MULTI_CPU if launch == "ddp" else DistributedType.MULTI_GPU

@@ -36,7 +36,7 @@ def test_family_trains_with_vllm_and_its_export_is_the_policy(family, tmp_path, 
         assert visited.found["mismatch"] == [0.0] * 3
     if "own" in visited.found:
         assert max(visited.found["mismatch"]) < 1.5 * max(visited.found["own"])
-    assert visited.found["flips"][-1] > 0
+    assert max(visited.found["flips"]) > 0
     for engine, distance in visited.plain.items():
         if (error := EXPORT_FAILS.get((family, engine))) is not None:
             assert error in str(distance)

@@ -46,8 +46,8 @@ def test_a_killed_launch_resumes_and_deploys(user, name, kind):
         options = ["--fsdp_cpu_ram_efficient_loading", "false"]
     user.write_recipe(**recipe)
     (user.folder / "dies").write_text("1")
-    user.launch(name, *options, code=None)
-    assert (user.folder / "out" / "checkpoint-1" / "checkpoint_complete").is_file()
+    output = user.launch(name, *options, code=None)
+    assert (user.folder / "out" / "checkpoint-1" / "checkpoint_complete").is_file(), output[-6000:]
     assert not (user.folder / "out" / "w4a16").exists()
     output = user.launch(name, *options, "--resume_from_checkpoint", "true")
     trained = user.trained()

@@ -8,7 +8,7 @@ from testing_utils.trainings import SIGNED
 from trl_qarl.cli import main
 
 
-TRAIN = "train --model_name_or_path a/model --dataset_name a/dataset --reward_funcs accuracy_reward"
+TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_funcs accuracy_reward"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name a/dataset --reward_fu
         (f"{TRAIN} --dataset_name=problems.jsonl", "'problems.jsonl'"),
         (f"{TRAIN} --dataset-name ./problems", "'./problems'"),
         (TRAIN.replace("--reward_funcs accuracy_reward", ""), "`--reward_funcs`"),
-        (TRAIN.replace("--dataset_name a/dataset", ""), "`--dataset_name`"),
+        (TRAIN.replace("--dataset_name rows.json", ""), "`--dataset_name`"),
         (TRAIN.replace("--model_name_or_path a/model", ""), "`--model_name_or_path`"),
         ("vllm-serve --model FOLDER --group_size 7", "group_size=7 is not supported"),
         ("vllm-serve --model ./nowhere", "trl-qarl: error: --model ./nowhere: "),
@@ -61,6 +61,8 @@ TRAIN = "train --model_name_or_path a/model --dataset_name a/dataset --reward_fu
 )
 def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkeypatch, capsys, command, message):
     monkeypatch.chdir(tmp_path)
+    # With a wrong option, the dataset is read for what is wrong with it.
+    (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
     with pytest.raises(SystemExit, match="2"):
         main(command.replace("FOLDER", tiny_model).split())

@@ -61,7 +61,7 @@ def test_a_full_disk_is_named(tiny_model, tmp_path):
     make_trainer({tiny_model!r}, {str(tmp_path)!r}, **options).train()
     """
     mount = f"mount -t tmpfs -o size={size} none {tmp_path} && exec {sys.executable} -c {shlex.quote(textwrap.dedent(script))}"
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     done = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=tests, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and "No space left" in last and "checkpoint-1" in last, done.stderr[-3000:]

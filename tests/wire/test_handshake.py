@@ -119,7 +119,7 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
         load_config=SimpleNamespace(load_format="auto"),
         model_config=None,
     )
-    engine = FileReceiver(None, config, torch.device("cpu"), None)
+    engine = FileReceiver(None, config, torch.device("cpu"), torch.nn.Module())
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(another))
     received = {}
     engine.load = received.update

@@ -8,8 +8,9 @@ with vLLM 0.31 and one or two threads:
 | kernel | the same bits for any number of rows |
 |---|---|
 | oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; with AVX512 only from 2 rows on: of more than 1,024 input features, a single row is summed in another order. [`PackedLinear`] pads to 2 rows, which takes no longer |
+| the same without bf16 instructions | no with two threads. [`PackedLinear`] multiplies in float32, which takes a quarter of the time for many rows |
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
-| oneDNN float32 (`onednn_mm`) | the same |
+| oneDNN float32 (`onednn_mm`) | from 2 rows on, like bf16 |
 | `F.linear` in float32 | no: another kernel below 16 rows |
 | `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from ..packages import installed
+from ..quantization import gemm
 from . import portable
 from .compare import first_difference
 from .portable import log_softmax, silu_mul  # noqa: F401  (the same here)
@@ -95,8 +97,9 @@ def pad(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 class PackedLinear:
-    """Product `y = x @ weight.T + bias` in the dtype of `weight`, with the same bits for any number of rows. `weight`,
-    `(N, K)` bfloat16, or float32 without AMX, is copied: later changes have no effect."""
+    """Product `y = x @ weight.T + bias` in the dtype of `x`, with the same bits for any number of rows. `weight`,
+    `(N, K)` bfloat16, or float32 without AMX, is copied: later changes have no effect. A processor without bf16
+    instructions has a copy in float32."""
 
     def __init__(self, weight: torch.Tensor):
         self.num_outputs, num_inputs = weight.shape
@@ -109,7 +112,8 @@ class PackedLinear:
         else:
             import vllm._custom_ops as ops
 
-            self._handler = ops.create_onednn_mm(weight.t(), 32)
+            self._dtype = weight.dtype if gemm.has_fast_bf16() else torch.float32
+            self._handler = ops.create_onednn_mm(weight.to(self._dtype).t(), 32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
         # vLLM frees a handle once for each object that has it, so that a copy would crash the process.
@@ -117,7 +121,7 @@ class PackedLinear:
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply `x`, `(..., K)` in the dtype of the weight, and add `bias`, `(N,)` in any dtype or `None`."""
+        """Multiply `x`, `(..., K)` bfloat16 or in the dtype of the weight, and add `bias`, `(N,)` in any dtype or `None`."""
         import vllm._custom_ops as ops
 
         rows = x.reshape(-1, x.shape[-1])
@@ -126,7 +130,8 @@ class PackedLinear:
         if self._handler is not None:
             missing = MIN_ROWS_ONEDNN - num_rows
             rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows.contiguous()
-            y = ops.onednn_mm(self._handler, rows, bias)
+            bias = None if bias is None else bias.to(self._dtype)
+            y = ops.onednn_mm(self._handler, rows.to(self._dtype), bias).to(x.dtype)
         else:
             pad_inputs, pad_outputs = self._padding
             rows = pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
@@ -182,6 +187,20 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
     # The kernel rotates queries and keys together, or queries without keys.
     ops.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
     return y.view_as(x)
+
+
+def rotate_gradient(grad: torch.Tensor, places: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Return [`rotate`] of a gradient, which the engine does not compute, rounded to nearest on every processor."""
+    return (rotate if has_rounding_rotation() else portable.rotate)(grad, places, cache)
+
+
+@lru_cache(maxsize=1)
+def has_rounding_rotation() -> bool:
+    """Return whether vLLM's rotation rounds to nearest: without AVX512-BF16 it truncates."""
+    # 1 + 3 * 2**-9, between the neighbours 1 and 1 + 2**-7, and nearer to the upper one.
+    x = torch.tensor([1.0, 3 * 2**-9]).repeat_interleave(32).view(1, 1, 64).bfloat16()
+    cache = torch.tensor([1.0, -1.0]).repeat_interleave(32)[None].bfloat16()
+    return rotate(x, torch.zeros(1, dtype=torch.int64), cache)[0, 0, 0].item() == 1 + 2**-7
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:

@@ -168,7 +168,7 @@ class _Rotate(torch.autograd.Function):
         # A rotation's transpose is the rotation back, whose table has the other sign of the sines.
         cos, sin = cache[positions].chunk(2, dim=-1)
         places = torch.arange(len(positions), device=positions.device)
-        return backend_of(grad).rotate(grad, places, torch.cat([cos, -sin], dim=-1)), None, None
+        return backend_of(grad).rotate_gradient(grad, places, torch.cat([cos, -sin], dim=-1)), None, None
 
 
 class _Attention(torch.autograd.Function):

@@ -52,6 +52,9 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
+rotate_gradient = rotate
+
+
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
     if window is not None:
         raise NotImplementedError("Only vLLM's kernels for CPUs support attention to a window of keys.")

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, gather_object
+from accelerate.utils import (
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    gather_object,
+    patch_environment,
+)
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -71,7 +77,7 @@ class Launch:
         fsdp = args.fsdp_plugin_args
         if fsdp is None and _asks_for("FSDP"):
             fsdp = {}
-        plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp)
+        plugin = None if fsdp is None else _plugin_of_fsdp(fsdp)
         return cls(plugin, args.deepspeed_plugin, args.parallelism_config, TorchDynamoPlugin().backend)
 
     @classmethod
@@ -89,6 +95,17 @@ class Launch:
         if self.deepspeed is not None:
             return "ZeRO-3" if self.deepspeed.zero_stage == 3 else "ZeRO-1 or 2"
         return "one process or DDP"
+
+
+def _plugin_of_fsdp(options: Mapping[str, Any]) -> FullyShardedDataParallelPlugin:
+    """Return accelerate's plugin with these options and those of the environment. FSDP1, which is refused, is made
+    without what needs a GPU: one process that sends its weights to the others."""
+    if int(options.get("fsdp_version") or os.environ.get("FSDP_VERSION", "1")) == 2:
+        return FullyShardedDataParallelPlugin(**options)
+    # The plugin writes this variable.
+    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        sends_nothing = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+        return FullyShardedDataParallelPlugin(**{**options, **sends_nothing})
 
 
 def _asks_for(backend: str) -> bool:

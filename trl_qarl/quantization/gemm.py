@@ -5,8 +5,8 @@ Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
 scoring and loss the choice depends only on the number of rows. All kernels of a scheme compute the same sum of
 products with float32 accumulation, up to rounding of the weight to 16 bits and the order of summation. Prefill and
 decode of an engine must agree, so with `row_invariant=True` a row has the same bits in any batch: ATen's INT4 and INT8
-kernels compute each row by itself; if they cannot run, the weight is expanded and multiplied with blocks of 48 rows,
-because BLAS chooses the order of summation by the number of rows.
+kernels compute each row by itself; if they cannot run, the weight is expanded and multiplied in blocks of 48 rows
+and 128 output channels, because BLAS chooses the order of summation by their numbers.
 
 On a CPU the thresholds, here and in `formats/`, are where the measured times cross (benchmarks/learner.md). PyTorch
 has no product of FP8, or of INT4 by INT8, for x86 processors: activations are dequantized, rounded to the compute
@@ -28,9 +28,9 @@ from .schemes import QuantScheme
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
 # A multiple of BLAS' tiles of 6, 8, 12, 16 and 24 rows, so that no tile is incomplete.
 ROW_INVARIANT_BLOCK = 48
-# With AMX, oneDNN splits a long sum depending on the number of output channels. An engine holds several layers of the
-# learner in one matrix, so channels are computed in blocks, too.
-CHANNELS_WITH_AMX = 128
+# BLAS in float32, and oneDNN with AMX, split a long sum depending on the number of output channels. An engine holds
+# several layers of the learner in one matrix, so channels are computed in blocks, too.
+ROW_INVARIANT_CHANNELS = 128
 EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 
 # Names of products, explained in docs/schemes.md.
@@ -115,13 +115,11 @@ def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
 
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `x @ weight.T`, `(M, K)` by `(N, K)` in their dtype; bits do not depend on other rows or channels."""
-    if weight.dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
-        return _in_blocks_of_rows(x, weight)
-    *whole, last = weight.split(CHANNELS_WITH_AMX)
+    *whole, last = weight.split(ROW_INVARIANT_CHANNELS)
     channels = last.shape[0]
     # Only the last block is copied, and only if channels are missing.
-    if channels < CHANNELS_WITH_AMX:
-        last = F.pad(last, (0, 0, 0, CHANNELS_WITH_AMX - channels))
+    if channels < ROW_INVARIANT_CHANNELS:
+        last = F.pad(last, (0, 0, 0, ROW_INVARIANT_CHANNELS - channels))
     products = [_in_blocks_of_rows(x, block) for block in whole]
     return torch.cat([*products, _in_blocks_of_rows(x, last)[:, :channels]], 1)
 

@@ -449,19 +449,25 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 
 def _read_inputs(script_args: Any, config: Any, mixture: Any) -> tuple[list[Any], Any, Any, list[str]]:
-    """Import the rewards and load the datasets; return them, and the problems of what is missing then."""
+    """Import the rewards and load the datasets; return them, and the problems of what is missing then. A dataset with
+    [`problems_of_inputs`] is not loaded."""
     from datasets.exceptions import DatasetsError
 
     problems: list[str] = []
     reward_funcs, dataset, splits = [], None, [None, None]
     try:
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
+    except Problems as error:
+        problems += error.problems
     except ValueError as error:
         problems.append(str(error))
-    try:
-        dataset = _load_dataset(script_args, mixture)
-    except (ValueError, OSError, DatasetsError) as error:
-        problems.append(str(error))
+    if of_dataset := [*_problems_of_dataset(script_args.dataset_name, script_args.dataset_config, mixture.datasets)]:
+        problems += of_dataset
+    else:
+        try:
+            dataset = _load_dataset(script_args, mixture)
+        except (ValueError, OSError, DatasetsError) as error:
+            problems.append(str(error))
     evaluates = getattr(config, "eval_strategy", "no") != "no"
     for place, option in enumerate(("dataset_train_split", "dataset_test_split")):
         if dataset is not None and (place == 0 or evaluates):

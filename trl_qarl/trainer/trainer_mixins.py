@@ -131,6 +131,12 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         score = self.vllm_generation.engine.score if asks else None
         self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
 
+    @property
+    def _keeps_groups(self) -> bool:
+        args = self.args
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        return size >= 2 * self.num_generations if args.keep_groups is None else args.keep_groups
+
     @override
     def _prepare_inputs(self, generation_batch):
         """Keeps the completions of a prompt together, and scores the parts of a new generation batch that are compared
@@ -138,7 +144,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         earlier = self._plan
         first = self.accelerator.process_index * self.args.per_device_train_batch_size * self.args.steps_per_generation
         shuffle = partial(shuffle_groups, size=self.num_generations, first=first)
-        with replaced_in_trl(shuffle_sequence_dict=shuffle) if self.args.keep_groups else nullcontext():
+        with replaced_in_trl(shuffle_sequence_dict=shuffle) if self._keeps_groups else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
         plan = self._plan
         if self.model.training and plan is not None and plan is not earlier and plan.compared == "first update":

@@ -56,6 +56,7 @@ from .engine_tensors import (
     names_by_module,
     owned_names,
     part_name,
+    rotations,
     rows_as_loaded,
     tied_names,
 )
@@ -95,6 +96,8 @@ class AuditedReload:
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
         self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         self._addresses: Addresses | None = None
+        # Read before a reload, which may be left unfinished, moves the tables to the meta device.
+        self.rotations = rotations(self.model)
         # Persistent buffers, which checkpoints may hold.
         self._buffers = self.model.state_dict().keys() - dict(self.model.named_parameters()).keys()
         # Buffers that dummy loading has filled with noise, and that quantized layers do not make themselves.

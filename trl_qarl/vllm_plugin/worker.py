@@ -16,7 +16,7 @@ from vllm.transformers_utils.processor import cached_processor_from_config
 from ..bitwise import cuda
 from ..bitwise.low_bit import describe_arithmetic
 from ..wire.describe import PICTURE_OPTIONS, describe_model, describe_pictures, describe_tokenizer
-from .engine_tensors import kernels_in_use, rotations
+from .engine_tensors import kernels_in_use
 from .lora import describe_lora, serve_adapter
 
 
@@ -73,7 +73,7 @@ class WorkerExtension:
             "published": len(self.weight_transfer_engine.published),
             "kernels": kernels_in_use(self.model_runner.model),
             "model": describe_model(hf_config),
-            "rotations": rotations(self.model_runner.model),
+            "rotations": self.weight_transfer_engine.rotations,
             "pictures": self._describe_pictures(),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,

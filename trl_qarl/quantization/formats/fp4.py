@@ -43,8 +43,12 @@ class Mxfp4(HalfBytes):
 
     def quantize(self, weight, scheme, scale_dtype, global_scale, scale):
         groups = in_groups(weight.float(), scheme)
-        scale, *operands = self.choose_parts(groups, global_scale) if scale is None else (scale,)
+        is_chosen = scale is None
+        scale, *operands = self.choose_parts(groups, global_scale) if is_chosen else (scale,)
         codes = groups / self.scale_values(torch.float32, scale, *operands).unsqueeze(-1)
+        if is_chosen:
+            # Like compressed-tensors, which multiplies by the sign. With scales of a checkpoint, -0 is its own code.
+            codes.masked_fill_(codes == 0, 0.0)
         return self.pack(codes.view(weight.shape)), scale, *operands
 
     def choose_parts(self, groups: torch.Tensor, global_scale: float | None) -> Tensors:

@@ -152,7 +152,7 @@ def test_code_of_a_card_loads_the_policy(read, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rounds"), [("w8a8-adapter", True), ("fp8-adapter", True), ("w4a16-adapter", False)])
-def test_a_base_below_an_adapter_rounds_activations_as_in_training(learned, name, rounds):
+def test_a_base_rounds_activations_as_in_training(learned, name, rounds):
     """The code of a card dequantizes the weights for PEFT, and nothing else."""
     bits = CompressedTensorsConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(learned[0] / name, quantization_config=bits)

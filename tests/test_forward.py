@@ -90,7 +90,7 @@ def test_a_training_learns_the_same_from_one_row_of_tokens(tiny_model, tmp_path,
         )
 
 
-def test_a_training_with_forwards_of_fewer_tokens_learns_the_same(tiny_model, tmp_path):
+def test_forwards_of_fewer_tokens_learn_the_same(tiny_model, tmp_path):
     prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
     options = {"loss_type": "bnpo", "beta": 0.1, "bf16": False, "max_steps": 2, "scheme": "bf16", "num_generations": 2}
     options |= {"per_device_train_batch_size": 8, "steps_per_generation": 1}

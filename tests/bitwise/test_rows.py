@@ -100,7 +100,7 @@ def make_layout():
     return Layout.of(ids, ids > 0, ids.masked_fill((ids == 0) | (torch.arange(6) < 3), -100))
 
 
-def test_flash_attention_gets_lengths_and_the_keys_of_each_segment():
+def test_flash_attention_gets_lengths_and_keys():
     layout, given = make_layout(), {}
 
     def flash(module, query, key, value, attention_mask, **kwargs):

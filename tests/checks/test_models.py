@@ -49,7 +49,7 @@ def test_mamba_1_is_refused_on_a_cpu_alone():
     assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes={})] == []
 
 
-def test_low_bit_layers_of_mamba_1_are_refused_with_what_excludes_them():
+def test_low_bit_layers_of_mamba_1_are_refused():
     model = model_of("mamba", state_size=16, time_step_rank=8)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))
     (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes=schemes)

@@ -144,7 +144,7 @@ def test_what_steers_a_recurrence_stays_in_high_precision():
     assert prepare_model(model, "w4a16").skipped == kept
 
 
-def test_layers_of_fewer_inputs_than_a_group_stay_in_high_precision():
+def test_layers_smaller_than_a_group_stay_in_high_precision():
     model = nn.ModuleDict({"streams": nn.Linear(4, 128), "k_proj": nn.Linear(128, 16)})
     assert prepare_model(model, "w4a16").skipped == {"streams": "fewer than 32 inputs"}
 

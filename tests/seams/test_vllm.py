@@ -326,7 +326,7 @@ def test_methods_of_our_kernels_override_vllms():
         assert not cls.__abstractmethods__ and without_place(cls, "vllm") == []
 
 
-def test_what_a_reload_loads_can_be_watched_and_decorated_classes_be_told_apart():
+def test_reloads_can_be_watched():
     from vllm.compilation import decorators
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase

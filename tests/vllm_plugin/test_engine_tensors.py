@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_the_copy_of_a_convolution_has_the_weight_as_it_was_loaded(is_packed):
+def test_the_copy_of_a_convolution_has_the_loaded_weight(is_packed):
     model = nn.ModuleDict({"mixer": nn.Module()})
     mixer, weight = model["mixer"], torch.arange(12.0).view(4, 1, 3)
     mixer.conv1d = nn.Module()

@@ -16,7 +16,7 @@ pytestmark = [
     *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
     *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
 ]
-OFTEN = ("falcon_h1", "gemma3_text", "gemma4_text", "olmo2", "phi3", "qwen3_5_text", "smollm3", "gpt2")
+OFTEN = ("gemma3_text", "gemma4_text", "olmo2", "phi3", "qwen3_5_text", "smollm3", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,9 @@ def test_family_trains_with_vllm_and_its_export_is_the_policy(family, tmp_path, 
         assert max(visited.found["mismatch"]) < 1.5 * max(visited.found["own"])
     assert max(visited.found["flips"]) > 0
     for engine, distance in visited.plain.items():
-        if (error := EXPORT_FAILS.get((family, engine))) is not None:
-            assert error in str(distance)
+        if isinstance(distance, str):
+            # Kernels, and the sizes that they take, depend on the processor.
+            assert EXPORT_FAILS.get((family, engine), "nothing") in distance
         else:
             # Plain vLLM computes in bfloat16.
             assert distance < (largest if engine == "transformers" else LARGEST["bfloat16"]), (engine, distance)

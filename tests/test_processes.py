@@ -265,7 +265,7 @@ import sys
 from pathlib import Path
 from test_processes import running
 
-with running(Path(sys.argv[1]), sys.argv[2:], ["estimate", "--help"], lambda process: process) as (command, process):
+with running(Path(sys.argv[1]), sys.argv[2:], ["doctor"], lambda process: process) as (command, process):
     command.suspend()
     print(command.pid, flush=True)
     process.wait()

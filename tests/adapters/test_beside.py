@@ -87,7 +87,8 @@ def test_a_loaded_adapter_trains_on_and_is_its_reference(run, tmp_path):
     assert_equal(adapter_tensors(further.model), load_file(f"{folder}/adapter_model.safetensors"))
     further.train()
     (row,) = [row for row in further.state.log_history if "loss" in row]
-    assert row["kl"] == 0 and row["grad_norm"] > 0
+    # Policy and reference are scored in rows of other tokens, which round differently.
+    assert row["kl"] < 1e-6 and row["grad_norm"] > 0
     ours, theirs = adapter_tensors(further.model), adapter_tensors(trainer.model)
     first = next(iter(ours))
     assert not torch.equal(ours[first], theirs[first])

@@ -230,7 +230,8 @@ def test_only_the_adapter_is_trained(run):
 def test_reference_policy_is_the_low_bit_base(run, tiny_model):
     trainer, *_ = run
     # The reference was asked for at update 3, after three updates of the adapter.
-    assert logged(trainer, "kl")[0] == 0 and logged(trainer, "kl")[3] > 0
+    # Policy and reference are scored in rows of other tokens, which round differently.
+    assert logged(trainer, "kl")[0] < 1e-6 and logged(trainer, "kl")[3] > 1e-6
     plain = make_trainer(tiny_model, "unused")
     with torch.autocast("cpu", torch.bfloat16):
         expected = logits(plain.model.eval())

@@ -147,7 +147,7 @@ def shift_last_sequence(trainer, monkeypatch, of_batch):
     monkeypatch.setattr(trainer_mixins, "shuffle_groups", shuffle_and_shift)
 
 
-ONE_BY_ONE = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2}
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2, "keep_groups": True}
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def make_trainer(contender: str, options):
     else:
         from trl_qarl import QaRLConfig, QaRLTrainer
 
-        config = QaRLConfig(**arguments, scheme=contender, loss_type="grpo")
+        config = QaRLConfig(**arguments, scheme=contender)
         trainer = QaRLTrainer(options.model, share_of_vowels, config, dataset)
     return trainer, "vLLM" if in_vllm else "transformers"
 

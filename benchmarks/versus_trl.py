@@ -220,7 +220,8 @@ def compete(contender: str, options) -> None:
                 reward=(metrics["reward"] or [rows[-1]["reward"]])[-1],
                 length=(metrics["completions/mean_length"] or [rows[-1]["completions/mean_length"]])[-1],
                 mismatch=max(
-                    metrics["mismatch/abs_logp_max"] or [row.get("mismatch/abs_logp_max", 0.0) for row in rows[-1:]]
+                    metrics["mismatch/abs_logp_max"] or [row.get("mismatch/abs_logp_max", 0.0) for row in rows[-1:]],
+                    default=0.0,
                 ),
                 gigabytes=peak_gigabytes(),
             )

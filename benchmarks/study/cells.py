@@ -62,7 +62,22 @@ STUDIES = {
     "length_150": Study("benchmarks/study/start_150", f"{SMALL} --band_scale 13.4", WAYS),
     "length_400": Study("benchmarks/study/start_400", f"{SMALL} --band_scale 2.8", WAYS),
     "length_1000": Study("benchmarks/study/start_1000", f"{SMALL} --band_scale 0.9", WAYS),
+    **{
+        f"{kept}_groups_150": Study(
+            "benchmarks/study/start_150",
+            f"--num_prompts 16 --float32 --band_scale 13.4 --keep_groups {value}",
+            WAYS[3:],
+            seeds=(0, 1),
+        )
+        for kept, value in (("kept", "true"), ("mixed", "false"))
+    },
     "muon_150": Study("benchmarks/study/start_150", f"{SMALL} --band_scale 13.4 --optimizer muon", MUON),
+    "muon_8bit_150": Study("benchmarks/study/start_150", f"{SMALL} --band_scale 13.4 --optimizer muon_8bit", MUON[:1]),
+    "bf16_gradients_150": Study(
+        "benchmarks/study/start_150",
+        f"{SMALL} --band_scale 13.4 --optimizer muon --gradient_dtype bfloat16",
+        MUON[:1],
+    ),
     "muon_400": Study("benchmarks/study/start_400", f"{SMALL} --band_scale 2.8 --optimizer muon", MUON),
     "muon_1000": Study(
         "benchmarks/study/start_1000",

@@ -37,7 +37,7 @@ OBJECTIVES = {
     "grpo-tis": {"loss_type": "truncated:TruncatedGRPO"},
 }
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "muon": "muon"}
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "muon": "muon", "muon_8bit": "muon_8bit"}
 NUM_UPDATES_PER_BATCH, NUM_GENERATIONS = 8, 8
 
 
@@ -50,12 +50,14 @@ def make_parser() -> ArgumentParser:
     add("--objective", choices=list(OBJECTIVES), default="tbpo")
     add("--scheme", choices=list(VARIANTS), default="w4a16-g128-signed")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    add("--gradient_dtype", choices=["float32", "bfloat16"], default="float32")
     add("--seed", type=int, default=0)
     add("--max_steps", type=int, default=240, help="updates, eight per generation batch; 0 only scores")
     add("--learning_rate", type=float, default=1e-4)
     add("--band_scale", type=float, default=11.0)
     add("--num_prompts", type=int, default=16, help="problems of a generation batch")
     add("--float32", action="store_true", help="train in float32 even where bf16 is fast")
+    add("--keep_groups", choices=["true", "false"], help="keep the completions of a problem in one update")
     add("--num_scored", type=int, default=256, help="number of held-out problems to score")
     return parser
 
@@ -90,6 +92,8 @@ def make_trainer(args: Namespace):
         quantize_learner=args.quantize_learner == "true",
         learning_rate=args.learning_rate,
         optim=OPTIMIZERS[args.optimizer],
+        gradient_dtype=args.gradient_dtype,
+        keep_groups={"true": True, "false": False}.get(args.keep_groups),
         seed=args.seed,
         max_steps=max(args.max_steps, 1),
         lr_scheduler_type="constant_with_warmup",

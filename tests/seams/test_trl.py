@@ -81,13 +81,13 @@ def test_generation_takes_no_logits_processor():
 
 
 def test_the_generation_backend_has_the_replaced_methods():
-    """`replaced_in_trl` and `QaRLVLLMGeneration`."""
+    """`replaced` and `QaRLVLLMGeneration`."""
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
     assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
 
 
 def test_trls_constructor_keeps_its_order():
-    """`replaced_in_trl` and `PreparesPolicy`."""
+    """`replaced` and `PreparesPolicy`."""
     source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
     steps = [
         " model = create_model_from_path(model, ",

@@ -18,7 +18,16 @@ from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
 from .availability import check_engine_numerics
-from .modules import ATTENTION, ENGINE_OPERATIONS, EngineOperation, LoraOperation, cache_of, class_of, operation_of
+from .modules import (
+    ATTENTION,
+    ENGINE_OPERATIONS,
+    EngineOperation,
+    LoraOperation,
+    cache_of,
+    class_of,
+    operation_of,
+    register_attention,
+)
 
 
 def attach_engine_numerics(
@@ -107,6 +116,7 @@ class _ModelForward(EngineOperation):
         # TRL or accelerate may have set a forward on the instance.
         self.original = vars(model).get("forward")
         self.attention = model.config._attn_implementation
+        register_attention()
         model.config._attn_implementation = ATTENTION
         self.position_hook = model.base_model.register_forward_pre_hook(_true_positions, with_kwargs=True)
 

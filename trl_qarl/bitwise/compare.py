@@ -11,13 +11,13 @@ from dataclasses import MISSING, fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
+from ..replacing import replaced
 
 
 ROWS = (1, 5, 40)
@@ -106,7 +106,7 @@ def _cpu_attentions(kernels, random) -> Pairs:
 
     # The only part of the configuration that the engine's attention reads.
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
-    with patch.object(cpu_attn, "get_current_vllm_config", lambda: config, create=True):
+    with replaced(cpu_attn, get_current_vllm_config=lambda: config):
         engine = cpu_attn.CPUAttentionBackendImpl(HEADS, HEAD_DIM, SCALE, KEY_HEADS, None, None, "auto")
     isa = cpu_attn._get_attn_isa(torch.bfloat16, kernels.KV_BLOCK_SIZE, HEAD_DIM)
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -64,9 +63,13 @@ def reason_against() -> str | None:
     from vllm import envs
 
     # The comparison must not change the environment of an engine that is started later.
-    with patch.dict(os.environ):
+    environment = dict(os.environ)
+    try:
         prepare_process()
         difference = first_difference(sys.modules[__name__], torch.device("cuda"))
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
     envs.disable_envs_cache()
     return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
 

@@ -318,6 +318,8 @@ def _attend(
     return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
 
 
-AttentionInterface.register(ATTENTION, _attend)
-# The mask `(B, S)` unchanged, or `None` if every position holds a token.
-AttentionMaskInterface.register(ATTENTION, flash_attention_mask)
+def register_attention() -> None:
+    """Give transformers the attention of engine numerics by the name `ATTENTION`."""
+    AttentionInterface.register(ATTENTION, _attend)
+    # The mask `(B, S)` unchanged, or `None` if every position holds a token.
+    AttentionMaskInterface.register(ATTENTION, flash_attention_mask)

@@ -33,7 +33,9 @@ KINDS = {"full_attention", "sliding_attention"}
 
 
 def reason_to_pad(model: nn.Module) -> str | None:
-    """Return why `model`, or its form on the meta device, cannot take the row of a layout, or `None` if it can."""
+    """Return why `model`, or its form on the meta device, cannot take the row of a layout, or `None` if it can. From
+    then on transformers' attention functions take layouts."""
+    _extend_attention()
     model = base_model(model)
     config = model.config
     if config._attn_implementation == ATTENTION:
@@ -288,5 +290,7 @@ def _with_layouts(name: str, original: Callable[..., Any]) -> Callable[..., Any]
     return attend
 
 
-for _name in ("sdpa", "flash_attention_2", "flash_attention_3"):
-    AttentionInterface.register(_name, _with_layouts(_name, AttentionInterface()[_name]))
+@functools.lru_cache(maxsize=1)
+def _extend_attention() -> None:
+    for name in ("sdpa", "flash_attention_2", "flash_attention_3"):
+        AttentionInterface.register(name, _with_layouts(name, AttentionInterface()[name]))

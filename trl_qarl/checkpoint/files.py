@@ -13,6 +13,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 from weakref import WeakSet
@@ -56,6 +57,7 @@ def hold(lock: Path) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     _held.add(file)
+    _leave_to_parent()
     return file
 
 
@@ -65,13 +67,10 @@ def check_free(lock: Path) -> None:
         hold(lock).close()
 
 
+@lru_cache(maxsize=1)
 def _leave_to_parent() -> None:
-    for file in list(_held):
-        file.close()
-
-
-# A forked child inherits the lock and may outlive a killed trainer.
-os.register_at_fork(after_in_child=_leave_to_parent)
+    """Close locks in forked children, which inherit them and may outlive a killed trainer."""
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in list(_held)])
 
 
 def allow_as_umask(paths: Iterable[Path]) -> None:

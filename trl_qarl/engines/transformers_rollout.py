@@ -6,13 +6,13 @@ token is recorded, so the mismatch between rollout and scoring is measured inste
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from typing_extensions import override
 
 from ..quantization.names import base_model
+from ..replacing import replaced
 
 
 class OwnGenerationConfig(GenerationConfig):
@@ -105,11 +105,7 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
         recorded.append(recorder.finish(sequences))
         return sequences
 
-    # Afterwards the model has again what was set on the instance, or nothing.
-    with (
-        patch.object(inner, "_get_logits_processor", collect_with_recorder),
-        patch.object(model, "generate", generate_and_record),
-    ):
+    with replaced(inner, _get_logits_processor=collect_with_recorder), replaced(model, generate=generate_and_record):
         yield recorded
 
 

@@ -7,6 +7,7 @@ no other module names a backend.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -142,8 +143,18 @@ def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
     return parameter._version, local._version, local.data_ptr()
 
 
-# Fused and 8-bit optimizers do not raise the version of parameters, so every optimizer step counts as a write.
 _num_optimizer_steps = 0
+
+
+@lru_cache(maxsize=1)
+def _count_optimizer_steps() -> None:
+    """Count every optimizer step as a write: fused and 8-bit optimizers do not raise the version of parameters."""
+
+    def count(*args, **kwargs):
+        global _num_optimizer_steps
+        _num_optimizer_steps += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 # A tracer cannot follow weak references.
@@ -160,6 +171,7 @@ def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
         if isinstance(weight, nn.Parameter):
             raise ValueError(MADE_IN_INFERENCE_MODE)
         return None
+    _count_optimizer_steps()
     held = storage_of(weight).local(weight)
     return (
         WeakIdRef(weight),
@@ -171,11 +183,3 @@ def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
         weight.dtype,
         _num_optimizer_steps,
     )
-
-
-def _count_optimizer_step(*args, **kwargs):
-    global _num_optimizer_steps
-    _num_optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)

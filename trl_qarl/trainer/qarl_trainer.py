@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
+from trl.trainer import grpo_trainer
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
@@ -28,6 +29,7 @@ from ..options import MUONS
 from ..processes import exit_on_signals
 from ..quantization.precisions import precision_at
 from ..quantization.swap import quantized_forward
+from ..replacing import replaced
 from ..rollout.ahead import Ahead
 from ..rollout.failures import EngineLost, all_or_none
 from ..rollout.generation import QaRLVLLMGeneration
@@ -40,7 +42,7 @@ from ..telemetry.run_log import RunLog
 from .policy import Policy
 from .qarl_config import QaRLConfig, config_for
 from .saves import SavesRuns
-from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts, replaced_in_trl
+from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts
 
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False
-        with replaced_in_trl(
+        # TRL has no other point of injection for loading models and for rollouts.
+        with replaced(
+            grpo_trainer,
             create_model_from_path=self.policy.load,
             VLLMGeneration=self._make_generation,
             GenerationConfig=self._make_generation_config,

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..checks.resume import RESUME_FILE, batch_settings, check_states, state_set
 from ..hub import PushesPolicy
 from ..quantization.names import base_model, is_peft_model
 from ..quantization.storage import is_sharded, num_elements, storage_of
+from ..replacing import replaced
 from ..rollout.ahead import Ahead
 from ..rollout.failures import all_or_none
 from ..sharding.fsdp2 import whole_state
@@ -38,11 +40,14 @@ logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
 
-# With several processes on a CPU, accelerate names their devices "cpu:0", which `torch.load` does not know, so such a
-# run could not be resumed. Priority 100 comes after torch's own functions.
-torch.serialization.register_package(
-    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
-)
+
+@lru_cache(maxsize=1)
+def _load_numbered_cpus() -> None:
+    """Have `torch.load` know the devices of several processes on a CPU, which accelerate names `cpu:0` and so on. The
+    priority of 100 comes after torch's own functions."""
+    torch.serialization.register_package(
+        100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+    )
 
 
 class SavesRuns(PushesPolicy):
@@ -134,6 +139,7 @@ class SavesRuns(PushesPolicy):
         """Return the checkpoint folder to resume from, `None` for a new run; every process has to call. `ValueError`
         is raised if the checkpoint is missing, incomplete or damaged, or was trained with another scheme, learner or
         launch."""
+        _load_numbered_cpus()
         # The main process reads the files once for all, and may go back to an earlier checkpoint.
         answer: list[Any] = [None, None]
         if self.accelerator.is_main_process:
@@ -397,17 +403,14 @@ def _hold_back_rotation(folder: Path) -> Iterator[Callable[[], None]]:
     complete, and a crash in between would leave none. Yields a function that deletes them afterwards, by step:
     transformers goes by the times of the files, which other hosts or a clock that was set back give.
     """
-    original, held_back = trainer.rotate_checkpoints, []
+    held_back: list[dict[str, Any]] = []
 
     def rotate() -> None:
         for kwargs in held_back:
             _rotate(folder, kwargs["save_total_limit"], kwargs["best_model_checkpoint"])
 
-    trainer.rotate_checkpoints = lambda **kwargs: held_back.append(kwargs)
-    try:
+    with replaced(trainer, rotate_checkpoints=lambda **kwargs: held_back.append(kwargs)):
         yield rotate
-    finally:
-        trainer.rotate_checkpoints = original
 
 
 def _rotate(last: Path, limit: int | None, best: str | None) -> None:

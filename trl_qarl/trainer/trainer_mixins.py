@@ -8,7 +8,6 @@ constructor creates the model and calls `PreparesPolicy.__init__`. That calls tr
 the model to its device, and prepares the policy. TRL then builds a reference model and an engine from it.
 """
 
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from ..forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward, shuffl
 from ..objectives.objective import Objective
 from ..optimizers.gradients import round_gradients
 from ..quantization.inventory import Inventory
+from ..replacing import replaced
 from ..rollout.ahead import Ahead, Pending
 from ..rollout.failures import all_or_none
 from ..sharding import sharded_by
@@ -144,7 +144,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         earlier = self._plan
         first = self.accelerator.process_index * self.args.per_device_train_batch_size * self.args.steps_per_generation
         shuffle = partial(shuffle_groups, size=self.num_generations, first=first)
-        with replaced_in_trl(shuffle_sequence_dict=shuffle) if self._keeps_groups else nullcontext():
+        with replaced(grpo_trainer, shuffle_sequence_dict=shuffle) if self._keeps_groups else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
         plan = self._plan
         if self.model.training and plan is not None and plan is not earlier and plan.compared == "first update":
@@ -255,17 +255,3 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             entropies = torch.where(chosen[:, None], entropies, mean)
         self._forward_logps = logps.detach()
         return logps, entropies, aux_loss
-
-
-@contextmanager
-def replaced_in_trl(**factories: Callable[..., Any]):
-    """
-    While open, [`~trl.GRPOTrainer`] calls `factories` in place of functions and classes of these names in its module,
-    which has no other point of injection for loading models, for rollouts and for the order of a batch.
-    """
-    originals = {name: getattr(grpo_trainer, name) for name in factories}
-    vars(grpo_trainer).update(factories)
-    try:
-        yield
-    finally:
-        vars(grpo_trainer).update(originals)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -44,6 +43,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..bitwise import cuda
+from ..replacing import replaced
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
 from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
 from ..wire.transfer_dir import confined_path
@@ -364,8 +364,8 @@ class AuditedReload:
             return loaded
 
         dtype = set_default_torch_dtype(self.model_config.dtype)
-        noting = patch.object(layerwise, "get_numel_loaded", note_and_count)
-        with dtype, noting, patch.object(self.model, "load_weights", load_and_watch):
+        noting = replaced(layerwise, get_numel_loaded=note_and_count)
+        with dtype, noting, replaced(self.model, load_weights=load_and_watch):
             yield
 
     def _take_fingerprints(

@@ -6,6 +6,7 @@ once, and what holds for every row. Rollouts are the learner's own; `rollout/tes
 
 import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -123,96 +124,27 @@ class SaveAt(TrainerCallback):
         control.should_save = state.global_step == self.step
 
 
-def make(case, model, folder, callbacks=None):
-    """The trainer of a row, and the generation batches that it will have made."""
-    peft_config = None if case.lora is None else lora(**case.lora)
-    trainer = make_trainer(model, folder, callbacks=callbacks, peft_config=peft_config, **case.options)
-    batches, generate = [], trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
-    return trainer, batches
+class Training(NamedTuple):
+    """A training of a row: its trainer with a generation batch of each kind, parameters before it, and its folder."""
 
+    case: Case
+    model: str
+    trainer: Any
+    batches: list[dict[str, Any]]
+    before: dict[str, torch.Tensor]
+    folder: Path
 
-def check_what_was_logged(case, trainer, batches):
-    args, history = trainer.args, rows(trainer)
-    assert len(history) == 4 and all(math.isfinite(row["loss"] + row["grad_norm"]) for row in history)
-    # An objective may clip or drop everything in a second update of a batch, never in the first.
-    assert all(row["grad_norm"] > 0 for row in history if "reward" in row)
-    assert len(batches) == 4 // args.steps_per_generation
-    first, last = history[0], history[-1]
-    names = ["reward", "rollout/repetition_share", "rollout/garbled_share", "rollout/error_token_share", "mismatch/k3"]
-    names += ["mismatch/abs_logp_mean/positive", "mismatch/abs_logp_mean/q4"]
-    if args.loss_type == "tbpo":
-        names += ["entropy", "tbpo/ratio/mean", "tbpo/dropped/total"]
-    assert all(math.isfinite(first[name]) for name in names)
-    assert first["rollout/tokens_per_second"] > 0 and first["rollout/mean_length"] > 0
-    # A row of the log for each batch.
-    means = [row["mismatch/abs_logp_mean"] for row in history if "mismatch/abs_logp_mean" in row]
-    assert len(means) == len(batches)
-    if case.mismatch == 0:
-        assert {row["mismatch/abs_logp_max"] for row in history if "mismatch/abs_logp_max" in row} == {0.0}
-    else:
-        assert max(means) < case.mismatch
-        # Learner and sampler have other weights, or sums in another order.
-        assert args.quantize_learner or min(means) > 1e-3
-    # Both blocks are of one size; a batch whose layers differ is of no precision.
-    assert [row["quant/bits"] for row in history if "quant/bits" in row] == ([4.0, 3.5] if args.precisions else [])
-    assert sum("reward/4_bits" in row for row in history) == bool(args.precisions)
-    if args.beta:
-        # The reference is where training started, in the same precision.
-        assert first["kl"] == pytest.approx(0, abs=1e-7 if args.bf16 is False else 1e-4) and last["kl"] > first["kl"]
-        if case.lora is None:
-            quantized = quantized_layers(trainer.ref_model)
-            assert list(quantized) == (list(trainer.swap_report.converted) if args.quantize_learner else [])
-    moves_codes = args.is_quantized and (case.lora is None or args.lora_mode == "merged")
-    assert ("quant/code_flip_rate" in last) == moves_codes
-    assert ("aux_loss" in last) == case.has_experts
-    experts = {f"model.layers.{index}.mlp.experts": 4 for index in (0, 1)}
-    assert trainer.swap_report.num_experts == (experts if case.has_experts else {})
-    if moves_codes:
-        # Each bit is worth some 6 dB, and 2 bits have 5 to 7 here. Masters of a release have no error.
-        assert (
-            first["quant/sqnr"] is None
-            if case.is_release
-            else (4 if args.plan.name.startswith("w2") else 10) < first["quant/sqnr"] < 60
-        )
-        assert 0 < last["quant/code_flip_rate"] < 1 and last["quant/update_to_step"] > 0
+    @property
+    def args(self):
+        return self.trainer.args
 
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return rows(self.trainer)
 
-def check_what_moved(trainer, before):
-    for name, p in trainer.model.named_parameters():
-        if not p.requires_grad:
-            assert torch.equal(p, before[name]), name
-            continue
-        assert p.dtype is torch.float32 and p.isfinite().all(), name
-        assert p.ndim < 2 or not torch.equal(p, before[name]), name
-
-
-def check_what_was_written(case, trainer, folder):
-    """An export holds what a publication would send, which is what a model made of the saved masters computes with."""
-    exported = {}
-    for path in trainer.export_model(folder / "export").glob("*.safetensors"):
-        exported |= load_file(path)
-    model = trainer.model.eval()
-    if case.lora is None:
-        trainer.save_model(str(folder / "masters"))
-        assert json.loads((folder / "masters" / "qarl.json").read_text()) == trainer.policy.record()
-        fresh = AutoModelForCausalLM.from_pretrained(folder / "masters", dtype=torch.float32)
-        keep_scales(fresh, folder / "masters")
-        assert_equal(dict(fresh.named_parameters()), parameters(trainer))
-        plan, excluded = trainer.swap_report.plan, trainer.args.exclude_modules
-        prepare_model(fresh, plan, exclude_modules=excluded, scale_dtype=trainer.policy.dtype)
-        if not trainer.args.quantize_learner:
-            disable_quantized_forward(fresh)
-        tokens = torch.arange(4, 28).view(2, 12)
-        trainer.policy.attach_numerics(fresh)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16):
-            # accelerate has wrapped the trainer's.
-            assert torch.equal(model(tokens).logits.float(), fresh.eval()(tokens).logits.float())
-        model = fresh
-    published = dict(iter_checkpoint_tensors(model, trainer.policy.dtype))
-    assert exported.keys() == published.keys() and len(quantized_layers(model)) == len(trainer.swap_report.converted)
-    for name, tensor in published.items():
-        assert torch.equal(exported[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+    @property
+    def moves_codes(self) -> bool:
+        return self.args.is_quantized and (self.case.lora is None or self.args.lora_mode == "merged")
 
 
 # Each kind of layer, adapter and numerics; the others when there is time for more than these.
@@ -220,30 +152,161 @@ QUICK = ("w4a16", "w8a8", "fp8", "several schemes", "rollout only", "engine nume
 QUICK += ("a release in w4a16", "experts, w4a16", "experts, w8a8", "experts, fp8")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()
+    ],
 )
-def test_a_training(tiny_model, tmp_path, case):
+def training(request, tiny_model, tmp_path_factory):
+    case, folder = request.param, tmp_path_factory.mktemp("training")
     if case.has_experts:
-        tiny_model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
+        tiny_model = make_tiny_model(folder, "qwen3_moe", **EXPERTS)
     if case.is_release:
-        tiny_model = make_release(tiny_model, tmp_path / "release")
-    trainer, batches = make(case, tiny_model, tmp_path / "whole", [SaveAt(case.stop)])
+        tiny_model = make_release(tiny_model, folder / "release")
+    trainer = make(case, tiny_model, folder / "whole", [SaveAt(case.stop)])
+    batches, generate = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
     before = parameters(trainer)
     trainer.train()
-    check_what_was_logged(case, trainer, batches)
-    check_what_moved(trainer, before)
-    check_what_was_written(case, trainer, tmp_path)
-    resumed, _ = make(case, tiny_model, tmp_path / "resumed")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{case.stop}"))
-    assert_equal(parameters(trainer), parameters(resumed))
+    return Training(case, tiny_model, trainer, batches, before, folder)
+
+
+def make(case, model, folder, callbacks=None):
+    """The trainer of a row."""
+    peft_config = None if case.lora is None else lora(**case.lora)
+    return make_trainer(model, folder, callbacks=callbacks, peft_config=peft_config, **case.options)
+
+
+def test_every_update_has_a_loss_and_every_batch_a_gradient(training):
+    assert len(training.log) == 4 and len(training.batches) == 4 // training.args.steps_per_generation
+    assert all(math.isfinite(row["loss"] + row["grad_norm"]) for row in training.log)
+    # An objective may clip or drop everything in a second update of a batch, never in the first.
+    assert all(row["grad_norm"] > 0 for row in training.log if "reward" in row)
+
+
+def test_a_batch_logs_rewards_speed_and_faults(training):
+    first = training.log[0]
+    names = ["reward", "rollout/repetition_share", "rollout/garbled_share", "rollout/error_token_share"]
+    if training.args.loss_type == "tbpo":
+        names += ["entropy", "tbpo/ratio/mean", "tbpo/dropped/total"]
+    assert all(math.isfinite(first[name]) for name in names)
+    assert first["rollout/tokens_per_second"] > 0 and first["rollout/mean_length"] > 0
+
+
+def test_each_batch_has_one_mismatch(training):
+    parts = ("mismatch/k3", "mismatch/abs_logp_mean/positive", "mismatch/abs_logp_mean/q4")
+    assert all(math.isfinite(training.log[0][name]) for name in parts)
+    assert sum("mismatch/abs_logp_mean" in row for row in training.log) == len(training.batches)
+
+
+def test_learner_and_sampler_agree(training):
+    found = [row for row in training.log if "mismatch/abs_logp_mean" in row]
+    means = [row["mismatch/abs_logp_mean"] for row in found]
+    if training.case.mismatch == 0:
+        assert {row["mismatch/abs_logp_max"] for row in found} == {0.0}
+    else:
+        assert max(means) < training.case.mismatch
+        # Learner and sampler have other weights, or sums in another order.
+        assert training.args.quantize_learner or min(means) > 1e-3
+
+
+def test_bits_are_logged_where_they_change(training):
+    # Both blocks are of one size; a batch whose layers differ is of no precision.
+    bits = [row["quant/bits"] for row in training.log if "quant/bits" in row]
+    assert bits == ([4.0, 3.5] if training.args.precisions else [])
+    assert sum("reward/4_bits" in row for row in training.log) == bool(training.args.precisions)
+
+
+def test_the_reference_is_the_start_in_the_same_precision(training):
+    args, first, last = training.args, training.log[0], training.log[-1]
+    if not args.beta:
+        assert "kl" not in first
+        return
+    assert first["kl"] == pytest.approx(0, abs=1e-7 if args.bf16 is False else 1e-4) and last["kl"] > first["kl"]
+    if training.case.lora is None:
+        quantized = quantized_layers(training.trainer.ref_model)
+        assert list(quantized) == (list(training.trainer.swap_report.converted) if args.quantize_learner else [])
+
+
+def test_code_flips_are_logged_where_masters_have_codes(training):
+    first, last = training.log[0], training.log[-1]
+    assert ("quant/code_flip_rate" in last) == training.moves_codes
+    if not training.moves_codes:
+        return
+    assert 0 < last["quant/code_flip_rate"] < 1 and last["quant/update_to_step"] > 0
+    if training.case.is_release:
+        # Its masters have no error.
+        assert first["quant/sqnr"] is None
+    else:
+        # Each bit is worth some 6 dB, and 2 bits have 5 to 7 here.
+        assert (4 if training.args.plan.name.startswith("w2") else 10) < first["quant/sqnr"] < 60
+
+
+def test_experts_are_counted_and_have_a_loss_of_balance(training):
+    has_experts = training.case.has_experts
+    assert ("aux_loss" in training.log[-1]) == has_experts
+    experts = {f"model.layers.{index}.mlp.experts": 4 for index in (0, 1)}
+    assert training.trainer.swap_report.num_experts == (experts if has_experts else {})
+
+
+def test_what_is_trained_moves_and_nothing_else(training):
+    for name, p in training.trainer.model.named_parameters():
+        if not p.requires_grad:
+            assert torch.equal(p, training.before[name]), name
+            continue
+        assert p.dtype is torch.float32 and p.isfinite().all(), name
+        assert p.ndim < 2 or not torch.equal(p, training.before[name]), name
+
+
+def test_a_model_made_of_the_saved_masters_computes_the_same(training, tmp_path):
+    if training.case.lora is not None:
+        pytest.skip("adapters are saved without masters")
+    trainer, fresh = training.trainer, remake(training, tmp_path)
+    model, tokens = trainer.model.eval(), torch.arange(4, 28).view(2, 12)
+    trainer.policy.attach_numerics(fresh)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=training.args.bf16):
+        # accelerate has wrapped the trainer's.
+        assert torch.equal(model(tokens).logits.float(), fresh.eval()(tokens).logits.float())
+
+
+def test_an_export_holds_what_a_publication_sends(training, tmp_path):
+    trainer, exported = training.trainer, {}
+    for path in trainer.export_model(tmp_path / "export").glob("*.safetensors"):
+        exported |= load_file(path)
+    model = trainer.model.eval() if training.case.lora is not None else remake(training, tmp_path)
+    published = dict(iter_checkpoint_tensors(model, trainer.policy.dtype))
+    assert exported.keys() == published.keys() and len(quantized_layers(model)) == len(trainer.swap_report.converted)
+    for name, tensor in published.items():
+        assert torch.equal(exported[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def remake(training, folder):
+    """The policy, made of the masters that its trainer saves."""
+    trainer = training.trainer
+    trainer.save_model(str(folder / "masters"))
+    assert json.loads((folder / "masters" / "qarl.json").read_text()) == trainer.policy.record()
+    fresh = AutoModelForCausalLM.from_pretrained(folder / "masters", dtype=torch.float32)
+    keep_scales(fresh, folder / "masters")
+    assert_equal(dict(fresh.named_parameters()), parameters(trainer))
+    plan, excluded = trainer.swap_report.plan, training.args.exclude_modules
+    prepare_model(fresh, plan, exclude_modules=excluded, scale_dtype=trainer.policy.dtype)
+    if not training.args.quantize_learner:
+        disable_quantized_forward(fresh)
+    return fresh
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_same(training, tmp_path):
+    case, checkpoint = training.case, training.folder / "whole" / f"checkpoint-{training.case.stop}"
+    resumed = make(case, training.model, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert_equal(parameters(training.trainer), parameters(resumed))
     # The first code-flip rate after a resume compares with the resumed weights, which is the same comparison.
-    for expected, actual in zip(rows(trainer)[case.stop :], rows(resumed)[case.stop :], strict=True):
+    for expected, actual in zip(training.log[case.stop :], rows(resumed)[case.stop :], strict=True):
         assert without_times(actual) == without_times(expected)
     if case.lora is None:
         # The best model is that of its checkpoint.
-        resumed.state.best_model_checkpoint = str(tmp_path / "whole" / f"checkpoint-{case.stop}")
+        resumed.state.best_model_checkpoint = str(checkpoint)
         resumed._load_best_model()
-        best = AutoModelForCausalLM.from_pretrained(resumed.state.best_model_checkpoint, dtype=torch.float32)
+        best = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         assert_equal(dict(best.named_parameters()), parameters(resumed))

@@ -26,6 +26,8 @@ from .spec import EngineSpec
 class ServerEngine:
     """The [`~trl_qarl.engines.engine.Engine`] of a server with identical replicas."""
 
+    in_every_process = False
+
     def __init__(self, client, channel: Channel):
         self.client, self.channel = client, channel
         self.works_meanwhile = channel.works_meanwhile

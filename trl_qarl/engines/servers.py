@@ -30,6 +30,8 @@ class Servers:
     refuses weights is not left out: its error is raised.
     """
 
+    in_every_process = False
+
     def __init__(self, engines: Sequence[ServerEngine]):
         self.engines = list(engines)
         self.works_meanwhile = all(engine.works_meanwhile for engine in engines)

@@ -44,9 +44,10 @@ from trl_qarl.checkpoint.layout import iter_checkpoint_layers
 from trl_qarl.doctor.memory import MemorySettings, on_gpu, parts_of_memory
 from trl_qarl.engines.client import ServerLost
 from trl_qarl.engines.server import ServerEngine
+from trl_qarl.optimizers.gradients import round_gradients
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
-from trl_qarl.quantization.storage import is_sharded, refresh, storage_of, whole
+from trl_qarl.quantization.storage import is_sharded, num_elements, refresh, storage_of, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
@@ -316,6 +317,13 @@ def replicas_of_shards_train_what_they_train_with_whole_masters(folder):
         for trainer in train(folder, f"replicas-{optim}-resumed", resume=resume, launch=launch, **options):
             for ours, theirs in zip(trainer.model.parameters(), masters, strict=True):
                 assert torch.equal(whole(ours.detach()), theirs), optim
+    round_gradients(trainer.accelerator, trainer.model)
+    parameters = [*trainer.model.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    norm = trainer.accelerator.clip_grad_norm_(parameters, 1e9).item()
+    # Squares of ones add up exactly.
+    assert norm == pytest.approx(num_elements(parameters) ** 0.5, rel=2**-22)
 
 
 class _Largest(TorchDispatchMode):

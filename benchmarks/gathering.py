@@ -39,7 +39,7 @@ def main() -> None:
     for _ in range(3):
         before, sizes = memory("VmRSS"), []
         Path("/proc/self/clear_refs").write_text("5")
-        for layer in iter_checkpoint_layers(model, torch.bfloat16, to_main=True):
+        for layer in iter_checkpoint_layers(model, torch.bfloat16):
             sizes.append(sum(tensor.nbytes for _, tensor in layer))
         extra = memory("VmHWM") - before
         print(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -77,6 +77,25 @@ def test_what_cannot_shard_is_refused_by_name():
         refused(launched(fsdp()), message, **options)
     for name in ("muon", "muon_8bit", "adamw_torch", "adamw_torch_fused", "sgd"):
         check_launch(launched(fsdp()), config(optim=name), nn.Linear(2, 2))
+
+
+def test_replicas_of_shards_split_no_row_and_are_allowed(monkeypatch):
+    def parallel(plugin, **sizes):
+        accelerator = launched(plugin)
+        accelerator.parallelism_config = ParallelismConfig(**sizes)
+        return accelerator
+
+    replicas = {"dp_replicate_size": 2, "dp_shard_size": 2}
+    check_launch(parallel(fsdp(), **replicas), config(), nn.Linear(2, 2))
+    for name in ("tp_size", "cp_size", "sp_size"):
+        accelerator = parallel(fsdp(), dp_shard_size=2)
+        setattr(accelerator.parallelism_config, name, 2)
+        refused(accelerator, f"launched with {name}=2, which splits matrices or sequences")
+    refused(parallel(None, dp_replicate_size=2), "`parallelism_config` and without FSDP2")
+    # As `accelerate launch` says it, before there is an accelerator.
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    assert launch.Launch.of_arguments(config()).parallelism.tp_size == 2
 
 
 def test_an_optimizer_that_cannot_step_on_the_host_is_refused(monkeypatch):

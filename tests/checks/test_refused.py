@@ -1,7 +1,6 @@
 """Options of TRL that are refused: each is named with the reason, and neutral values pass."""
 
 import pytest
-from accelerate import ParallelismConfig
 
 from testing_utils.trainings import config
 from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED
@@ -13,7 +12,6 @@ REFUSED_VALUES = {
     **dict.fromkeys(("torch_compile", "use_liger_kernel", "bf16_full_eval", "fp16_full_eval"), True),
     "fsdp": "full_shard",
     "deepspeed": "ds.json",
-    "parallelism_config": ParallelismConfig(),
     "neftune_noise_alpha": 5.0,
     "label_smoothing_factor": 0.1,
     "enable_jit_checkpoint": True,

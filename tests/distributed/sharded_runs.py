@@ -53,12 +53,17 @@ def same(ours, theirs):
 
 
 @contextmanager
-def launched(**options):
-    """Environment as `accelerate launch` makes it of the shipped configuration for FSDP2, but for these options."""
+def launched(replicas=1, **options):
+    """Environment as `accelerate launch` makes it of the shipped configuration for FSDP2, but for these options. Each
+    of the `replicas` has all shards."""
     shipped = launch_environment("fsdp2.yaml")
     environment = {name: value for name, value in shipped.items() if name.startswith(("FSDP_", "ACCELERATE_USE_"))}
     environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
     environment |= {f"FSDP_{k.upper()}": v if isinstance(v, str) else str(v).lower() for k, v in options.items()}
+    if replicas > 1:
+        sizes = {"DP_REPLICATE_SIZE": replicas, "DP_SHARD_SIZE": dist.get_world_size() // replicas}
+        environment |= {f"PARALLELISM_CONFIG_{name}": str(size) for name, size in sizes.items()}
+        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     AcceleratorState._reset_state(True)
     backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)  # noqa: E731
     try:
@@ -73,10 +78,10 @@ def launched(**options):
         AcceleratorState._reset_state(True)
 
 
-def assert_sharded(model):
+def assert_sharded(model, replicas=1):
     assert isinstance(model, FSDPModule)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert all(len(p.to_local()) <= -(-len(p) // dist.get_world_size()) for p in model.parameters())
+    assert all(len(p.to_local()) <= -(-len(p) * replicas // dist.get_world_size()) for p in model.parameters())
 
 
 class Masters(TrainerCallback):
@@ -113,7 +118,7 @@ canary.SMALLEST = canary.LARGEST
 class Engine:
     """An engine that keeps what is sent, and may fail after the first chunk."""
 
-    works_meanwhile = False
+    works_meanwhile = in_every_process = False
 
     def __init__(self, fails=False):
         self.fails, self.tensors = fails, {}
@@ -171,7 +176,7 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
         )
         trainer.train(resume_from_checkpoint=resume)
         if is_fsdp:
-            assert_sharded(trainer.model)
+            assert_sharded(trainer.model, launch.get("replicas", 1))
         yield trainer
 
 

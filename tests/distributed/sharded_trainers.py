@@ -4,6 +4,7 @@ import hashlib
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,28 +21,33 @@ from sharded_runs import (
     assert_trained_the_same,
     bits,
     make_model,
+    published,
     same,
     train,
     weights_of,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchao.optim.subclass_4bit import OptimState4bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_model, spread
 from testing_utils.live_bytes import LiveBytes, give_completions
 from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.bitwise.attach import attach_engine_numerics, has_engine_numerics
 from trl_qarl.bitwise.cpu import has_engine_kernels
 from trl_qarl.bitwise.exact import describe_difference
 from trl_qarl.bitwise.modules import operation_of
+from trl_qarl.checkpoint.layout import iter_checkpoint_layers
 from trl_qarl.doctor.memory import MemorySettings, on_gpu, parts_of_memory
 from trl_qarl.engines.client import ServerLost
 from trl_qarl.engines.server import ServerEngine
+from trl_qarl.optimizers.gradients import round_gradients
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
-from trl_qarl.quantization.storage import is_sharded, refresh, storage_of, whole
+from trl_qarl.quantization.storage import is_sharded, num_elements, refresh, storage_of, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
@@ -289,6 +295,66 @@ def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
     assert_draws_ahead(folder, "adapter", launch, **adapter, lora_mode="adapter")
     merged = assert_draws_ahead(folder, "merged", launch, **adapter, lora_mode="merged")
     assert max(row.get("quant/code_flip_rate", 0) for row in merged.state.log_history) > 0
+
+
+def replicas_of_shards_train_what_they_train_with_whole_masters(folder):
+    """Two replicas of two shards each (HSDP). Gradients of two of four processes, whose sum does not depend on its
+    order."""
+
+    def reward(completions, **kwargs):
+        return spread(completions) if dist.get_rank() % 2 == 0 else [1.0] * len(completions)
+
+    options = {"per_device_train_batch_size": 4, "reward": reward, "save_strategy": "steps", "save_steps": 2}
+    for optim in ("muon", "adamw_torch"):
+        options |= {"optim": optim, "learning_rate": 1e-3}
+        launch = {"replicas": 2}
+        [ddp] = train(folder, f"replicas-{optim}-ddp", **options)
+        for trainer in train(folder, f"replicas-{optim}", launch=launch, **options):
+            assert_trained_the_same(trainer, ddp)
+            assert_publishes(trainer, ddp)
+            masters = [whole(p.detach()) for p in trainer.model.parameters()]
+        resume = f"{folder}/replicas-{optim}/checkpoint-2"
+        for trainer in train(folder, f"replicas-{optim}-resumed", resume=resume, launch=launch, **options):
+            for ours, theirs in zip(trainer.model.parameters(), masters, strict=True):
+                assert torch.equal(whole(ours.detach()), theirs), optim
+            round_gradients(trainer.accelerator, trainer.model)
+            parameters = [*trainer.model.parameters()]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            norm = trainer.accelerator.clip_grad_norm_(parameters, 1e9).item()
+            assert norm == pytest.approx(num_elements(parameters) ** 0.5, rel=1e-6)
+
+
+class _Largest(TorchDispatchMode):
+    """Keeps the bytes of the largest tensor that an operation makes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        found = [
+            tensor.nbytes for tensor in tree_leaves(output) if type(tensor) is torch.Tensor and not tensor.is_meta
+        ]
+        self.num_bytes = max([self.num_bytes, *found])
+        return output
+
+
+def only_the_sender_holds_a_gathered_layer(folder):
+    [ddp] = train(folder, "sender-ddp", max_steps=1)
+    expected = published(ddp.model, torch.bfloat16)
+    [trainer] = train(folder, "sender", launch={}, max_steps=1)
+    largest = max(map(len, expected.values()))
+    for to_main, is_whole in ((False, True), (True, dist.get_rank() == 0)):
+        # Codes of own rows are made once, from float32.
+        iterate = partial(iter_checkpoint_layers, trainer.model, torch.bfloat16, stacks_experts=True, to_main=to_main)
+        names = [[name for name, _ in layer] for layer in iterate()]
+        with _Largest() as seen:
+            layers = list(iterate())
+        assert (seen.num_bytes >= largest) == is_whole, (to_main, seen.num_bytes, largest)
+        assert [[name for name, _ in layer] for layer in layers] == names and {*chain(*names)} == expected.keys()
+        for name, tensor in chain.from_iterable(layers):
+            assert tensor.is_meta != is_whole, name
+            assert not is_whole or bits(tensor).numpy().tobytes() == expected[name], name
 
 
 def a_reference_is_low_bit_and_sharded_too(folder):

@@ -28,6 +28,7 @@ NIGHTLY = (
     "the_peak_of_fsdp2_is_what_was_calculated",
     "the_peak_with_masters_on_the_host_is_below_what_was_calculated",
     "torchao_steps_in_4_bits",
+    "replicas_of_shards_train_what_they_train_with_whole_masters",
     "engine_numerics_beside_an_adapter_or_a_reference",
     "zero_trains_an_adapter_a_reference_and_engine_numerics",
     "a_killed_process_leaves_a_checkpoint",
@@ -52,6 +53,7 @@ AFTER = {
     "zero_leaves_a_checkpoint_when_a_process_is_killed": ["zero_trains_what_it_trains_with_whole_state"],
 }
 """Claims that go on from the files of others."""
+BY_FOUR = ("replicas_of_shards_train_what_they_train_with_whole_masters",)
 ALONE = ("one_process_goes_on_from_a_checkpoint_of_two", "one_process_trains_with_engine_numerics_what_two_did")
 BY_ONE = (*ALONE, "zero_resumes_its_own_checkpoints_alone")
 
@@ -86,8 +88,8 @@ def main(folder, asked):
         importlib.import_module(name)
     makes_launches = [name for name in NIGHTLY if "killed" in name]
     last = ["two_processes_go_on_from_a_checkpoint_of_one"]
-    first = [name for name in (*CLAIMS, *NIGHTLY) if name not in (*ALONE, *last, *makes_launches)]
-    for index, (count, names) in enumerate(((2, first), (1, BY_ONE), (2, last))):
+    first = [name for name in (*CLAIMS, *NIGHTLY) if name not in (*ALONE, *BY_FOUR, *last, *makes_launches)]
+    for index, (count, names) in enumerate(((2, first), (1, BY_ONE), (2, last), (4, BY_FOUR))):
         if names := [name for name in names if name in asked]:
             fork_ranks(count, run, folder / f"launch{index}", names)
     for name in makes_launches:

@@ -12,7 +12,7 @@ import yaml
 from torchao.optim.subclass_8bit import OptimState8bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import launch_environment, make_tiny_model, make_trainer
+from testing_utils import launch_environment, make_tiny_mixture, make_tiny_model, make_trainer
 from testing_utils.live_bytes import LiveBytes, give_completions
 from testing_utils.trainings import lora
 from trl_qarl import QaRLConfig, cli
@@ -207,6 +207,18 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
     serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --data-parallel-size 5"
     assert f"CUDA_VISIBLE_DEVICES=3,4,5,6,7 {serve}\n" in out
     assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
+
+
+def test_a_mixture_has_several_servers(tmp_path, capsys):
+    mixture = make_tiny_mixture(tmp_path)
+    learner = parts_of_memory(shapes_of(mixture), get_plan("w4a16"), MemorySettings(6, num_tokens=64))["fsdp2"]
+    command = ["estimate", mixture, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0.9"]
+    assert cli.main([*command, "--host_memory", "0.02", "--gpu_memory", str(1.101 * on_gpu(learner) / 1e9)]) == 0
+    out = capsys.readouterr().out
+    assert "Launch with fsdp2 on 6 GPUs, 6 of the GPUs, and 2 servers on 2:" in out
+    serve = f"trl-qarl vllm-serve --model {mixture} --scheme w4a16 --port"
+    assert f"CUDA_VISIBLE_DEVICES=6 {serve} 8000 --seed 0\n  CUDA_VISIBLE_DEVICES=7 {serve} 8001 --seed 1\n" in out
+    assert "--vllm_server_base_url http://127.0.0.1:8000,http://127.0.0.1:8001 ..." in out
 
 
 def test_masters_go_to_host_memory_where_gpus_are_small(tiny_model, tmp_path, capsys):

@@ -28,7 +28,7 @@ from trl_qarl.wire.protocol import PublishError
 class Recorder:
     """A transport that keeps what it is given."""
 
-    works_meanwhile = False
+    works_meanwhile = in_every_process = False
 
     def __init__(self):
         self.chunks, self.fingerprints, self.versions, self.num_cleared = [], {}, [], 0

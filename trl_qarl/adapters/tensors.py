@@ -44,15 +44,18 @@ def adapter_config(model: "PeftModel") -> dict[str, Any]:
     return json.loads(json.dumps(config, default=sorted))
 
 
-def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_adapter_tensors(
+    model: nn.Module, dtype: torch.dtype, to_main: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield A and B of the adapter next to the layers of `model`, if it has one, in the engine's `dtype`: B is
-    multiplied by the scaling and then rounded. If FSDP2 has sharded them, every process has to iterate over all."""
+    multiplied by the scaling and then rounded. If FSDP2 has sharded them, every process has to iterate over all, and
+    with `to_main` only the main process gets values."""
     if not _runs_beside(model):
         return
     config = adapter_config(model)
     scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     for name, tensor in adapter_tensors(model).items():
-        tensor, name = whole(tensor), name.removeprefix("base_model.model.")
+        tensor, name = whole(tensor, to_main=to_main), name.removeprefix("base_model.model.")
         yield name, (tensor * scaling if name.endswith(".lora_B.weight") else tensor).to(dtype)
 
 

@@ -120,10 +120,13 @@ def export_checkpoint(
         config.quantization_config = quantization_config(inventory)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
-    adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
+    adapter = (
+        {}
+        if adapted is None
+        else {n: whole(t, to_main=True) for n, t in adapted.state_dict().items() if ".lora_" in n}
+    )
     if is_other:
-        for _ in iter_checkpoint_tensors(model, dtype):
-            # The first process keeps them.
+        for _ in iter_checkpoint_tensors(model, dtype, to_main=True):
             pass
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
@@ -247,7 +250,7 @@ def check_export_dir(folder: str | Path) -> None:
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU. `ValueError` is
     raised if one is not finite."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype, to_main=True)}
     check_finite(tensors.items())
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():

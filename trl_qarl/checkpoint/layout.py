@@ -22,28 +22,29 @@ from ..wire.describe import group_name
 
 
 def iter_checkpoint_layers(
-    model: nn.Module, dtype: torch.dtype, stacks_experts: bool = False
+    model: nn.Module, dtype: torch.dtype, stacks_experts: bool = False, to_main: bool = False
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """
     Yield the tensors of the low-bit policy under their names in a checkpoint, one layer at a time, on the model's
     device. Tensors that are not quantized are in `dtype`; of tied tensors only the first is included. With sharded
-    masters every process has to go through all layers, because each layer is gathered when its turn comes. With
+    masters every process has to go through all layers, because each layer is gathered when its turn comes; with
+    `to_main` the tensors of processes other than the main one may have no values and be on the meta device. With
     `stacks_experts` the matrices of a layer's experts form one tensor, under the name with which vLLM loads them all
     at once: 6 tensors instead of 1,152 for 128 experts.
     """
     seen: set[Hashable] = set()
     inventory = Inventory.of(model)
     for layer in inventory.walk():
-        yield list(_checkpoint_tensors(layer, dtype, seen, inventory.names, stacks_experts))
+        yield list(_checkpoint_tensors(layer, dtype, seen, inventory.names, stacks_experts, to_main))
 
 
 def _checkpoint_tensors(
-    layer: LayerWeights, dtype, seen, names: CheckpointNames, stacks_experts: bool
+    layer: LayerWeights, dtype, seen, names: CheckpointNames, stacks_experts: bool, to_main: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     quantized = layer.quantized
     for name, tensor in layer.tensors.items():
         if name in quantized:
-            tensor = quantized[name].whole_low_bit()
+            tensor = quantized[name].whole_low_bit(to_main)
         if isinstance(tensor, LowBitTensor):
             matrices = names.experts.get(name) or [names.of_tensor(name).removesuffix(".weight")]
             if stacks_experts and name in names.experts:
@@ -58,7 +59,7 @@ def _checkpoint_tensors(
         if identity in seen:
             continue
         seen.add(identity)
-        value = whole(tensor, dtype if tensor.is_floating_point() else None).detach()
+        value = whole(tensor, dtype if tensor.is_floating_point() else None, to_main).detach()
         if name in names.experts:
             matrices = names.experts[name]
             if stacks_experts:
@@ -103,9 +104,11 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_checkpoint_tensors(
+    model: nn.Module, dtype: torch.dtype, to_main: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of [`iter_checkpoint_layers`] one by one."""
-    return chain.from_iterable(iter_checkpoint_layers(model, dtype))
+    return chain.from_iterable(iter_checkpoint_layers(model, dtype, to_main=to_main))
 
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:

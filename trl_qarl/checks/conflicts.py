@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers.trainer_utils import HubStrategy
 
+from ..engines.http_session import server_urls
 from ..options import MUONS
 from ..wire.describe import CANARY_TOKENS
 from .problems import quote_options
@@ -143,7 +144,7 @@ CONFLICTS = [
     ),
     Conflict(
         {"vllm_server_base_url": "https://host:8000"},
-        lambda c: c.vllm_server_base_url is not None and not re.match(r"http://[^/]", c.vllm_server_base_url),
+        lambda c: not all(re.match(r"http://[^/]", url) for url in server_urls(c.vllm_server_base_url)),
         "a server of `trl-qarl vllm-serve` has no other form than 'http://HOST:PORT'",
         "For encryption, set 'http://127.0.0.1:8000' and forward that port: `ssh -N -L 8000:127.0.0.1:8000 HOST`",
     ),

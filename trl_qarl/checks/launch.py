@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import (
     DynamoBackend,
     FullyShardedDataParallelPlugin,
@@ -78,7 +78,10 @@ class Launch:
         if fsdp is None and _asks_for("FSDP"):
             fsdp = {}
         plugin = None if fsdp is None else _plugin_of_fsdp(fsdp)
-        return cls(plugin, args.deepspeed_plugin, args.parallelism_config, TorchDynamoPlugin().backend)
+        parallelism = args.parallelism_config
+        if parallelism is None and _asks_for("PARALLELISM_CONFIG"):
+            parallelism = ParallelismConfig()
+        return cls(plugin, args.deepspeed_plugin, parallelism, TorchDynamoPlugin().backend)
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Launch":
@@ -116,10 +119,7 @@ def problems_of_launch(launch: Launch, args: Any, has_adapter: bool, is_in_4bit:
     """Yield problems of the settings of `accelerate launch` with `args`, an adapter, and a base in bitsandbytes' 4
     bits."""
     if launch.parallelism is not None:
-        yield (
-            f"accelerate was launched with {' '.join(str(launch.parallelism).split())}, which splits master weights or sequences "
-            "over processes. This is unsupported. Launch with FSDP2 or DDP (`accelerate launch --multi_gpu`)."
-        )
+        yield from _problems_of_parallelism(launch)
     if launch.dynamo != DynamoBackend.NO:
         yield (
             f"accelerate was launched with the dynamo backend {launch.dynamo.value!r}, but a compiled graph ends at every "
@@ -129,6 +129,20 @@ def problems_of_launch(launch: Launch, args: Any, has_adapter: bool, is_in_4bit:
         yield from _problems_of_fsdp(launch.fsdp, args, has_adapter, is_in_4bit)
     if launch.deepspeed is not None:
         yield from _problems_of_zero(launch.deepspeed.deepspeed_config, args, has_adapter)
+
+
+def _problems_of_parallelism(launch: Launch) -> Iterator[str]:
+    sizes = {name: getattr(launch.parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
+    if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+        yield (
+            f"accelerate was launched with {', '.join(split)}, which splits matrices or sequences over processes. This is unsupported. "
+            "Launch with FSDP2, of whose `parallelism_config` only dp_replicate_size and dp_shard_size may be above 1, or with DDP."
+        )
+    elif launch.fsdp is None:
+        yield (
+            "accelerate was launched with a `parallelism_config` and without FSDP2, which is untested. Remove it: DDP and DeepSpeed "
+            "need none (`accelerate launch --multi_gpu`)."
+        )
 
 
 def problems_of_ignored_sharding(launch: Launch, device: str, num_processes: int) -> Iterator[str]:

@@ -37,8 +37,6 @@ REFUSED = {
     "fsdp": "`accelerate launch --config_file` decides how masters are sharded; launch with FSDP2 (`fsdp_version: 2`)",
     "deepspeed": "`accelerate launch --config_file` decides how masters are sharded; launch with `distributed_type: DEEPSPEED` and "
     "`zero_stage: 2`",
-    "parallelism_config": "splitting master weights and sequences over processes is unsupported; use DDP "
-    "(`accelerate launch --multi_gpu`)",
     "neftune_noise_alpha": "noise on the embeddings makes rollout, scoring and loss see different policies; leave it unset",
     "label_smoothing_factor": "the loss of sampled completions has no labels to smooth; leave it at 0",
     "enable_jit_checkpoint": "it can save between backward and optimizer step, and the resumed run would skip the completions of "

@@ -31,6 +31,8 @@ class Engine(Protocol):
 
     works_meanwhile: bool
     """True if a thread may call `begin` and `send` while its caller quantizes the next chunk."""
+    in_every_process: bool
+    """True if every process of the trainer publishes to an engine of its own."""
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's settings in the form of [`trl_qarl.vllm_plugin.worker`]; for a server also the number of

@@ -1,7 +1,7 @@
 """HTTP requests that raise an error unless the server answers in time with an expected status."""
 
 import ipaddress
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,6 +75,11 @@ class CheckedSession(requests.Session):
                 f"{url} failed with status {response.status_code}: {error_text(response)}", response.status_code
             )
         return response
+
+
+def server_urls(given: str | Sequence[str] | None) -> list[str]:
+    """Return the addresses in `vllm_server_base_url`: a list, or a text that separates them by commas or spaces."""
+    return given.replace(",", " ").split() if isinstance(given, str) else list(given or ())
 
 
 def is_local(host: str | None) -> bool:

@@ -26,6 +26,7 @@ class InProcessEngine:
     `vllm.LLM`, must be in this process too (`distributed_executor_backend` `"uni"` or `"external_launcher"`)."""
 
     works_meanwhile = False
+    in_every_process = True
 
     def __init__(self, llm):
         self.llm = llm

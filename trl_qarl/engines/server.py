@@ -4,7 +4,7 @@ import json
 import math
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from .spec import EngineSpec
 class ServerEngine:
     """The [`~trl_qarl.engines.engine.Engine`] of a server with identical replicas."""
 
+    in_every_process = False
+
     def __init__(self, client, channel: Channel):
         self.client, self.channel = client, channel
         self.works_meanwhile = channel.works_meanwhile
@@ -33,10 +35,8 @@ class ServerEngine:
 
     def describe(self) -> dict[str, Any]:
         first, *others = self.client.call_workers("qarl_describe")
-        # Each replica has its own device, and one may have been restarted.
-        alike = sorted(first.keys() - {"device", "published", "replica"})
         for other in others:
-            names = [name for name in alike if other.get(name) != first[name]]
+            names = differing_settings(first, other)
             # The fingerprints compare the ranks of one replica.
             if names and (replica := other.get("replica")) != first.get("replica"):
                 raise ValueError(f"Replica {replica} of the server differs from the first one in: {', '.join(names)}.")
@@ -98,11 +98,26 @@ class ServerEngine:
     def clear_cache(self) -> None:
         self.client.call_workers("qarl_clear_cache")
 
+    def close_session(self) -> None:
+        """Call [`~trl_qarl.engines.client.QaRLClient.close_session`]."""
+        self.client.close_session()
+
     def reconnect(self, timeout: float) -> bool:
         """Call [`~trl_qarl.engines.client.QaRLClient.reconnect`], then connect the channel."""
         is_other = self.client.reconnect(timeout)
         self.channel.connect()
         return is_other
+
+    def rejoin(self) -> bool:
+        """Return `False`: a lost server raises. [`~trl_qarl.engines.servers.Servers`] takes lost ones in again."""
+        return False
+
+
+def differing_settings(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings in which two workers' descriptions differ, except those that are a worker's own."""
+    # One of them may have been restarted.
+    alike = sorted(first.keys() - {"device", "published", "replica"})
+    return [name for name in alike if other.get(name) != first[name]]
 
 
 def start_command(args, spec: EngineSpec) -> str:

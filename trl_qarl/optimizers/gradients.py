@@ -19,8 +19,12 @@ def round_gradients(accelerator: Accelerator, model: nn.Module) -> None:
 
     @torch.no_grad()
     def clip_grad_norm_(parameters, max_norm, norm_type=2):
-        gradients = [storage_of(p.grad).local(p.grad) for p in parameters if p.grad is not None]
-        squares = [torch.linalg.vector_norm(gradient, dtype=torch.float32).square() for gradient in gradients]
+        gradients, squares = [], []
+        for grad in (p.grad for p in parameters if p.grad is not None):
+            storage = storage_of(grad)
+            gradients.append(storage.local(grad))
+            square = torch.linalg.vector_norm(gradients[-1], dtype=torch.float32).square()
+            squares.append(square / storage.num_copies(grad))
         total = torch.stack(squares).sum().to(accelerator.device)
         if accelerator.num_processes > 1:
             total = accelerator.reduce(total, reduction="sum")

@@ -61,17 +61,22 @@ class Storage:
         """Return the rows of the whole parameter that this process quantizes, counted through all stacked experts."""
         return range(self.shape(tensor)[:-1].numel())
 
+    def num_copies(self, tensor: torch.Tensor) -> int:
+        """Return the number of processes that hold the same part of a sharded parameter."""
+        return 1
+
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return these rows in high precision, with gradients; the tensor itself if it consists of them."""
         return tensor
 
-    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the whole parameter, in `dtype` if given; every process has to call."""
+    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, to_main: bool = False) -> torch.Tensor:
+        """Return the whole parameter, in `dtype` if given; every process has to call. With `to_main` the other
+        processes may get a tensor without values, on the meta device."""
         value = self.value(tensor)
         return value if dtype is None else value.to(dtype)
 
-    def whole_low_bit(self, weight: Any) -> torch.Tensor:
-        """Return the low-bit form of a whole [`QuantizedWeight`]; every process has to call."""
+    def whole_low_bit(self, weight: Any, to_main: bool = False) -> torch.Tensor:
+        """Return the low-bit form of a whole [`QuantizedWeight`], as [`~Storage.whole`] does."""
         return weight.low_bit_weight()
 
     def refresh(self, model: nn.Module) -> None:
@@ -105,9 +110,10 @@ def device_of(model: nn.Module) -> torch.device:
     return storage_of(parameter).device(parameter)
 
 
-def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the whole tensor, in `dtype` if given; if it is sharded, every process has to call."""
-    return storage_of(tensor).whole(tensor, dtype)
+def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None, to_main: bool = False) -> torch.Tensor:
+    """Return the whole tensor, in `dtype` if given; if it is sharded, every process has to call. With `to_main` the
+    other processes may get a tensor without values, on the meta device."""
+    return storage_of(tensor).whole(tensor, dtype, to_main)
 
 
 def refresh(model: nn.Module) -> None:

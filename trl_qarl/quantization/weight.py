@@ -144,9 +144,9 @@ class QuantizedWeight:
         return low_bit
 
     @torch.no_grad()
-    def whole_low_bit(self) -> LowBitTensor:
-        """Return the whole low-bit weight; if it is sharded, every process has to call."""
-        return storage_of(self.parameter).whole_low_bit(self)
+    def whole_low_bit(self, to_main: bool = False) -> LowBitTensor:
+        """Return the whole low-bit weight, as [`~trl_qarl.quantization.storage.whole`] does."""
+        return storage_of(self.parameter).whole_low_bit(self, to_main)
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
         """Return the low-bit form of a `weight` of the parameter's shape, without caching it."""

@@ -21,11 +21,12 @@ from ..engines.answers import BadAnswer, check_answer, vocabulary_size
 from ..engines.background import BackgroundCall
 from ..engines.client import QaRLClient
 from ..engines.engine import Engine
-from ..engines.http_session import ServerLost, is_local
+from ..engines.http_session import ServerLost, is_local, server_urls
 from ..engines.in_process import make_engine, share_engine
 from ..engines.pictures import placeholders_of, takes_pictures, with_pictures
 from ..engines.server import ServerEngine, server_process, start_command
 from ..engines.server_process import ServerProcess
+from ..engines.servers import Servers
 from ..engines.spec import EngineSpec
 from ..quantization.names import base_model
 from ..quantization.storage import is_sharded, writes_to
@@ -94,36 +95,46 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _connect(self) -> None:
         options = self.options
-        base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        urls = server_urls(self.server_base_url) or [f"http://{self.server_host}:{self.server_port}"]
         if options.vllm_server_autostart:
             spec = self._own_spec()
             if self.accelerator.device.type != "cpu":
                 check_ranks(self.model, spec.quantization_config, options.vllm_tensor_parallel_size)
             self.server = server_process(options, spec, self.model, largest_chunk(self.model, self.dtype))
             self.server.start()
-            self.server.wait(base_url, self.server_timeout)
-        self.vllm_client = client = QaRLClient(
-            base_url,
-            self.group_port,
+            self.server.wait(urls[0], self.server_timeout)
+        clients: list[QaRLClient] = []
+        try:
+            engines = [self._connect_to(url, number, clients) for number, url in enumerate(urls)]
+            self._use(engines[0] if len(engines) == 1 else Servers(engines))
+        except BaseException:
+            # A trainer that does not fit must not keep servers until it is garbage-collected.
+            for client in clients:
+                client.close_session()
+            raise
+        # TRL calls the first client, and so may a `rollout_func`.
+        self.vllm_client = clients[0]
+        self.vllm_client.generate = self._completions
+
+    def _connect_to(self, url: str, number: int, clients: list[QaRLClient]) -> ServerEngine:
+        """Return the engine of a server, after adding its client to `clients`. Each server has an NCCL group, at a
+        port of its own."""
+        client = QaRLClient(
+            url,
+            self.group_port + number,
             self.server_timeout,
             token=None if self.server is None else self.server.token,
-            token_file=options.vllm_token_file,
-            start_command=start_command(options, EngineSpec.of(self.model, self.dtype)),
+            token_file=self.options.vllm_token_file,
+            start_command=start_command(self.options, EngineSpec.of(self.model, self.dtype)),
         )
-        try:
-            client.placeholders = placeholders_of(self.processing_class)
-            channel, reason = choose_channel(client, self.accelerator.device)
-            logger.info("Weights reach the server by %s: %s.", type(channel).__name__, reason)
-            if not is_local(urlsplit(base_url).hostname):
-                logger.warning("Nothing between this host and %s is encrypted. %s", base_url, _IN_CLEAR)
-            channel.connect()
-            self._use(ServerEngine(client, channel))
-        except BaseException:
-            # A trainer that does not fit must not keep the server until it is garbage-collected.
-            client.close_session()
-            raise
-        # TRL calls the client, and so may a `rollout_func`.
-        client.generate = self._completions
+        clients.append(client)
+        client.placeholders = placeholders_of(self.processing_class)
+        channel, reason = choose_channel(client, self.accelerator.device)
+        logger.info("Weights reach the server at %s by %s: %s.", url, type(channel).__name__, reason)
+        if not is_local(urlsplit(url).hostname):
+            logger.warning("Nothing between this host and %s is encrypted. %s", url, _IN_CLEAR)
+        channel.connect()
+        return ServerEngine(client, channel)
 
     def _own_spec(self) -> EngineSpec:
         """Return the specification of an engine that is started here. It reads configuration and tokenizer from a
@@ -322,6 +333,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             try:
                 if failed:
                     self._recover(failed)
+                elif self.engine.rejoin():
+                    self.publisher.forget()
                 if is_sharded(self.model):
                     broadcast_object_list([_GATHERS], from_process=0)
                 self._publish()
@@ -381,7 +394,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _recover(self, failed: int) -> None:
         """Reconnect to the server, or to one that was started in its place, or raise [`ServerLost`]."""
-        self.vllm_client.close_session()
+        self.engine.close_session()
         time.sleep(min(BACKOFF_SECONDS * 2.0 ** (failed - 1), 30.0))
         try:
             if self.server is not None and not (self.server.is_running and self.vllm_client.is_healthy()):

@@ -170,14 +170,14 @@ def main(args: Namespace) -> int:
 @dataclass(frozen=True)
 class _Layout:
     """A launch, the place of its engine, the GPUs of learner and server, and GB on a GPU and in host memory. `server`
-    has the ranks and replicas of a server."""
+    has the number of servers, and the replicas and ranks of each."""
 
     launch: str
     place: str
     num_gpus: int
     gpu: float
     host: float
-    server: tuple[int, int] | None = None
+    server: tuple[int, int, int] | None = None
     is_asleep: bool = False
     has_room: bool = True
 
@@ -204,15 +204,16 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
             server = servers[args.gpus - number]
             if server is None:
                 continue
-            place = f"{number} of the GPUs, and a server on {server[0] * server[1]}"
+            several = f"{server[0]} servers" if server[0] > 1 else "a server"
+            place = f"{number} of the GPUs, and {several} on {math.prod(server)}"
             for launch in launches:
                 yield _Layout(launch, place, number, on_gpu(parts[launch]) / _GB, on_host(parts[launch]) / _GB, server)
 
 
-def _server(model, num_left: int, served: float) -> tuple[int, int] | None:
-    """Return tensor-parallel ranks and replicas of a server on `num_left` GPUs, of which weights take the share
-    `served` of one; `None` if they do not fit. Replicas answer more requests than as many ranks of one engine, but
-    those of a mixture are refused."""
+def _server(model, num_left: int, served: float) -> tuple[int, int, int] | None:
+    """Return the number of servers on `num_left` GPUs, and the replicas and tensor-parallel ranks of each; `None` if
+    weights, which take the share `served` of a GPU, do not fit. Replicas answer more requests than as many ranks of
+    one engine; those of a mixture are servers of their own."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory
     from ..sync.publisher import problems_of_ranks
@@ -222,28 +223,33 @@ def _server(model, num_left: int, served: float) -> tuple[int, int] | None:
     sizes = [n for n in (1, 2, 4, 8) if n <= num_left and not any(problems_of_ranks(inventory, config, n))]
     # The other half is for keys and values.
     fitting = [n for n in sizes if served / n <= 0.5]
-    if inventory.stacked_experts or inventory.experts:
-        return (max(fitting), 1) if fitting else None
-    return (fitting[0], num_left // fitting[0]) if fitting else None
+    if not fitting:
+        return None
+    count = num_left // fitting[0]
+    return (count, 1, fitting[0]) if inventory.stacked_experts or inventory.experts else (1, count, fitting[0])
 
 
 def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[str]:
-    """Yield the command of a server, if there is one here, and of the learner, which has the first GPUs."""
+    """Yield the commands of servers, if there are any here, and of the learner, which has the first GPUs."""
     scheme = args.scheme if isinstance(args.scheme, str) else json.dumps(args.scheme)
     options = ["--scheme", scheme]
     for option in ("group_size", "exclude_modules"):
         given = getattr(args, option)
         options += [f"--{option}", *map(str, given if isinstance(given, list) else [given])] if given else []
-    prefix = ""
+    prefix, urls = "", []
     if layout.server is not None:
-        ranks, replicas = layout.server
+        servers, replicas, ranks = layout.server
         argv = ["trl-qarl", "vllm-serve", "--model", args.model, *options]
         argv += ["--max_lora_rank", str(engine_rank(args.lora_r))] if args.use_peft else []
         argv += ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
         argv += ["--data-parallel-size", str(replicas)] if replicas > 1 else []
-        first = layout.num_gpus
-        yield f"  CUDA_VISIBLE_DEVICES={_numbers(first, first + ranks * replicas)} {shlex.join(argv)}"
-        prefix = f"CUDA_VISIBLE_DEVICES={_numbers(0, first)} "
+        for number in range(servers):
+            first = layout.num_gpus + number * ranks * replicas
+            # Of equal seeds servers would draw with the same random numbers.
+            own = ["--port", str(8000 + number), "--seed", str(number)] if servers > 1 else []
+            yield f"  CUDA_VISIBLE_DEVICES={_numbers(first, first + ranks * replicas)} {shlex.join(argv + own)}"
+            urls += [f"http://127.0.0.1:{8000 + number}"] if servers > 1 else []
+        prefix = f"CUDA_VISIBLE_DEVICES={_numbers(0, layout.num_gpus)} "
     argv = ["trl-qarl", "train", "--accelerate_config", args.write or "LAUNCH.yaml"]
     argv += ["--num_processes", str(layout.num_gpus), "--model_name_or_path", args.model, *options]
     argv += ["--optim", args.optim] if args.optim != "muon" else []
@@ -251,7 +257,7 @@ def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[
     argv += ["--use_peft", "--lora_r", str(args.lora_r), "--lora_target_modules", *targets] if args.use_peft else []
     argv += ["--gradient_checkpointing", "true", "--use_vllm", "true"]
     if layout.server is not None or not args.vllm_gpu_memory_utilization:
-        argv += ["--vllm_mode", "server"]
+        argv += ["--vllm_mode", "server", *(["--vllm_server_base_url", ",".join(urls)] if urls else [])]
     else:
         argv += ["--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", f"{args.vllm_gpu_memory_utilization:g}"]
         argv += ["--vllm_enable_sleep_mode", "true"] if layout.is_asleep else []

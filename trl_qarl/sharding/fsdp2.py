@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 64
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# Rank of the process that publishes and exports.
+_MAIN = 0
 
 
 class MasterShard(torch.Tensor):
@@ -143,29 +146,32 @@ class Rows(Storage):
 
     @override
     def rows(self, tensor: torch.Tensor) -> range:
-        mesh, num_rows = tensor.device_mesh, tensor.shape[1:-1].numel()
+        mesh, num_rows = _mesh_of_rows(tensor), tensor.shape[1:-1].numel()
         start = mesh.get_local_rank() * -(-len(tensor) // mesh.size())
         return range(start * num_rows, (start + len(tensor._local_tensor)) * num_rows)
+
+    @override
+    def num_copies(self, tensor: torch.Tensor) -> int:
+        return tensor.device_mesh.size() // _mesh_of_rows(tensor).size()
 
     @override
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
     @override
-    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, to_main: bool = False) -> torch.Tensor:
         # Converted first, because 16 bits are cheaper to move and to gather.
-        return (tensor if dtype is None else tensor.to(dtype)).to(self.device(tensor)).full_tensor()
+        tensor = (tensor if dtype is None else tensor.to(dtype)).to(self.device(tensor))
+        if not to_main:
+            return tensor.full_tensor()
+        mesh, local = _mesh_of_rows(tensor), tensor._local_tensor.detach().as_subclass(torch.Tensor)
+        return _gather(_with_rows(local, -(-len(tensor) // mesh.size())), mesh, to_main)[: len(tensor)]
 
     @override
-    def whole_low_bit(self, weight: QuantizedWeight) -> LowBitTensor:
-        shard, mesh = _shard(weight.parameter), weight.parameter.device_mesh
+    def whole_low_bit(self, weight: QuantizedWeight, to_main: bool = False) -> LowBitTensor:
+        shard, mesh = _shard(weight.parameter), _mesh_of_rows(weight.parameter)
         parts, metadata = shard.fsdp_pre_all_gather(mesh)
-        outputs = []
-        for part in parts:
-            raw = part.contiguous().view(torch.uint8).to(self.device(weight.parameter))
-            gathered = raw.new_empty((mesh.size() * len(raw), *raw.shape[1:]))
-            _all_gather(gathered, raw, group=mesh.get_group())
-            outputs.append(gathered.view(part.dtype))
+        outputs = [_gather(part.to(self.device(weight.parameter)), mesh, to_main) for part in parts]
         return shard.fsdp_post_all_gather(outputs, metadata, weight.parameter.dtype)[0]
 
     @override
@@ -346,6 +352,30 @@ def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for group in _fsdp_groups(model):
         yield from group.fsdp_params
+
+
+def _mesh_of_rows(tensor: Any) -> DeviceMesh:
+    """Return the mesh of the processes that divide the rows of a sharded tensor among them. With replicas it is the
+    last dimension of the tensor's mesh."""
+    mesh = tensor.device_mesh
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+
+
+def _gather(part: torch.Tensor, mesh: DeviceMesh, to_main: bool) -> torch.Tensor:
+    """Return the parts of all processes of a mesh along the first dimension. With `to_main` the processes other than
+    the main one get no values, and those of another replica send none."""
+    count, raw = mesh.size(), part.contiguous().view(torch.uint8)
+    shape = (count * len(raw), *raw.shape[1:])
+    if to_main and dist.get_rank() != _MAIN:
+        if _MAIN in mesh.mesh:
+            dist.gather(raw, dst=_MAIN, group=mesh.get_group())
+        return raw.new_empty(shape, device="meta").view(part.dtype)
+    gathered = raw.new_empty(shape)
+    if to_main:
+        dist.gather(raw, list(gathered.chunk(count)), dst=_MAIN, group=mesh.get_group())
+    else:
+        _all_gather(gathered, raw, group=mesh.get_group())
+    return gathered.view(part.dtype)
 
 
 def _shard(weight: torch.Tensor) -> MasterShard:

@@ -134,11 +134,7 @@ class Publisher:
         fingerprints: dict[str, str] = {}
         # First: it gathers, and the other ranks must not wait for this one if anything else fails.
         learner = self.canary.score()
-        layers = chain(
-            iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True),
-            # Gathered lazily, at the same point as in `join`.
-            map(list, [iter_adapter_tensors(self.model, self.dtype)]),
-        )
+        layers = self._layers(to_main=not self.engine.in_every_process)
         try:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
         finally:
@@ -159,8 +155,14 @@ class Publisher:
     def join(self) -> None:
         """Join the collectives of another process' publication."""
         self.canary.score()
-        for _ in chain(iter_checkpoint_layers(self.model, self.dtype), iter_adapter_tensors(self.model, self.dtype)):
+        for _ in self._layers(to_main=True):
             pass
+
+    def _layers(self, to_main: bool) -> Iterator[Tensors]:
+        """Yield the tensors to publish layer by layer, at last those of an adapter. With `to_main` sharded ones reach
+        the main process alone."""
+        yield from iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True, to_main=to_main)
+        yield list(iter_adapter_tensors(self.model, self.dtype, to_main))
 
     def _send(self, layers: Iterator[Tensors], fingerprints: dict[str, str], weight_version: str) -> tuple[int, int]:
         """Send the layers that have changed, add all fingerprints to `fingerprints`, and return the numbers of bytes

@@ -49,7 +49,9 @@ class Family:
 
     - `architecture`: name of transformers' class, as in `architectures` of a `config.json`.
     - `model_type`: the same in `model_type`.
-    - `has_engine_numerics`: whether all its operations have engine numerics.
+    - `engine_layers`: how vLLM computes its layers, if all their operations have engine numerics: `"fused"` norms sums
+      of the residual stream before they are rounded, `"rounded"` norms rounded ones, and `"transformers"` is
+      transformers' own code around vLLM's linear layers, norms and attention.
     - `has_compared_experts`: whether names, layouts and log-probs of its experts in vLLM were compared with the
       learner's.
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
@@ -65,7 +67,7 @@ class Family:
 
     architecture: str
     model_type: str
-    has_engine_numerics: bool = False
+    engine_layers: str | None = None
     has_compared_experts: bool = False
     problem_with_vllm: str | None = None
     problem_on_cpu: str | None = None
@@ -115,10 +117,10 @@ _ROWS = (
     ),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("Lfm2ForCausalLM", "lfm2", problem_on_cpu=_DIFFERENT),
-    Family("LlamaForCausalLM", "llama", has_engine_numerics=True, gguf="llama"),
+    Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family("LlavaNextForConditionalGeneration", "llava_next", problem_of_pictures=_OTHER_NAMES),
-    Family("MistralForCausalLM", "mistral", has_engine_numerics=True, gguf="llama"),
-    Family("MixtralForCausalLM", "mixtral", has_engine_numerics=True, has_compared_experts=True),
+    Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
+    Family("MixtralForCausalLM", "mixtral", engine_layers="fused", has_compared_experts=True),
     Family("OlmoeForCausalLM", "olmoe", has_compared_experts=True),
     Family(
         "PhimoeForCausalLM",
@@ -126,14 +128,33 @@ _ROWS = (
         problem_with_vllm="vLLM 0.31 knows it only under the name of its first release, PhiMoEForCausalLM (models/registry.py), and would "
         "load no export",
     ),
-    Family("Qwen2ForCausalLM", "qwen2", has_engine_numerics=True, gguf="qwen2"),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", has_engine_numerics=True, has_compared_experts=True),
+    Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", gguf="qwen2"),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", has_compared_experts=True),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_compared_pictures=True),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
-    Family("Qwen3ForCausalLM", "qwen3", has_engine_numerics=True, gguf="qwen3"),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", has_engine_numerics=True, has_compared_experts=True),
+    Family("Qwen3ForCausalLM", "qwen3", engine_layers="fused", gguf="qwen3"),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", has_compared_experts=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family("SmolVLMForConditionalGeneration", "smolvlm", has_compared_pictures=True),
+    Family("SmolLM3ForCausalLM", "smollm3", engine_layers="transformers"),
+    Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
+    Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
+    Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
+    Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
+    Family("Starcoder2ForCausalLM", "starcoder2", engine_layers="transformers"),
+    Family("VaultGemmaForCausalLM", "vaultgemma", engine_layers="transformers"),
+    Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
+    Family("SeedOssForCausalLM", "seed_oss", engine_layers="fused"),
+    Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
+    Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
+    Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
+    Family("GlmForCausalLM", "glm", engine_layers="fused"),
+    Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
+    Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
+    Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
+    Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
+    Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
+    Family("StableLmForCausalLM", "stablelm", engine_layers="rounded"),
     Family(
         "Zamba2ForCausalLM",
         "zamba2",
@@ -158,7 +179,7 @@ def family_of(architecture: str) -> Family:
 
 
 def with_fact(name: str) -> tuple[str, ...]:
-    """Return the architectures whose rows have a fact, such as `"has_engine_numerics"`."""
+    """Return the architectures whose rows have a fact, such as `"engine_layers"`."""
     return tuple(architecture for architecture, row in FAMILIES.items() if getattr(row, name))
 
 

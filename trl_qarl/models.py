@@ -77,11 +77,6 @@ class Family:
     problem_of_pictures: str | None = None
     gguf: str | None = None
 
-    @property
-    def prefix(self) -> str:
-        """Prefix of the names of transformers' classes, such as `Qwen2Moe`."""
-        return self.architecture.partition("For")[0]
-
 
 _ROWS = (
     Family(

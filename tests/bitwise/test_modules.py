@@ -73,19 +73,16 @@ EVERYWHERE = {
     "layer_types": ["full_attention"] * 2,
     "attn_logit_softcapping": None,
     "no_rope_layers": [1, 0],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
-OWN = {
-    "gemma3_text": {"rope_parameters": {"full_attention": EVERYWHERE["rope_parameters"]}},
-    "glm": {"rope_parameters": EVERYWHERE["rope_parameters"] | {"partial_rotary_factor": 0.5}},
-    "glm4": {"rope_parameters": EVERYWHERE["rope_parameters"] | {"partial_rotary_factor": 0.5}},
-    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "partial_rotary_factor": 0.5,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
 }
 
 
 @pytest.mark.parametrize("arch", DENSE)
 def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, arithmetic):
-    model = make_model(tmp_path, arch, **EVERYWHERE | OWN.get(arch, {}))
+    model = make_model(tmp_path, arch, **EVERYWHERE)
     exact = copy.deepcopy(model).double()
     sequences = make_sequences()
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))

@@ -290,7 +290,7 @@ _BY_SUFFIX = {
 def rope_types(config: Any) -> set[str]:
     """Return the kinds of rotary embeddings of a configuration, which may have one for each kind of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters] if "rope_theta" in parameters else filter(None, parameters.values())
+    kinds = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return {kind.get("rope_type", "default") for kind in kinds}
 
 

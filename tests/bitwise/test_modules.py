@@ -72,6 +72,8 @@ EVERYWHERE = {
     "sliding_window": None,
     "layer_types": ["full_attention"] * 2,
     "attn_logit_softcapping": None,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
     "no_rope_layers": [1, 0],
     "partial_rotary_factor": 0.5,
     "embedding_multiplier": 2.0,

@@ -58,7 +58,7 @@ def test_models_consist_of_modules_with_engine_numerics(arch, layers):
 @pytest.mark.parametrize("arch", [arch for arch, layers in EXACT.items() if layers != "transformers"])
 def test_arguments_that_operations_read_have_these_names(arch):
     """Operations that replace a forward read a cache by its type, and everything else by name or position."""
-    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, sliding_window=None))
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, layer_types=["full_attention"] * 2))
     called = {}
     for name, module in model.named_modules():
         keep = partial(called.setdefault, name)

@@ -170,7 +170,6 @@ def _conditions(
     yield is_engine or not cap, f"attn_logit_softcapping={cap}, which only vLLM's CPU kernels have"
     scaling = getattr(config, "logits_scaling", 1.0)
     yield frexp(scaling)[0] == 0.5, f"logits_scaling={scaling} is no power of 2, whose product and quotient are equal"
-    yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
     known = ROPE_TYPES["transformers" if layers == "transformers" else "fused"]
     rope = min(rope_types(config).difference(known), default=None)
     yield rope is None, f"rope_type={rope!r} is none of {list(known)}"
@@ -199,8 +198,10 @@ def _conditions(
         runs_as_it_is = kind.__module__ in files and not [*module.parameters(recurse=False)]
         is_known |= runs_as_it_is or kind in (nn.ModuleList, nn.Dropout)
         yield is_known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
-        rate = module.p if kind is nn.Dropout and not is_dropout_off else 0.0
-        yield not rate, f"{path!r} drops features at a rate of {rate}, and engines drop nothing"
+        for key, rate in vars(module).items():
+            drops = "dropout" in key or (key == "p" and kind is nn.Dropout)
+            drops &= isinstance(rate, float) and rate > 0 and not is_dropout_off
+            yield not drops, f"{path!r} has {key}={rate}, and engines drop nothing"
         is_original = "forward" not in vars(module)
         yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
         is_low_bit = isinstance(module, QuantizedExperts) or path in schemes

@@ -98,10 +98,12 @@ def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, 
         logps = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
         (logps * weights[positions : positions + len(row) - 1]).sum().backward()
         positions += len(row) - 1
-    for (name, ours), reference in zip(model.named_parameters(), exact.parameters(), strict=True):
+    names = dict(model.named_parameters())
+    for (name, ours), reference in zip(names.items(), exact.parameters(), strict=True):
         assert ours.grad.dtype is torch.float32
-        # Forward and backward round to 8 bits at every operation; gradients of a norm's bias cancel each other.
-        assert relative_error(ours.grad, reference.grad) < (0.04 if name.endswith("norm.bias") else 0.03), name
+        # Forward and backward round to 8 bits at every operation; the mean of a LayerNorm cancels a part of gradients.
+        limit = 0.04 if name.replace("weight", "bias") in names and "norm" in name else 0.03
+        assert relative_error(ours.grad, reference.grad) < limit, name
 
 
 @pytest.mark.parametrize("kind", ["default", "padded", "packed"])

@@ -49,7 +49,9 @@ class Family:
 
     - `architecture`: name of transformers' class, as in `architectures` of a `config.json`.
     - `model_type`: the same in `model_type`.
-    - `has_engine_numerics`: whether all its operations have engine numerics.
+    - `engine_layers`: how vLLM computes its layers, if all their operations have engine numerics: `"fused"` norms sums
+      of the residual stream before they are rounded, `"rounded"` norms rounded ones, and `"transformers"` is
+      transformers' own code around vLLM's linear layers, norms and attention.
     - `has_compared_experts`: whether names, layouts and log-probs of its experts in vLLM were compared with the
       learner's.
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
@@ -65,7 +67,7 @@ class Family:
 
     architecture: str
     model_type: str
-    has_engine_numerics: bool = False
+    engine_layers: str | None = None
     has_compared_experts: bool = False
     problem_with_vllm: str | None = None
     problem_on_cpu: str | None = None
@@ -74,11 +76,6 @@ class Family:
     has_compared_pictures: bool = False
     problem_of_pictures: str | None = None
     gguf: str | None = None
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of the names of transformers' classes, such as `Qwen2Moe`."""
-        return self.architecture.partition("For")[0]
 
 
 _ROWS = (
@@ -92,15 +89,23 @@ _ROWS = (
         "apertus",
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
+    Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
     Family("DeepseekV2ForCausalLM", "deepseek_v2", problem_with_vllm=_ONE_BY_ONE),
     Family("DeepseekV3ForCausalLM", "deepseek_v3", problem_with_vllm=_ONE_BY_ONE),
+    Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
+    Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
+    Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
+    Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForConditionalGeneration", "gemma3", problem_of_pictures=_OTHER_NAMES),
+    Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
     Family(
         "Gemma3nForCausalLM",
         "gemma3n_text",
         problem_on_cpu=_DIFFERENT,
     ),
+    Family("GlmForCausalLM", "glm", engine_layers="fused"),
+    Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family(
         "GPTNeoXForCausalLM",
         "gpt_neox",
@@ -113,27 +118,38 @@ _ROWS = (
         problem_with_vllm="vLLM 0.31 renames its experts within its loader (models/gpt_oss.py), and its reload leaves the sinks of its "
         "attention as they were",
     ),
+    Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
+    Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("Lfm2ForCausalLM", "lfm2", problem_on_cpu=_DIFFERENT),
-    Family("LlamaForCausalLM", "llama", has_engine_numerics=True, gguf="llama"),
+    Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family("LlavaNextForConditionalGeneration", "llava_next", problem_of_pictures=_OTHER_NAMES),
-    Family("MistralForCausalLM", "mistral", has_engine_numerics=True, gguf="llama"),
-    Family("MixtralForCausalLM", "mixtral", has_engine_numerics=True, has_compared_experts=True),
+    Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
+    Family("MixtralForCausalLM", "mixtral", engine_layers="fused", has_compared_experts=True),
+    Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
+    Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
+    Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
     Family("OlmoeForCausalLM", "olmoe", has_compared_experts=True),
+    Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
     Family(
         "PhimoeForCausalLM",
         "phimoe",
         problem_with_vllm="vLLM 0.31 knows it only under the name of its first release, PhiMoEForCausalLM (models/registry.py), and would "
         "load no export",
     ),
-    Family("Qwen2ForCausalLM", "qwen2", has_engine_numerics=True, gguf="qwen2"),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", has_engine_numerics=True, has_compared_experts=True),
+    Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", gguf="qwen2"),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", has_compared_experts=True),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_compared_pictures=True),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
-    Family("Qwen3ForCausalLM", "qwen3", has_engine_numerics=True, gguf="qwen3"),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", has_engine_numerics=True, has_compared_experts=True),
+    Family("Qwen3ForCausalLM", "qwen3", engine_layers="fused", gguf="qwen3"),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", has_compared_experts=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
+    Family("SeedOssForCausalLM", "seed_oss", engine_layers="fused"),
+    Family("SmolLM3ForCausalLM", "smollm3", engine_layers="transformers"),
     Family("SmolVLMForConditionalGeneration", "smolvlm", has_compared_pictures=True),
+    Family("StableLmForCausalLM", "stablelm", engine_layers="rounded"),
+    Family("Starcoder2ForCausalLM", "starcoder2", engine_layers="transformers"),
+    Family("VaultGemmaForCausalLM", "vaultgemma", engine_layers="transformers"),
     Family(
         "Zamba2ForCausalLM",
         "zamba2",
@@ -158,7 +174,7 @@ def family_of(architecture: str) -> Family:
 
 
 def with_fact(name: str) -> tuple[str, ...]:
-    """Return the architectures whose rows have a fact, such as `"has_engine_numerics"`."""
+    """Return the architectures whose rows have a fact, such as `"engine_layers"`."""
     return tuple(architecture for architecture, row in FAMILIES.items() if getattr(row, name))
 
 

@@ -208,13 +208,13 @@ def _learner_logps(model, samples, dtype) -> list[float]:
 @contextmanager
 def _routes(model) -> Iterator[list[Any]]:
     """While open, the experts `(tokens, k)` that each router chooses, sorted, are appended to a list."""
-    from trl_qarl.bitwise.modules import ENGINE_OPERATIONS, Router
+    from trl_qarl.bitwise.modules import Router, operation_for
 
     routes: list[Any] = []
     hooks = [
         module.register_forward_hook(lambda module, args, output: routes.append(output[2].sort(-1).values))
         for module in model.modules()
-        if ENGINE_OPERATIONS.get(type(module)) is Router
+        if operation_for(module, "fused") is Router
     ]
     try:
         yield routes

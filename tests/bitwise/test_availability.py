@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from testing_utils import make_mixture
+from testing_utils import MIXTURES, make_mixture
 from testing_utils.layers import tiny
 from testing_utils.learners import VLLM, make_adapted
 from trl_qarl import QaRLConfig
@@ -20,6 +20,7 @@ from trl_qarl.bitwise.availability import (
     obstacles,
     problems_of_engine_numerics,
 )
+from trl_qarl.models import FAMILIES
 
 
 @pytest.fixture
@@ -64,8 +65,8 @@ def test_a_known_reason_does_not_load_vllm(tmp_path, without_vllm):
 
 def test_everything_that_is_in_the_way_can_be_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "reason_against", lambda: "it is not installed")
-    found = [*obstacles(config(tmp_path, quantize_learner=False, bf16=False), tiny("gemma"), torch.bfloat16)]
-    for text in ("contradict bf16=False", "contradict quantize_learner=False", "GemmaForCausalLM"):
+    found = [*obstacles(config(tmp_path, quantize_learner=False, bf16=False), tiny("cohere"), torch.bfloat16)]
+    for text in ("contradict bf16=False", "contradict quantize_learner=False", "CohereForCausalLM"):
         assert sum(text in reason for reason in found) == 1
     assert len(found) == 4
 
@@ -89,14 +90,15 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
     (SimpleNamespace, "SimpleNamespace is not supported"),
     (with_unknown_module, "'model.layers.1.mlp'"),
-    (partial(tiny, "gemma"), "GemmaForCausalLM is not supported, only LlamaForCausalLM, "),
+    (partial(tiny, "cohere"), "CohereForCausalLM is not supported, only .*LlamaForCausalLM, "),
     (partial(tiny, "qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
-    (partial(tiny, "qwen2", layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
     (partial(tiny, "qwen3", layer_types=["chunked_attention"] * 2), "chunked_attention"),
-    (partial(tiny, attention_dropout=0.1), "attention_dropout=0.1"),
+    (partial(tiny, attention_dropout=0.1), "self_attn' has attention_dropout=0.1"),
     pytest.param(partial(tiny, head_dim=16), "head_dim=16", marks=VLLM),
     (partial(tiny, rope_parameters=ROPE), "rope_type='linear'"),
-    (partial(tiny, attn_logit_softcapping=30.0), "attn_logit_softcapping=30.0"),
+    (partial(tiny, "granite", logits_scaling=3.0), "logits_scaling=3.0 is no power of 2"),
+    (partial(tiny, "phi3", resid_pdrop=0.1), "resid_attn_dropout' has p=0.1"),
+    (partial(tiny, "smollm3", rope_parameters=ROPE | {"rope_type": "dynamic"}), "rope_type='dynamic'"),
     (partial(make_mixture, "mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 is not 0"),
     pytest.param(
         partial(make_mixture, "qwen3_moe", moe_intermediate_size=40),
@@ -120,22 +122,28 @@ def test_other_dtypes_than_bfloat16_are_refused():
 
 @pytest.mark.parametrize("arch", ["mistral", "qwen2"])
 def test_windows_are_vllms_alone(arch, torch_kernels):
-    fields = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if arch == "qwen2" else {}
-    model = tiny(arch, sliding_window=20, **fields)
-    with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which only vLLM's CPU kernels have"):
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+    model = tiny(arch, sliding_window=20, **(kinds if arch == "qwen2" else {}))
+    with pytest.raises(ValueError, match=r"windows of 20 tokens, which only vLLM's CPU kernels have"):
         check_engine_numerics(model)
     for no_window in (None, 0):
         model.config.sliding_window = no_window
-        if arch == "mistral":
-            check_engine_numerics(model)
-
-
-def test_every_covered_class_passes():
-    models = [tiny(arch, sliding_window=None) for arch in ("llama", "mistral", "qwen2", "qwen3")]
-    models += map(make_mixture, ("mixtral", "qwen2_moe", "qwen3_moe"))
-    for model in models:
         check_engine_numerics(model)
-    assert {type(model).__name__ for model in models} == {*COVERED_CLASSES}
+
+
+def test_capped_scores_are_vllms_alone(torch_kernels):
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.0, which only vLLM's CPU kernels have"):
+        check_engine_numerics(tiny("gemma2", sliding_window=None))
+
+
+@pytest.mark.parametrize("name", COVERED_CLASSES)
+def test_every_covered_class_passes(name):
+    arch = FAMILIES[name].model_type
+    options = {"sliding_window": None, "attn_logit_softcapping": None, "layer_types": ["full_attention"] * 2}
+    options |= {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    model = make_mixture(arch) if arch in MIXTURES else tiny(arch, **options)
+    assert type(model).__name__ == name
+    check_engine_numerics(model)
 
 
 @pytest.mark.parametrize(

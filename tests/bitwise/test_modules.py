@@ -1,12 +1,13 @@
 """A model's modules with engine numerics: the same bits in every batch, the gradients of the fast forward."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from testing_utils import make_tiny_config, relative_error
+from testing_utils import MIXTURES, make_tiny_config, relative_error
 from testing_utils.learners import (
     LENGTHS,
     make_adapted,
@@ -17,6 +18,7 @@ from testing_utils.learners import (
     padded_log_probs,
 )
 from trl_qarl.bitwise.attach import _true_positions, attach_engine_numerics, detach_engine_numerics
+from trl_qarl.models import FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -38,19 +40,19 @@ def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme, arithmet
         assert all(torch.equal(a, b) for a, b in zip(alone, rows, strict=True)), name
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
 @torch.no_grad()
-def test_attention_uses_a_cache_by_either_name(tmp_path, name, arithmetic):
-    """transformers 5.24 renamed the argument."""
+def test_attention_uses_a_cache(tmp_path, arithmetic):
     model = make_model(tmp_path)
     attach_engine_numerics(model)
     attention, cache = model.model.layers[0].self_attn, DynamicCache(config=model.config)
+    # transformers 5.24 renamed the argument.
+    [name] = {"past_key_values", "cache"} & inspect.signature(attention.forward).parameters.keys()
     hidden = torch.randn(1, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     positions = torch.arange(9)[None]
-    whole, _ = attention(hidden, model.model.rotary_emb(hidden, positions))
+    whole, _ = attention(hidden, model.model.rotary_emb(hidden, positions), None)
     for part in (slice(0, 6), slice(6, 9)):
         tables = model.model.rotary_emb(hidden, positions[:, part])
-        output, _ = attention(hidden[:, part], tables, **{name: cache})
+        output, _ = attention(hidden[:, part], tables, None, **{name: cache})
         assert torch.equal(output, whole[:, part])
     assert cache.get_seq_length() == 9
 
@@ -64,9 +66,25 @@ def test_positions_after_cached_tokens_are_left_to_transformers(name):
     assert "position_ids" not in given
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+DENSE = [row.model_type for row in FAMILIES.values() if row.engine_layers and row.model_type not in MIXTURES]
+# Windows and caps of scores are vLLM's alone: tests/bitwise/test_ops.py.
+EVERYWHERE = {
+    "attn_logit_softcapping": None,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "no_rope_layers": [1, 0],
+    "partial_rotary_factor": 0.5,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+
+
+@pytest.mark.parametrize("arch", DENSE)
 def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, arithmetic):
-    model = make_model(tmp_path, arch)
+    has_kinds = hasattr(make_tiny_config(arch), "layer_types")
+    kinds = {"layer_types": ["full_attention"] * 2} if has_kinds else {"sliding_window": None}
+    model = make_model(tmp_path, arch, **EVERYWHERE, **kinds)
     exact = copy.deepcopy(model).double()
     sequences = make_sequences()
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
@@ -80,10 +98,12 @@ def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, 
         logps = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
         (logps * weights[positions : positions + len(row) - 1]).sum().backward()
         positions += len(row) - 1
-    for (name, ours), reference in zip(model.named_parameters(), exact.parameters(), strict=True):
+    names = dict(model.named_parameters())
+    for (name, ours), reference in zip(names.items(), exact.parameters(), strict=True):
         assert ours.grad.dtype is torch.float32
-        # Forward and backward round to 8 bits at every operation.
-        assert relative_error(ours.grad, reference.grad) < 0.03, name
+        # Forward and backward round to 8 bits at every operation; the mean of a LayerNorm cancels a part of gradients.
+        limit = 0.04 if name.replace("weight", "bias") in names and "norm" in name else 0.03
+        assert relative_error(ours.grad, reference.grad) < limit, name
 
 
 @pytest.mark.parametrize("kind", ["default", "padded", "packed"])

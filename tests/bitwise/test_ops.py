@@ -11,25 +11,25 @@ from trl_qarl.bitwise.ops import backend_of, token_log_probs
 
 
 @pytest.mark.parametrize(
-    ("lengths", "window"),
+    ("lengths", "window", "softcap"),
     [
-        ((5, 140, 33), None),
-        ((1600,), None),
-        ((5, 1100, 33), 33),
-        ((700,), 600),
+        ((5, 140, 33), None, None),
+        ((1600,), None, None),
+        ((5, 1100, 33), 33, None),
+        ((700,), 600, None),
         # Of similar length, so computed together with padding, and not in order.
-        ((66, 61, 140, 130, 64), None),
-        ((66, 140, 61, 64, 136), 33),
+        ((66, 61, 140, 130, 64), None, None),
+        ((66, 140, 61, 64, 136), 33, 2.0),
     ],
 )
-def test_attention_has_the_gradient_of_exact_attention(lengths, window, arithmetic):
+def test_attention_has_the_gradient_of_exact_attention(lengths, window, softcap, arithmetic):
     if window is not None and not kernels.has_engine_kernels():
-        pytest.skip("windows are vLLM's alone")
+        pytest.skip("windows and caps are vLLM's alone")
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
-    output = ops.attention(*inputs, lengths, lengths, 0.125, window)
+    output = ops.attention(*inputs, lengths, lengths, 0.125, window, softcap=softcap)
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -37,6 +37,7 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, window, arithmet
     for q, k, v in zip(*(tensor.split(lengths) for tensor in reference), strict=True):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.125
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         seen = torch.ones(len(q), len(q)).tril().triu(1 - (window or len(q))).bool()
         scores = scores.masked_fill(~seen, -torch.inf)
         parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
@@ -102,27 +103,31 @@ def test_attention_memory_is_not_quadratic(arithmetic):
     assert 0 < largest.numel <= inputs[0].numel() < 2048**2 // 15
 
 
-def test_rotation_has_the_gradient_of_exact_rotation(arithmetic):
+@pytest.mark.parametrize(("size", "is_interleaved"), [(64, False), (32, False), (32, True)])
+def test_rotation_has_the_gradient_of_exact_rotation(size, is_interleaved, arithmetic):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 3, 64, generator=generator).bfloat16().requires_grad_()
     positions = torch.tensor([0, 1, 2, 3, 100, 7, 7, 1, 0])
-    angles = torch.arange(128.0)[:, None] * 10000 ** -(torch.arange(32) / 32)
+    angles = torch.arange(128.0)[:, None] * 10000 ** -(torch.arange(size // 2) / (size // 2))
     cache = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
     upstream = torch.randn(x.shape, generator=generator).bfloat16()
-    y = ops.rotate(x, positions, cache)
+    y = ops.rotate(x, positions, cache, is_interleaved)
     y.backward(upstream)
     exact = x.detach().double().requires_grad_()
     cos, sin = cache.double()[positions].unsqueeze(1).chunk(2, -1)
-    first, second = exact.chunk(2, -1)
-    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    order = torch.arange(size)
+    order = torch.cat([order[::2], order[1::2]]) if is_interleaved else order
+    first, second = exact[..., order].chunk(2, -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    expected = torch.cat([turned[..., order.argsort()], exact[..., size:]], -1)
     expected.backward(upstream.double())
     torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("has_entropies", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_head_log_probs_equal_log_softmax(monkeypatch, temperature, has_entropies):
+@pytest.mark.parametrize(("temperature", "softcap", "factor"), [(1.0, None, 1.0), (0.7, None, 0.5), (0.7, 3.0, 2.0)])
+def test_head_log_probs_equal_log_softmax(monkeypatch, temperature, softcap, factor, has_entropies):
     """In several blocks of rows, of which forward keeps the last, and several parts of each; backward twice, the
     second without it."""
     monkeypatch.setattr(ops, "LOGIT_ROWS", 128)
@@ -134,10 +139,12 @@ def test_head_log_probs_equal_log_softmax(monkeypatch, temperature, has_entropie
     tokens = torch.randint(0, 48, (300,), generator=generator)
     upstream = torch.randn(2, 300, generator=generator) * torch.tensor([[1.0], [has_entropies]])
     product = backend_of(weight).PackedLinear(weight.detach().bfloat16())
-    values = ops.head_log_probs(hidden, weight, bias, product, tokens, temperature)
-    assert torch.equal(values[0], token_log_probs(product(hidden, bias), tokens, temperature))
+    values = ops.head_log_probs(hidden, weight, bias, product, tokens, temperature, softcap, factor)
+    rounded = product(hidden, bias)
+    finished = (rounded if softcap is None else torch.tanh(rounded / softcap) * softcap) * factor
+    assert torch.equal(values[0], token_log_probs(finished, tokens, temperature))
     assert torch.equal(
-        values[0], backend_of(hidden).log_softmax(product(hidden, bias), temperature).gather(1, tokens[:, None])[:, 0]
+        values[0], backend_of(hidden).log_softmax(finished, temperature).gather(1, tokens[:, None])[:, 0]
     )
     inputs = (hidden, weight, bias)
     first, second = (torch.autograd.grad(torch.stack(values), inputs, upstream, retain_graph=True) for _ in range(2))
@@ -145,7 +152,9 @@ def test_head_log_probs_equal_log_softmax(monkeypatch, temperature, has_entropie
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     logits = exact[0] @ exact[1].t() + exact[2]
     # At the logits that forward has rounded: what differs is backward's rounding.
-    logits = logits + (product(hidden, bias).double() - logits).detach()
+    logits = logits + (rounded.double() - logits).detach()
+    logits = (logits if softcap is None else torch.tanh(logits / softcap) * softcap) * factor
+    logits = logits + (finished.double() - logits).detach()
     log_probs = torch.log_softmax(logits / temperature, -1)
     expected = torch.stack([log_probs.gather(1, tokens[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
     for ours, reference in zip(first, torch.autograd.grad(expected, exact, upstream.double()), strict=True):

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Cache, GenerationMixin, Trainer
 
 from testing_utils import make_tiny_config
-from trl_qarl.bitwise.availability import COVERED_CLASSES
-from trl_qarl.bitwise.modules import ENGINE_OPERATIONS, cache_of
+from trl_qarl.bitwise.modules import _NORMS, cache_of, operation_for
+from trl_qarl.models import FAMILIES
 
 
 def test_an_own_generation_configuration_is_updated_as_we_expect():
@@ -31,25 +31,34 @@ def test_processors_of_a_call_are_collected_in_one_place():
     assert all(f"{name}={name}" in call for name in names)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_models_consist_of_modules_with_engine_numerics(arch):
-    """`COVERED_CLASSES`: each part of a decoder layer has the engine's operation."""
-    model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
-    assert type(model).__name__ in COVERED_CLASSES
-    layer = model.model.layers[0]
-    for part in (layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
-        assert type(part) in ENGINE_OPERATIONS, type(part)
-    rotary = model.model.rotary_emb
-    assert type(rotary) in ENGINE_OPERATIONS and rotary.rope_type == "default"
-    frequencies, _ = rotary.compute_default_rope_parameters(model.config)
-    assert torch.equal(frequencies, rotary.inv_freq)
+EXACT = {row.model_type: row.engine_layers for row in FAMILIES.values() if row.engine_layers}
+
+
+@pytest.mark.parametrize(("arch", "layers"), EXACT.items())
+def test_models_consist_of_modules_with_engine_numerics(arch, layers):
+    """`operation_for`: each part of a decoder layer is known by its name, and attention by what it calls."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
+    layer, rotary = model.model.layers[0], model.model.rotary_emb
+    parts = [layer.self_attn, rotary] if layers != "transformers" else []
+    parts += [layer] if layers == "fused" else []
+    parts += [module for module in layer.modules() if [*module.parameters(recurse=False)]]
+    for part in parts:
+        assert operation_for(part, layers) is not None, type(part)
+    if layers == "fused":
+        norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
+        assert any(norms == {*names} - {None} for names in _NORMS)
+    if layers != "transformers":
+        forward = type(layer.self_attn).forward
+        assert {"apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"} <= {*forward.__code__.co_names}
+        assert "rotate_half" in forward.__globals__ and forward.__kwdefaults__ is None
     assert model.config._attn_implementation
 
 
-@pytest.mark.parametrize("arch", ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", [arch for arch, layers in EXACT.items() if layers != "transformers"])
 def test_arguments_that_operations_read_have_these_names(arch):
     """Operations that replace a forward read a cache by its type, and everything else by name or position."""
-    model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, layer_types=["full_attention"] * 2))
     called = {}
     for name, module in model.named_modules():
         keep = partial(called.setdefault, name)
@@ -64,10 +73,10 @@ def test_arguments_that_operations_read_have_these_names(arch):
     assert not positional and {"hidden_states", "attention_mask", "position_embeddings"} <= options.keys()
     assert isinstance(cache_of(options), Cache)
     positional, options = called["model.rotary_emb"]
-    assert len(positional) + len(options) == 2 and positional and options.keys() <= {"position_ids"}
-    for name in ("input_layernorm", "post_attention_layernorm", "mlp"):
-        positional, options = called[f"model.layers.0.{name}"]
-        assert len(positional) == 1 and not options
+    assert positional and options.keys() <= {"position_ids", "layer_type"}
+    for name, (positional, options) in called.items():
+        if name.startswith("model.layers.0.") and name.endswith(("norm", "mlp")):
+            assert len(positional) == 1 and not options
     names = inspect.signature(type(model).forward).parameters.keys()
     assert {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "use_cache"} <= names
     assert {"input_ids", "attention_mask", "position_ids", "use_cache"} <= called["model"][1].keys()

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from seams import imported_names, resolve, takes, without_place
-from trl_qarl.models import with_fact
+from trl_qarl.models import FAMILIES, with_fact
 from trl_qarl.wire.describe import PICTURE_OPTIONS
 
 
@@ -205,6 +205,14 @@ def test_vllm_takes_pictures_with_token_ids():
         assert answer <= response.model_fields.keys(), response
     assert '"image_url"' in inspect.getsource(serving.ServingTokens)
     assert "enable_scale_out" in {field.name for field in dataclasses.fields(BaseFrontendArgs)}
+
+
+@pytest.mark.parametrize("name", with_fact("engine_layers"))
+def test_families_run_in_vllm_as_their_rows_say(name):
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    module = ModelRegistry.models[name].module_name
+    assert (FAMILIES[name].engine_layers == "transformers") == module.endswith("models.transformers")
 
 
 @pytest.mark.parametrize("name", with_fact("problem_of_pictures"))

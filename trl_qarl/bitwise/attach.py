@@ -4,6 +4,7 @@ Attaches the engine's operations to a transformers model, and detaches them: a m
 """
 
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput
 
+from ..models import family_of
 from ..quantization.gemm import low_bit_linear
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model
@@ -20,11 +22,11 @@ from . import cuda, low_bit, ops
 from .availability import check_engine_numerics
 from .modules import (
     ATTENTION,
-    ENGINE_OPERATIONS,
     EngineOperation,
     LoraOperation,
     cache_of,
     class_of,
+    operation_for,
     operation_of,
     register_attention,
 )
@@ -62,10 +64,11 @@ def attach_engine_numerics(
     device = next(model.parameters()).device.type
     if device == "cuda":
         cuda.prepare_process()
+    layers = family_of(class_of(model).__name__).engine_layers
     for module in Inventory.of(model).modules.values():
         if isinstance(module, QuantizedLayer):
             module.product = low_bit.low_bit_linear
-        elif operation := ENGINE_OPERATIONS.get(class_of(module)):
+        elif operation := operation_for(module, layers):
             module.forward = operation(module, dtype, device)
     for _, layer in LoraOperation.layers_of(model):
         layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
@@ -97,6 +100,11 @@ def keep_no_products(model: nn.Module) -> None:
     for module in model.modules():
         if (operation := operation_of(module)) is not None:
             operation.keeps_products = False
+
+
+def logit_options(config: Any) -> tuple[float | None, float]:
+    """Return the cap and the factor of a model's logits, like TRL's `add_fused_lm_head`."""
+    return getattr(config, "final_logit_softcapping", None), 1 / getattr(config, "logits_scaling", 1.0)
 
 
 def _true_positions(module, args, kwargs):
@@ -148,7 +156,8 @@ class _ModelForward(EngineOperation):
         # FSDP2 gathers the head with the last norm, but with an adapter only when the head itself is called.
         weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
         product = operation_of(head).product(weight)
-        values = ops.head_log_probs(hidden, weight, bias, product, shift_labels[scored], self.temperature)
+        options = self.temperature, *logit_options(model.config)
+        values = ops.head_log_probs(hidden, weight, bias, product, shift_labels[scored], *options)
         log_probs, entropy = (value.new_zeros(scored.shape).masked_scatter(scored, value) for value in values)
         aux_loss, config = None, model.config
         if logits := getattr(outputs, "router_logits", None):

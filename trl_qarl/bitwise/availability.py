@@ -6,13 +6,14 @@ options ([`contradicting_options`]), by its model ([`check_engine_numerics`]), a
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from math import frexp
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..models import with_fact
+from ..models import family_of, with_fact
 from ..packages import install_hint
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
@@ -24,17 +25,21 @@ from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .expert_products import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, TRANSPARENT, LoraOperation, class_of, window_of
+from .modules import LoraOperation, class_of, operation_for, rope_types
 
 
-COVERED_CLASSES = with_fact("has_engine_numerics")
+COVERED_CLASSES = with_fact("engine_layers")
 """Model classes with engine numerics for all their operations."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels take in whole vectors."""
 
-ROPE_TYPES = ("default", "llama3")
-"""Kinds of rotary embeddings whose table vLLM computes from the same frequencies as transformers."""
+ROPE_TYPES = {"fused": ("default", "llama3", "longrope"), "transformers": ("default", "llama3", "linear", "yarn")}
+"""Kinds of rotary embeddings whose table learner and engine compute alike: vLLM's classes, and transformers' in vLLM,
+whose table must not depend on the batch."""
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2")
+"""Activations that vLLM computes on a CPU as transformers does."""
 
 
 def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
@@ -149,19 +154,25 @@ def _conditions(
     yield reason is None, f"the model is on {device}, and {reason}"
     # Without vLLM the same operations run in torch, which has fewer limits.
     is_engine = not on_gpu and kernels.has_engine_kernels()
-    config = model.config
-    yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
-    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]))
-    reason = f"layers attend with {kinds}, not all with 'full_attention' or all with 'sliding_attention'"
-    yield kinds in (["full_attention"], ["sliding_attention"]), reason
-    windows = sorted({window for module in model.modules() if (window := window_of(module)) is not None})
-    reason = f"layers attend to windows of {windows} tokens, which only vLLM's CPU kernels have"
-    yield is_engine or not windows, reason
-    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
-        yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
-    yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
-    rope = config.rope_parameters.get("rope_type", "default")
-    yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
+    config, layers = model.config, family_of(name).engine_layers
+    reason = f"{name} is untested on GPUs, unlike {', '.join(cuda.ARCHITECTURES)}"
+    yield not on_gpu or name in cuda.ARCHITECTURES, reason
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    yield activation in ACTIVATIONS, f"hidden_act={activation!r} is none of {list(ACTIVATIONS)}"
+    kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
+    reason = f"layers attend with {sorted(kinds)}, which are not all 'full_attention' or 'sliding_attention'"
+    yield kinds <= {"full_attention", "sliding_attention"}, reason
+    # Configurations without kinds of layers have one window for all.
+    has_window = "sliding_attention" in kinds if hasattr(config, "layer_types") else True
+    window = has_window and getattr(config, "sliding_window", None)
+    yield is_engine or not window, f"layers attend to windows of {window} tokens, which only vLLM's CPU kernels have"
+    cap = getattr(config, "attn_logit_softcapping", None)
+    yield is_engine or not cap, f"attn_logit_softcapping={cap}, which only vLLM's CPU kernels have"
+    scaling = getattr(config, "logits_scaling", 1.0)
+    yield frexp(scaling)[0] == 0.5, f"logits_scaling={scaling} is no power of 2, whose product and quotient are equal"
+    known = ROPE_TYPES["transformers" if layers == "transformers" else "fused"]
+    rope = min(rope_types(config).difference(known), default=None)
+    yield rope is None, f"rope_type={rope!r} is none of {list(known)}"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
@@ -177,12 +188,20 @@ def _conditions(
         )
     noise = getattr(config, "router_jitter_noise", 0.0)
     yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
-    known = (*ENGINE_OPERATIONS, QuantizedLinear, QuantizedExperts, *TRANSPARENT)
+    # Modules that compute nothing, or alike in engine and learner.
+    files = {class_of(model).__module__, "transformers.activations"}
     for path, module in Inventory.of(model).modules.items():
         if path in ("", model.base_model_prefix):
             continue
         kind = class_of(module)
-        yield kind in known or path in schemes, f"{path!r} is a {kind.__name__}, whose operations are not supported"
+        is_known = isinstance(module, QuantizedLayer) or path in schemes or operation_for(module, layers) is not None
+        runs_as_it_is = kind.__module__ in files and not [*module.parameters(recurse=False)]
+        is_known |= runs_as_it_is or kind in (nn.ModuleList, nn.Dropout)
+        yield is_known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
+        for key, rate in vars(module).items():
+            drops = "dropout" in key or (key == "p" and kind is nn.Dropout)
+            drops &= isinstance(rate, float) and rate > 0 and not is_dropout_off
+            yield not drops, f"{path!r} has {key}={rate}, and engines drop nothing"
         is_original = "forward" not in vars(module)
         yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
         is_low_bit = isinstance(module, QuantizedExperts) or path in schemes

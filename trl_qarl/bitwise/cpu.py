@@ -179,19 +179,23 @@ def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
     return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, is_interleaved: bool = False
+) -> torch.Tensor:
     """[`~trl_qarl.bitwise.ops.rotate`], on GPUs as well."""
     import vllm._custom_ops as ops
 
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
     # The kernel rotates queries and keys together, or queries without keys.
-    ops.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
+    ops.rotary_embedding(positions, y, None, x.shape[-1], cache, not is_interleaved)
     return y.view_as(x)
 
 
-def rotate_gradient(grad: torch.Tensor, places: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def rotate_gradient(
+    grad: torch.Tensor, places: torch.Tensor, cache: torch.Tensor, is_interleaved: bool = False
+) -> torch.Tensor:
     """Return [`rotate`] of a gradient, which the engine does not compute, rounded to nearest on every processor."""
-    return (rotate if has_rounding_rotation() else portable.rotate)(grad, places, cache)
+    return (rotate if has_rounding_rotation() else portable.rotate)(grad, places, cache, is_interleaved)
 
 
 @lru_cache(maxsize=1)
@@ -203,7 +207,7 @@ def has_rounding_rotation() -> bool:
     return rotate(x, torch.zeros(1, dtype=torch.int64), cache)[0, 0, 0].item() == 1 + 2**-7
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None) -> torch.Tensor:
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
@@ -228,7 +232,7 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None)
         alibi_slopes=None,
         sliding_window=-1 if window is None else window,
         block_table=table,
-        softcap=0,
+        softcap=softcap or 0,
         scheduler_metadata=schedule,
         s_aux=None,
     )

@@ -33,6 +33,9 @@ ENVIRONMENT = {
 }
 """Environment of an engine that the learner repeats, and of the learner, whose kernels read the first variable."""
 
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Classes of models whose operations are those of [`~trl_qarl.bitwise.ops`] alone."""
+
 BLOCK_SIZE = 16
 ENGINE_ARGUMENTS: Mapping[str, Any] = {
     # A compiled graph would have its own kernels for norms and activations.
@@ -183,10 +186,10 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return _batch_invariant().log_softmax(logits, -1)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None) -> torch.Tensor:
     """[`~trl_qarl.bitwise.ops.attention`] by FlashAttention, with blocks of keys and without splits."""
-    if window is not None:
-        raise NotImplementedError("Only vLLM's kernels for CPUs support attention to a window of keys.")
+    if (window, softcap) != (None, None):
+        raise NotImplementedError("Only vLLM's kernels for CPUs support a window of keys, or a cap of scores.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)

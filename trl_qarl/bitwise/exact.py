@@ -136,6 +136,9 @@ def _first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     model = base_model(model)
     names = ["embed_tokens", *(f"layers.{i}" for i in range(model.config.num_hidden_layers)), "norm"]
     base = model.base_model
+    if hasattr(base.embed_tokens, "embed_scale"):
+        # vLLM scales outside its embedding.
+        del names[0]
     with _outputs(base, names) as learner:
         base(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     llm.reset_prefix_cache()

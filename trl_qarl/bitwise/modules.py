@@ -7,22 +7,20 @@ gradient checkpointing and sharding.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
+from functools import lru_cache
 from itertools import pairwise
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.activations import SiLUActivation
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
-from ..models import family_of, with_fact
 from ..quantization.names import adapted_layers
 from ..quantization.storage import weight_version
 from . import expert_products as experts
@@ -31,14 +29,6 @@ from . import ops
 
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
-
-
-def window_of(module: nn.Module) -> int | None:
-    """Return the number of last keys that a query of an attention layer sees, or `None` (in configurations also 0) if
-    it sees all keys."""
-    if isinstance(module, (MistralAttention, MixtralAttention)):
-        return module.config.sliding_window or None
-    return getattr(module, "sliding_window", None) or None
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Cache | None:
@@ -84,12 +74,36 @@ def operation_of(module: nn.Module) -> EngineOperation | None:
 
 class _Embedding(EngineOperation):
     def forward(self, ids):
-        return type(self.module).forward(self.module, ids).to(self.dtype)
+        embedded = nn.Embedding.forward(self.module, ids).to(self.dtype)
+        scale = getattr(self.module, "embed_scale", None)
+        return embedded if scale is None else embedded * scale.to(self.dtype)
+
+
+@lru_cache
+def _weight_offset(kind: type) -> float | None:
+    """Return what a class of RMSNorm adds to its weight, 0 or 1 (Gemma), or `None` if it is none."""
+    if not kind.__name__.endswith("RMSNorm"):
+        return None
+    x, weight = torch.linspace(-1.0, 2.0, 8, device="cpu"), torch.linspace(-1.0, 1.0, 8, device="cpu")
+    with torch.device("cpu"), torch.no_grad():
+        norm = kind(8, eps=1e-6)
+        norm.weight.copy_(weight)
+        y, expected = norm(x), x * torch.rsqrt(x.pow(2).mean() + 1e-6)
+    return next((offset for offset in (0.0, 1.0) if torch.allclose(y, expected * (weight + offset))), None)
 
 
 class _RMSNorm(EngineOperation):
     def forward(self, x):
-        return ops.rms_norm(x, self.module.weight, self.module.variance_epsilon, self.dtype)
+        module = self.module
+        epsilon = getattr(module, "variance_epsilon", None) or module.eps
+        return ops.rms_norm(x, module.weight, epsilon, self.dtype, _weight_offset(class_of(module)))
+
+
+class _LayerNorm(EngineOperation):
+    def forward(self, x):
+        module = self.module
+        weight, bias = (None if x is None else x.to(self.dtype) for x in (module.weight, module.bias))
+        return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
 
 
 class _Packed(EngineOperation):
@@ -155,52 +169,54 @@ class _RotaryEmbedding(EngineOperation):
 
     def __init__(self, *args):
         super().__init__(*args)
+        kinds = self.module.rope_type
+        self.tables = {
+            kind: self._table(name, {} if kind is None else {"layer_type": kind})
+            for kind, name in (kinds if isinstance(kinds, dict) else {None: kinds}).items()
+        }
+
+    def _table(self, name: str, layers: dict[str, str]) -> torch.Tensor:
         module = self.module
         # For all positions at once, like the engine: the last bit may depend on the shape.
-        is_plain = module.rope_type == "default"
-        compute = module.compute_default_rope_parameters if is_plain else ROPE_INIT_FUNCTIONS[module.rope_type]
+        compute = module.compute_default_rope_parameters if name == "default" else ROPE_INIT_FUNCTIONS[name]
         # On the device itself: powers and cosines of GPU and CPU differ.
-        with module.inv_freq.device:
-            frequencies, _ = compute(module.config)
+        with next(module.buffers()).device:
+            frequencies, _ = compute(module.config, **layers)
             positions = torch.arange(module.config.max_position_embeddings, dtype=torch.float)
             angles = torch.einsum("i,j -> ij", positions, frequencies)
-        self.table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)
 
-    def forward(self, x, position_ids):
+    def forward(self, x, position_ids, layer_type=None):
+        table = self.tables[layer_type]
         # The kernel would read beyond the table.
-        if (longest := int(position_ids.max()) + 1) > len(self.table):
+        if (longest := int(position_ids.max()) + 1) > len(table):
             raise ValueError(
-                f"A sequence has {longest} tokens, but model and engine have only {len(self.table)} positions "
+                f"A sequence has {longest} tokens, but model and engine have only {len(table)} positions "
                 "(max_position_embeddings). Shorten prompts or completions."
             )
-        return self.table, position_ids.expand(x.shape[0], -1)
+        return table, position_ids.expand(x.shape[0], -1)
+
+
+@lru_cache
+def _with_engine_rotation(forward: FunctionType) -> FunctionType:
+    """Return the forward of an attention that rotates with the engine's kernel instead of `apply_rotary_pos_emb`."""
+    names = forward.__globals__
+    # Pairs of features are neighbours (GLM), or half a head apart.
+    is_interleaved = names["rotate_half"](torch.arange(4.0))[0].item() == -1
+
+    def rotate(query, key, table, positions, unsqueeze_dim=1):
+        flat = positions.reshape(-1)
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
+        rotated = (ops.rotate(x, flat, table, is_interleaved) for x in rows)
+        return tuple(x.unflatten(0, positions.shape).transpose(1, 2) for x in rotated)
+
+    names = names | {"apply_rotary_pos_emb": rotate}
+    return FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
 
 
 class _Attention(EngineOperation):
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
-        module = self.module
-        table, positions = position_embeddings
-        shape = hidden_states.shape[:-1]
-        query, key, value = (
-            layer(hidden_states).view(*shape, -1, module.head_dim)
-            for layer in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        if hasattr(module, "q_norm"):
-            query, key = module.q_norm(query), module.k_norm(key)
-        flat = positions.reshape(-1)
-        query, key = (ops.rotate(x.flatten(0, 1), flat, table).view_as(x).transpose(1, 2) for x in (query, key))
-        value = value.transpose(1, 2)
-        window = window_of(module)
-        if (cache := cache_of(kwargs)) is not None:
-            if window is not None:
-                raise ValueError(
-                    f"Layers attend to a window of {window} tokens, and a cache drops older keys: engine numerics do not support "
-                    "decoding with such a cache. Take rollouts from vLLM (use_vllm=True), or use the fast numerics."
-                )
-            key, value = cache.update(key, value, module.layer_idx)
-        options = kwargs | {"scaling": module.scaling, "position_ids": positions, "sliding_window": window}
-        output, _ = _attend(module, query, key, value, attention_mask, **options)
-        return module.o_proj(output.reshape(*shape, -1)), None
+    def forward(self, *args, **kwargs):
+        return _with_engine_rotation(class_of(self.module).forward)(self.module, *args, **kwargs)
 
 
 class _MLP(EngineOperation):
@@ -239,48 +255,79 @@ class _SparseBlock(EngineOperation):
         return output.view(hidden_states.shape)
 
 
+_NORMS = (
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", None, "post_attention_layernorm", None),
+)
+"""Names of norms before and after attention, and before and after the MLP."""
+
+
 class _DecoderLayer(EngineOperation):
     def forward(self, hidden_states, **kwargs):
         module = self.module
+        names = next(names for names in _NORMS if all(name is None or hasattr(module, name) for name in names))
+        norms = [nn.Identity() if name is None else getattr(module, name) for name in names]
         residual = hidden_states.to(self.dtype)
-        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+        attended, _ = module.self_attn(hidden_states=norms[0](hidden_states), **kwargs)
         # Engines store the rounded sum, but on a CPU they norm the sum itself.
-        hidden_states = attended.float() + residual.float()
+        hidden_states = norms[1](attended).float() + residual.float()
         residual = hidden_states.to(self.dtype)
-        return module.mlp(module.post_attention_layernorm(hidden_states)).float() + residual.float()
+        return norms[3](module.mlp(norms[2](hidden_states))).float() + residual.float()
 
 
-ENGINE_OPERATIONS = {
-    nn.Embedding: _Embedding,
-    nn.Linear: _Linear,
-    **{
-        getattr(module, f"{family.prefix}{name}"): operation
-        for family in map(family_of, with_fact("has_engine_numerics"))
-        for folder in [family.model_type]
-        for module in [import_module(f"transformers.models.{folder}.modeling_{folder}")]
-        for name, operation in (
-            ("RMSNorm", _RMSNorm),
-            ("RotaryEmbedding", _RotaryEmbedding),
-            ("Attention", _Attention),
-            ("MLP", _MLP),
-            ("DecoderLayer", _DecoderLayer),
-            ("TopKRouter", Router),
-            ("Experts", _Experts),
-            ("SparseMoeBlock", _SparseBlock),
-        )
-        # A mixture has no plain block, a dense model no experts.
-        if hasattr(module, f"{family.prefix}{name}")
-    },
+_BY_SUFFIX = {
+    "RotaryEmbedding": _RotaryEmbedding,
+    "Attention": _Attention,
+    "DecoderLayer": _DecoderLayer,
+    "TopKRouter": Router,
+    "Experts": _Experts,
+    "SparseMoeBlock": _SparseBlock,
 }
-"""Operations by the class of the module; quantized layers and experts keep their forward and get
-[`~trl_qarl.bitwise.low_bit.low_bit_linear`]."""
+"""Operations by the end of the name of transformers' class."""
 
-TRANSPARENT = (nn.ModuleList, SiLUActivation)
-"""Modules that compute nothing, or are no longer called."""
+
+def rope_types(config: Any) -> set[str]:
+    """Return the kinds of rotary embeddings of a configuration, which may have one for each kind of layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return {kind.get("rope_type", "default") for kind in kinds}
+
+
+def operation_for(module: nn.Module, layers: str) -> type[EngineOperation] | None:
+    """Return the engine's operation for a module that is not quantized, or `None` if the engine computes what the
+    module's own forward does in its dtype. `layers` is [`~trl_qarl.models.Family.engine_layers`] of the model."""
+    kind = class_of(module)
+    if kind is nn.Linear:
+        return _Linear
+    if isinstance(module, nn.Embedding):
+        return _Embedding
+    if kind is nn.LayerNorm:
+        return _LayerNorm
+    if _weight_offset(kind) is not None:
+        return _RMSNorm
+    if kind.__name__.endswith("MLP") and hasattr(module, "gate_proj") and isinstance(module.act_fn, SiLUActivation):
+        return _MLP
+    operation = next((value for suffix, value in _BY_SUFFIX.items() if kind.__name__.endswith(suffix)), None)
+    if operation is _DecoderLayer and layers != "fused":
+        return None
+    # vLLM rotates as transformers does where it runs transformers' code, and for LongRoPE.
+    rotates_alike = layers == "transformers" or "longrope" in rope_types(getattr(module, "config", None))
+    return None if operation in (_RotaryEmbedding, _Attention) and rotates_alike else operation
 
 
 def _attend(
-    module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, layout=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling,
+    position_ids=None,
+    sliding_window=None,
+    softcap=None,
+    layout=None,
+    **kwargs,
 ):
     """
     Implement transformers' attention interface with the engine's kernel. Return `(B, T, heads, head_dim)`, 0 for
@@ -288,25 +335,32 @@ def _attend(
 
     `query` is `(B, heads, T, head_dim)`, `key` and `value` are `(B, key_heads, S, head_dim)`, with a cache `S > T`.
     `attention_mask`, `(B, S)`, is true for tokens; `None` without padding. Without a mask, a new sequence begins where
-    `position_ids`, `(B, T)`, are 0. With a `layout`, a [`~trl_qarl.token_row.Layout`], its row is the batch.
+    `position_ids`, `(B, T)` or `(1, T)`, are 0. With a `layout`, a [`~trl_qarl.token_row.Layout`], its row is the
+    batch.
     """
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    options = {"scale": scaling, "window": sliding_window or None, "softcap": softcap}
     if layout is not None:
         layout.calls.append(ATTENTION)
         lengths = layout.query_lengths, layout.key_lengths
-        output = ops.attention(query[0], key[0], value[0], *lengths, scaling, sliding_window, layout.keys)
+        output = ops.attention(query[0], key[0], value[0], *lengths, keys=layout.keys, **options)
         return output[None], None
+    if sliding_window and key.shape[1] != length:
+        raise ValueError(
+            f"Layers attend to a window of {sliding_window} tokens, and a cache drops older keys: engine numerics do not support "
+            "decoding with such a cache. Take rollouts from vLLM (use_vllm=True), or use the fast numerics."
+        )
     if attention_mask is None:
         if key.shape[1] == length and position_ids is not None:
-            starts = (position_ids == 0).flatten()
+            starts = (position_ids == 0).expand(batch, -1).flatten()
             starts[::length] = True
             bounds = [*starts.nonzero()[:, 0].tolist(), starts.numel()]
             key_lengths = query_lengths = tuple(b - a for a, b in pairwise(bounds))
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
         packed = (x.flatten(0, 1) for x in (query, key, value))
-        output = ops.attention(*packed, query_lengths, key_lengths, scaling, sliding_window)
+        output = ops.attention(*packed, query_lengths, key_lengths, **options)
         return output.view(query.shape), None
     present = attention_mask.bool()
     queries = present[:, -length:]
@@ -314,7 +368,7 @@ def _attend(
     if 0 in query_lengths:
         raise ValueError("A sequence of the batch has no token: its attention mask is 0 everywhere.")
     packed = query[queries], key[present], value[present]
-    output = ops.attention(*packed, query_lengths, key_lengths, scaling, sliding_window)
+    output = ops.attention(*packed, query_lengths, key_lengths, **options)
     return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
 
 

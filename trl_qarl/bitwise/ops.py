@@ -50,11 +50,14 @@ def is_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x / sqrt(mean(x**2) + epsilon) * weight`, computed in float32 and rounded; without vLLM's kernels also
-    rounded before the product with `weight`. `x`, `(..., H)`, is float32 for the residual stream, a sum of two numbers
-    in `dtype`, else in `dtype`, like the result; the master `weight`, `(H,)`, is rounded to `dtype`."""
-    return _RMSNorm.apply(x, weight, epsilon, dtype)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype, offset: float = 0.0
+) -> torch.Tensor:
+    """Return `x / sqrt(mean(x**2) + epsilon) * (weight + offset)`, computed in float32 and rounded; without vLLM's
+    kernels and an offset also rounded before the product with `weight`. `x`, `(..., H)`, is float32 for the residual
+    stream, a sum of two numbers in `dtype`, else in `dtype`, like the result; the master `weight`, `(H,)`, is rounded
+    to `dtype`."""
+    return _RMSNorm.apply(x, weight, epsilon, dtype, offset)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -62,20 +65,25 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _SiluMul.apply(gate, up)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, is_interleaved: bool = False
+) -> torch.Tensor:
     """Return the rotary position embedding of `x`, `(tokens, heads, head_dim)`, at `positions`, `(tokens,)` int64, from
-    `cache`, `(max_positions, head_dim)` in the dtype of `x`, cosines before sines."""
-    return _Rotate.apply(x, positions, cache)
+    `cache`, `(max_positions, R)` in the dtype of `x`, cosines before sines. The first `R` features of each head turn in
+    pairs, which are `R / 2` apart, or neighbours if `is_interleaved`; others stay."""
+    return _Rotate.apply(x, positions, cache, is_interleaved)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None, keys=None) -> torch.Tensor:
+def attention(
+    query, key, value, query_lengths, key_lengths, scale, window=None, keys=None, softcap=None
+) -> torch.Tensor:
     """Return the causal attention of packed sequences, with the same bits for any number of queries. `query`, like the
     result, is `(sum(query_lengths), heads, head_dim)`, and `key` and `value` are `(sum(key_lengths), key_heads,
     head_dim)`, or `(N, key_heads, head_dim)` with `keys`, `(sum(key_lengths),)` int64, the place of each key that a
     sequence sees; gradients of keys that several see are added in float32. The queries of a sequence are its last
-    positions, and see `window` last keys, including their own, or all; only vLLM's kernels for CPUs support a window,
-    other backends raise `NotImplementedError`."""
-    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window, keys)
+    positions, and see `window` last keys, including their own, or all. A score `s` becomes `softcap * tanh(s / softcap)`.
+    Only vLLM's kernels for CPUs support a window or a `softcap`, other backends raise `NotImplementedError`."""
+    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window, keys, softcap)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product) -> torch.Tensor:
@@ -99,15 +107,18 @@ def head_log_probs(
     product: Product,
     tokens: torch.Tensor,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return [`token_log_probs`] of the output head's logits, and the entropies, `(N,)` float32. At most [`LOGIT_ROWS`]
-    rows of logits are held: backward gets the last ones from forward and computes the others again.
+    Return [`token_log_probs`] of the output head's logits, and the entropies, `(N,)` float32. A logit `z` of the head
+    becomes `factor * softcap * tanh(z / softcap)`, rounded after each operation. At most [`LOGIT_ROWS`] rows of logits
+    are held: backward gets the last ones from forward and computes the others again.
 
     `hidden` is `(N, K)` in the engine's dtype, `weight`, `(V, K)`, the head's master, `product` the product of its
     rounded form, and `tokens` is `(N,)` int64.
     """
-    return _HeadLogProbs.apply(hidden, weight, bias, product, tokens, temperature)
+    return _HeadLogProbs.apply(hidden, weight, bias, product, tokens, temperature, softcap, factor)
 
 
 def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -119,10 +130,12 @@ def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: flo
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, epsilon, dtype):
+    def forward(ctx, x, weight, epsilon, dtype, offset):
         ctx.save_for_backward(x, weight)
-        ctx.epsilon, ctx.dtype = epsilon, dtype
-        return backend_of(x).rms_norm(x, weight.to(dtype), epsilon)
+        ctx.epsilon, ctx.dtype, ctx.offset = epsilon, dtype, offset
+        rounded = weight.to(dtype)
+        # vLLM's GemmaRMSNorm adds in float32.
+        return backend_of(x).rms_norm(x, rounded.float() + offset if offset else rounded, epsilon).to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -136,10 +149,10 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = products.flatten(0, -2).sum(dim=0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            factors = weight.to(ctx.dtype).float()
+            factors = weight.to(ctx.dtype).float() + ctx.offset
             means = (products @ factors).div_(rows.shape[-1])[..., None]
             grad_x = (grad * factors).addcmul_(normed, means, value=-1).mul_(inverse).to(x.dtype)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class _SiluMul(torch.autograd.Function):
@@ -157,9 +170,10 @@ class _SiluMul(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, positions, cache):
+    def forward(ctx, x, positions, cache, is_interleaved):
         ctx.save_for_backward(positions, cache)
-        return backend_of(x).rotate(x, positions, cache)
+        ctx.is_interleaved = is_interleaved
+        return backend_of(x).rotate(x, positions, cache, is_interleaved)
 
     @staticmethod
     @once_differentiable
@@ -168,17 +182,18 @@ class _Rotate(torch.autograd.Function):
         # A rotation's transpose is the rotation back, whose table has the other sign of the sines.
         cos, sin = cache[positions].chunk(2, dim=-1)
         places = torch.arange(len(positions), device=positions.device)
-        return backend_of(grad).rotate_gradient(grad, places, torch.cat([cos, -sin], dim=-1)), None, None
+        back = torch.cat([cos, -sin], dim=-1)
+        return backend_of(grad).rotate_gradient(grad, places, back, ctx.is_interleaved), None, None, None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window, keys):
+    def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window, keys, softcap):
         ctx.save_for_backward(query, key, value, keys)
-        ctx.lengths, ctx.scale, ctx.window = (query_lengths, key_lengths), scale, window
+        ctx.lengths, ctx.options = (query_lengths, key_lengths), (scale, window, softcap)
         if keys is not None:
             key, value = key.index_select(0, keys), value.index_select(0, keys)
-        return backend_of(query).attention(query, key, value, query_lengths, key_lengths, scale, window)
+        return backend_of(query).attention(query, key, value, query_lengths, key_lengths, scale, window, softcap)
 
     @staticmethod
     @once_differentiable
@@ -202,13 +217,11 @@ class _Attention(torch.autograd.Function):
                     [grads[i] for i in group],
                 )
             ]
-            for i, of_query, *of_keys in zip(
-                group, *_grad_attention(*padded, offset, ctx.scale, ctx.window), strict=True
-            ):
+            for i, of_query, *of_keys in zip(group, *_grad_attention(*padded, offset, *ctx.options), strict=True):
                 of_queries[i].copy_(_unpad(of_query, query_lengths[i]))
                 for total, rows in zip(totals, of_keys, strict=True):
                     total.index_add_(0, places[i], _unpad(rows, key_lengths[i]))
-        return grad_query, *(total.to(grad.dtype) for total in totals), None, None, None, None, None
+        return grad_query, *(total.to(grad.dtype) for total in totals), *[None] * 6
 
 
 def _similar_lengths(
@@ -240,7 +253,7 @@ def _unpad(rows: torch.Tensor, length: int) -> torch.Tensor:
     return rows[:, :length].transpose(0, 1).flatten(1, 2)
 
 
-def _grad_attention(query, key, value, grad, offset, scale, window):
+def _grad_attention(query, key, value, grad, offset, scale, window, softcap):
     """
     Return float32 gradients of causal attention to the last `window` keys, or to all, in the shapes of
     [`_pad_sequences`]. `offset` keys come before the first query. Padding comes after the last token, which does not
@@ -264,10 +277,14 @@ def _grad_attention(query, key, value, grad, offset, scale, window):
         distance = distance - torch.arange(first, offset + end, device=key.device)
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores = q @ k.mT
+        capped = None if softcap is None else torch.tanh(scores / softcap)
+        scores = scores if capped is None else softcap * capped
         scores.unflatten(1, (-1, num_groups)).masked_fill_(hidden[:, None], -torch.inf)
         probs = scores.softmax(dim=-1)
         grad_value[keys] += probs.mT @ g
         grad_scores = torch._softmax_backward_data(g @ v.mT, probs, -1, probs.dtype)
+        if capped is not None:
+            grad_scores = grad_scores * (1 - capped**2)
         grad_query[rows] = (grad_scores @ k).unflatten(1, (-1, num_groups))
         grad_key[keys] += grad_scores.mT @ q
     grads = grad_query.mul_(scale), grad_key.unsqueeze(2), grad_value.unsqueeze(2)
@@ -340,17 +357,17 @@ class _TokenLogProbs(torch.autograd.Function):
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, product, tokens, temperature):
+    def forward(ctx, hidden, weight, bias, product, tokens, temperature, softcap, factor):
         parts = zip(hidden.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True)
         values, logits = [], None
         for rows, token in parts:
             # Frees the former logits first.
             del logits
-            logits = product(rows, bias)
+            logits = _finish(product(rows, bias), softcap, factor)
             values.append(_score(logits, token, temperature))
         log_probs, entropies = map(torch.cat, zip(*values, strict=True))
         ctx.save_for_backward(hidden, weight, bias, tokens, log_probs, entropies)
-        ctx.product, ctx.temperature = product, temperature
+        ctx.product, ctx.temperature, ctx.options = product, temperature, (softcap, factor)
         ctx.last_logits = logits if any(ctx.needs_input_grad) else None
         return log_probs, entropies
 
@@ -367,11 +384,14 @@ class _HeadLogProbs(torch.autograd.Function):
             entropies = None
         for start in reversed(range(0, max(len(tokens), 1), LOGIT_ROWS)):
             part = slice(start, start + LOGIT_ROWS)
-            logits, last = ctx.product(hidden[part], bias) if last is None else last, None
+            logits, last = _finish(ctx.product(hidden[part], bias), *ctx.options) if last is None else last, None
+            slope = _slope(logits, *ctx.options)
             of_entropies = None if entropies is None else (entropies[part], grad_entropies[part])
             grad = _grad_logits(
                 logits, tokens[part], log_probs[part], grad_log_probs[part], ctx.temperature, of_entropies
             )
+            if ctx.options != (None, 1.0):
+                grad.mul_(slope)
             if bias is not None and needs_bias:
                 grad_bias = _add(grad_bias, grad.sum(dim=0, dtype=torch.float32).to(bias.dtype))
             if needs_hidden:
@@ -380,7 +400,19 @@ class _HeadLogProbs(torch.autograd.Function):
                 grad_weight = _add(grad_weight, (grad.t() @ hidden[part]).to(weight.dtype))
             # Frees them before the next ones are made.
             del grad, logits
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
+
+
+def _finish(logits: torch.Tensor, softcap: float | None, factor: float) -> torch.Tensor:
+    """Cap and scale `logits` in place, in the order of vLLM's `LogitsProcessor`."""
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits if factor == 1.0 else logits.mul_(factor)
+
+
+def _slope(logits: torch.Tensor, softcap: float | None, factor: float) -> torch.Tensor | float:
+    """Return the derivative of [`_finish`] at its results, in their dtype."""
+    return factor if softcap is None else factor * (1 - (logits.float() / (softcap * factor)) ** 2).to(logits.dtype)
 
 
 def _add(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:

@@ -46,18 +46,24 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, is_interleaved: bool = False
+) -> torch.Tensor:
     cos, sin = cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    turned, rest = x.tensor_split([cache.shape[1]], dim=-1)
+    pairs = turned.float().unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if is_interleaved else -2)
+    parts = first * cos - second * sin, second * cos + first * sin
+    y = torch.stack(parts, dim=-1 if is_interleaved else -2).flatten(-2).to(x.dtype)
+    return torch.cat([y, rest], dim=-1)
 
 
 rotate_gradient = rotate
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    if window is not None:
-        raise NotImplementedError("Only vLLM's kernels for CPUs support attention to a window of keys.")
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None) -> torch.Tensor:
+    if (window, softcap) != (None, None):
+        raise NotImplementedError("Only vLLM's kernels for CPUs support a window of keys, or a cap of scores.")
     outputs = []
     for q, k, v in zip(query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
         num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]

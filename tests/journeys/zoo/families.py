@@ -209,8 +209,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
 IN_BFLOAT16 = {"apertus", "qwen3_5_text"}
-# With engine numerics, which exist in bfloat16.
-EXACT = {"llama", "mistral", "qwen2", "qwen3"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon"}

@@ -19,8 +19,10 @@ FOLDER = Path(__file__).parent
 JOURNEYS, ROOT = FOLDER.parent, FOLDER.parents[2]
 sys.path[:0] = [str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)]
 
-from families import EXACT, FAMILIES, IN_BFLOAT16  # noqa: E402
+from families import FAMILIES, IN_BFLOAT16  # noqa: E402
 from warm import Warm  # noqa: E402
+
+from trl_qarl.models import FAMILIES as ROWS  # noqa: E402
 
 
 LARGEST = {"float32": 1e-5, "bfloat16": 0.1}
@@ -49,8 +51,12 @@ class Visit:
     plain: dict[str, float | str]
 
 
+EXACT = {row.model_type for row in ROWS.values() if row.engine_layers}
+"""Families with engine numerics, which exist in bfloat16."""
+
+
 def dtype_of(family: str) -> str:
-    return "bfloat16" if family in IN_BFLOAT16 | EXACT else "float32"
+    return "bfloat16" if family.partition(" ")[0] in IN_BFLOAT16 | EXACT else "float32"
 
 
 def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transformers", "vllm")) -> Visit:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from testing_utils.pictures import KINDS, KINDS_OF_TEXT
+
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
@@ -18,7 +20,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-_MAMBA = {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16, "expand": 2}
+_MAMBA = {"state_size": 16, "num_heads": 32, "head_dim": 8, "n_groups": 1, "chunk_size": 16, "expand": 2}
 _QWEN_LINEAR = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -127,16 +129,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {"query_pre_attn_scalar": 64, "sliding_window": 16},
     # Hybrids
     "bamba": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 8,
         "mamba_n_groups": 1,
         "mamba_d_state": 16,
         "attn_layer_indices": [1],
         "mamba_chunk_size": 16,
     },
     "falcon_h1": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 8,
         "mamba_n_groups": 1,
         "mamba_d_state": 16,
         "mamba_d_ssm": 256,
@@ -144,8 +146,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon_mamba": {"state_size": 16, "time_step_rank": 8},
     "granitemoehybrid": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 8,
         "mamba_n_groups": 1,
         "mamba_d_state": 16,
         "layer_types": ["mamba", "attention"],
@@ -178,8 +180,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 16, "time_step_rank": 8},
     "mamba2": {**_MAMBA},
     "nemotron_h": {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
+        "mamba_num_heads": 32,
+        "mamba_head_dim": 8,
         "n_groups": 1,
         "ssm_state_size": 16,
         "hybrid_override_pattern": "M*-",
@@ -198,7 +200,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"],
         "mamba_d_state": 16,
-        "n_mamba_heads": 8,
+        "n_mamba_heads": 32,
         "mamba_ngroups": 1,
         "num_mem_blocks": 1,
         "use_shared_mlp_adapter": True,
@@ -207,8 +209,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
+"""Classes with a tower, which are trained on text; their configurations and processors are those of
+`testing_utils.pictures`."""
+FAMILIES |= {kind: {} for kind in WITH_TOWER}
+
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
-IN_BFLOAT16 = {"apertus", "qwen3_5_text"}
+IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_text"}
 # With engine numerics, which exist in bfloat16.
 EXACT = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -221,12 +228,11 @@ REFUSED: dict[str, str] = {
     "deepseek_v3": "takes the experts of a layer one by one",
     "falcon": "FalconLinear has its own forward",
     "falcon_mamba": "selective_scan_fwd",
-    "gemma3n_text": "in plain vLLM 0.31 and plain transformers",
+    "gemma3n_text": "leaves out the embeddings of each layer",
     "gpt2": "Its `Conv1D` is no linear layer",
     "gpt_neox": "reorders the rows",
     "gpt_oss": "leaves the sinks of its attention",
     "jamba": "selective_scan_fwd",
-    "lfm2": "in plain vLLM 0.31 and plain transformers",
     "mamba": "selective_scan_fwd",
     "phimoe": "under the name of its first release",
     "qwen3_next": "weight sync with vLLM is untested",

@@ -28,8 +28,6 @@ errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/is
 STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
 """Names with which vLLM takes the matrices of all experts at once, by the name of the first matrix of an expert."""
 
-_OTHER_NAMES = "transformers 5.17 and vLLM 0.31 have different names for the tensors of its vision tower"
-
 _REORDERED = (
     "vLLM's loader reorders the rows of its fused `query_key_value` by heads, also those of `weight_shape`, which has two "
     "numbers (models/{}.py)"
@@ -56,7 +54,6 @@ class Family:
     - `has_longer_window`: whether vLLM's layers with a sliding window see one more token than transformers' (Cohere 2:
       https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/commandr.py).
     - `has_compared_pictures`: whether prompts, tensors and log-probs of its pictures were.
-    - `problem_of_pictures`: the reason why its pictures cannot be trained with vLLM, where it is known.
     - `gguf`: its architecture in GGUF. For others llama.cpp's conversion changes tensors in ways that are not
       implemented.
     """
@@ -69,7 +66,6 @@ class Family:
     problem_of_float32: str | None = None
     has_longer_window: bool = False
     has_compared_pictures: bool = False
-    problem_of_pictures: str | None = None
     gguf: str | None = None
 
     @property
@@ -92,7 +88,6 @@ _ROWS = (
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
     Family("DeepseekV2ForCausalLM", "deepseek_v2", problem_with_vllm=_ONE_BY_ONE),
     Family("DeepseekV3ForCausalLM", "deepseek_v3", problem_with_vllm=_ONE_BY_ONE),
-    Family("Gemma3ForConditionalGeneration", "gemma3", problem_of_pictures=_OTHER_NAMES),
     Family(
         "Gemma3nForCausalLM",
         "gemma3n_text",
@@ -113,7 +108,6 @@ _ROWS = (
     ),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("LlamaForCausalLM", "llama", has_engine_numerics=True, gguf="llama"),
-    Family("LlavaNextForConditionalGeneration", "llava_next", problem_of_pictures=_OTHER_NAMES),
     Family("MistralForCausalLM", "mistral", has_engine_numerics=True, gguf="llama"),
     Family("MixtralForCausalLM", "mixtral", has_engine_numerics=True, has_compared_experts=True),
     Family("OlmoeForCausalLM", "olmoe", has_compared_experts=True),

@@ -128,7 +128,7 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
         by_format[scheme, group_size].append(name)
     # compressed-tensors refuses an expression that matches another module, such as `proj` in towers of Qwen2.5-VL, a
     # convolution, or `q_proj` in those of Gemma 4, which contains a linear layer.
-    others = {name for name, module in inventory.modules.items() if not isinstance(module, nn.Linear)}
+    others = {name for name, module in inventory.modules.items() if name and not isinstance(module, nn.Linear)}
     layers = [*formats, *sorted(others - formats.keys())]
     groups = {}
     for index, ((scheme, group_size), members) in enumerate(by_format.items()):

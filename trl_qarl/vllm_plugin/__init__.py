@@ -55,6 +55,7 @@ def register() -> None:
         from .cpu_attention import register_attention
         from .cpu_convolutions import register_convolutions
         from .cpu_norms import register_norms
+        from .cpu_rotations import register_rotations
         from .expert_kernels import register_experts
         from .linear_kernels import register_kernels
 
@@ -66,6 +67,7 @@ def register() -> None:
         register_attention()
         register_convolutions()
         register_norms()
+        register_rotations()
         # Sleep after two milliseconds without a message. By default processes poll shared memory for a second after
         # each message, on a core that the learner needs.
         SpinCondition.__init__.__defaults__ = (0.002,)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
+from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import make
+from trl_qarl.checkpoint.load import skeleton
 from trl_qarl.forward import scoring_forward, shuffle_groups
 
 
@@ -42,12 +43,11 @@ def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_p
     assert set(seen) == {("policy", False), ("policy", True), ("reference", False)} and len(set(firsts)) > 1
 
 
-def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    inputs = {"attention_mask": torch.tensor([[0, 1, 1]])}
-    assert scoring_forward(dict, model)(**inputs)["position_ids"].tolist() == [[0, 0, 1]]
-    model.config.get_text_config = lambda: object()
-    assert scoring_forward(dict, model)(**inputs).keys() == {"attention_mask"}
+@pytest.mark.parametrize(("kind", "positions"), [("gemma3", [[0, 0, 1]]), ("qwen3_5", None)])
+def test_a_model_that_counts_positions_itself_is_left_to_it(kind, positions):
+    model = skeleton(make_picture_config(kind))
+    found = scoring_forward(dict, model)(attention_mask=torch.tensor([[0, 1, 1]])).get("position_ids")
+    assert (found if found is None else found.tolist()) == positions
 
 
 @pytest.mark.parametrize(

@@ -37,23 +37,24 @@ def scoring_forward(
     """
     Return the forward that scores completions with `model`, a wrapper of `unwrapped` or the same model.
 
-    Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text
-    computes its own positions, in several dimensions. Empty pixel tensors, which TRL passes if no row has a picture,
-    are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.token_row.Layout`], unless none
-    can hold it. A model whose layers do not pass the layout on to their attention computes the padded batch, after a
-    call of `on_ignored`; `RuntimeError` is raised if only some do, or without it. Only sequences that are `chosen`,
-    `(B,)` bool, are computed, by default all; the values of others are 0. A batch whose layout has more than
-    `max_tokens` is divided, and each part is computed again in the backward pass, so that only one part's activations
-    are held.
+    Positions are counted from the first token that is not padding, as in a rollout. A model of pictures and text whose
+    positions have several dimensions (M-RoPE) computes its own. Empty pixel tensors, which TRL passes if no row has a
+    picture, are left out. With `takes_layouts` the model gets a batch as one row, a [`~trl_qarl.token_row.Layout`],
+    unless none can hold it. A model whose layers do not pass the layout on to their attention computes the padded
+    batch, after a call of `on_ignored`; `RuntimeError` is raised if only some do, or without it. Only sequences that
+    are `chosen`, `(B,)` bool, are computed, by default all; the values of others are 0. A batch whose layout has more
+    than `max_tokens` is divided, and each part is computed again in the backward pass, so that only one part's
+    activations are held.
     """
     config = unwrapped.config
-    is_text_model = config.get_text_config() is config
-    takes_positions = is_text_model and "position_ids" in inspect.signature(unwrapped.forward).parameters
+    text = config.get_text_config()
+    has_own_positions = text is not config and "mrope_section" in (getattr(text, "rope_parameters", None) or {})
+    takes_positions = not has_own_positions and "position_ids" in inspect.signature(unwrapped.forward).parameters
 
     def forward(**inputs):
         if takes_positions:
             inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        elif not len(inputs.get("pixel_values", [None])):
+        if not len(inputs.get("pixel_values", [None])):
             inputs = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_thw")}
         if not takes_layouts or inputs.keys() & set(FORWARD_KEYS):
             return model(**inputs)

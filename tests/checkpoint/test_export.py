@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import MIXTURES, make_mixture, make_tiny_model, run_export
 from testing_utils.layers import assert_close, logits
+from testing_utils.pictures import make_picture_model
 from testing_utils.trainings import QUANTIZED, RECORD, assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
@@ -112,6 +113,26 @@ def test_high_precision_experts_beside_low_bit_are_refused(tmp_path, arch):
     exported = tensors_of(export_checkpoint(model, tmp_path / "export"))
     model.save_pretrained(tmp_path / "original")
     assert_equal(exported, tensors_of(tmp_path / "original"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gemma3", "vision_tower.vision_model.embeddings.patch_embedding.weight"),
+        ("gemma4", "model.language_model.layers.0.layer_scalar"),
+        ("mistral3", "language_model.model.layers.0.input_layernorm.weight"),
+        ("qwen2_5_vl", "model.layers.0.input_layernorm.weight"),
+        ("qwen3_5", "model.language_model.layers.0.linear_attn.A_log"),
+    ],
+)
+def test_a_model_with_a_tower_has_the_names_of_its_release(tmp_path, kind, name):
+    """vLLM knows no others of Gemma 3's tower, and transformers describes layers by its own."""
+    model = make_picture_model(kind).eval()
+    prepare_model(model, "w4a16")
+    folder = export_checkpoint(model, tmp_path / "export")
+    assert name in tensors_of(folder)
+    assert_close(type(model).from_pretrained(folder, dtype=torch.float32), model)
+    assert_close(load_frozen_model(str(folder)), model)
 
 
 def experts_of(model):

@@ -14,11 +14,11 @@ from transformers import (
 
 from testing_utils import make_mixture
 from testing_utils.layers import LAYERS, logits, tiny
-from testing_utils.pictures import KINDS, make_picture_model
+from testing_utils.pictures import KINDS, KINDS_OF_TEXT, make_picture_config, make_picture_model
 from testing_utils.releases import as_gptq, write_release
 from testing_utils.trainings import QUANTIZED, assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
-from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed
+from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed, skeleton
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, report_frozen
@@ -320,6 +320,12 @@ def test_layers_in_high_precision_in_a_release_stay_so(tmp_path):
     report = prepare_model(load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
     assert {name for name, why in report.skipped.items() if why == "not quantized in the checkpoint"} == {*LAYERS[:7]}
     assert report.plan.group_size == 128 and {*report.converted} == {*LAYERS[7:]}
+
+
+@pytest.mark.parametrize("kind", KINDS + KINDS_OF_TEXT)
+def test_the_class_with_the_tower_is_judged(kind):
+    """As TRL loads it. For Qwen3.5 transformers' class of text has the same configuration."""
+    assert any("vis" in name for name, _ in skeleton(make_picture_config(kind)).named_parameters())
 
 
 @pytest.mark.slow

@@ -194,6 +194,8 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
 
 
 def main(place: str, kind: str) -> None:
+    # torchvision: transformers looks for it once.
+    sys.path.append(os.path.join(sys.prefix, "pictures"))
     if kind == "plain":
         os.environ["VLLM_PLUGINS"] = ""
         # This file has imported one function of it.

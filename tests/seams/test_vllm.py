@@ -215,33 +215,6 @@ def test_families_run_in_vllm_as_their_rows_say(name):
     assert (FAMILIES[name].engine_layers == "transformers") == module.endswith("models.transformers")
 
 
-@pytest.mark.parametrize("name", with_fact("problem_of_pictures"))
-def test_towers_that_are_refused_are_still_called_otherwise(name, tmp_path):
-    """transformers saves `vision_tower.embeddings`, for which vLLM wants a `vision_model` in between."""
-    import transformers
-    from safetensors import safe_open
-    from vllm.model_executor.models import gemma3_mm, llava_next
-    from vllm.model_executor.models.clip import CLIPVisionModel
-    from vllm.model_executor.models.siglip import SiglipVisionModel
-
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tower = small | {"image_size": 28, "patch_size": 14}
-    text = small | {"vocab_size": 64, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}
-    if name.startswith("Gemma3"):
-        config, module, encoder = transformers.Gemma3Config, gemma3_mm, SiglipVisionModel
-    else:
-        config, module, encoder = transformers.LlavaNextConfig, llava_next, CLIPVisionModel
-        text |= {"model_type": "llama"}
-        tower |= {"model_type": "clip_vision_model"}
-    model = getattr(transformers, name)(config(text_config=text, vision_config=tower))
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        names = getattr(module, name).hf_to_vllm_mapper.apply_list([*file.keys()])
-    of_tower = [each for each in names if each.startswith("vision_tower.")]
-    assert of_tower and not any(each.startswith("vision_tower.vision_model.") for each in of_tower)
-    assert "self.vision_model = " in inspect.getsource(encoder.__init__) and "load_weights" not in vars(encoder)
-
-
 def test_a_server_asks_all_replicas():
     from vllm.config.parallel import ParallelConfig
     from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient

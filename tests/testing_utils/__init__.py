@@ -29,8 +29,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_tokenizer():
-    """Byte-level tokenizer without merges: every string round-trips, one token per byte, 260 tokens."""
+def make_tiny_tokenizer(**tokens):
+    """Byte-level tokenizer without merges: every string round-trips, one token per byte, 260 tokens and the named
+    special `tokens` of a model, such as `image_token`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,6 +48,7 @@ def make_tiny_tokenizer():
         unk_token="<|unk|>",
         padding_side="left",
         chat_template=CHAT_TEMPLATE,
+        **tokens,
     )
 
 

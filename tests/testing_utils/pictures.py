@@ -13,6 +13,10 @@ from testing_utils import SPECIAL_TOKENS, make_tiny_tokenizer, make_trainer, spr
 
 
 KINDS = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Classes whose pictures were compared with vLLM's."""
+
+KINDS_OF_TEXT = ("gemma3", "gemma4", "mistral3", "qwen3_5")
+"""Further classes, compared on text alone."""
 
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision: .ci/pictures")
 
@@ -42,12 +46,18 @@ _TOWER = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, 
 _QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 _IDEFICS_TOKENS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+_GEMMA_TOKENS = {f"{name}_token": f"<{name}>" for name in ("boi", "eoi", "boa", "eoa", "image", "audio")}
+_MISTRAL_TOKENS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 _NAMES = {
+    "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
     "idefics3": "Idefics3",
+    "mistral3": "Mistral3",
     "smolvlm": "SmolVLM",
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
+    "qwen3_5": "Qwen3_5",
 }
 
 
@@ -63,6 +73,8 @@ def _first_id():
 
 def make_picture_config(kind: str):
     """Configuration of a model with two layers in the language model and two in the tower."""
+    if kind in ("gemma3", "gemma4", "mistral3"):
+        return _other_config(kind)
     if not kind.startswith("qwen"):
         return _class(kind, "Config")(
             text_config=_TEXT | {"model_type": "llama"},
@@ -83,10 +95,66 @@ def make_picture_config(kind: str):
         tower |= {"patch_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         rope |= {"mrope_interleaved": True}
         text |= {"head_dim": 32}
+        if kind == "qwen3_5":
+            # vLLM's kernels for CPUs have heads of 128 only.
+            tower.pop("deepstack_visual_indexes")
+            rope |= {"partial_rotary_factor": 0.25, "mrope_section": [8, 4, 4]}
+            text |= {"head_dim": 128, "layer_types": ["linear_attention", "full_attention"]}
+            text |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, range(_first_id(), _first_id() + 4), strict=True))
     text_config = text | {"rope_parameters": rope}
     return _class(kind, "Config")(text_config=text_config, vision_config=tower, tie_word_embeddings=False, **ids)
+
+
+def _other_config(kind: str):
+    first, text = _first_id(), _TEXT | {"head_dim": 64, "tie_word_embeddings": True}
+    window = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    if kind == "mistral3":
+        text |= {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False}
+        tower = _TOWER | {"image_size": 56, "patch_size": 14, "model_type": "pixtral"}
+        ids = {"image_token_index": first, "tie_word_embeddings": False}
+    elif kind == "gemma3":
+        text |= window | {"query_pre_attn_scalar": 64}
+        tower = _TOWER | {"image_size": 56, "patch_size": 14, "vision_use_head": False}
+        ids = {"boi_token_index": first, "eoi_token_index": first + 1, "image_token_index": first + 4}
+        ids |= {"mm_tokens_per_image": 4}
+    else:
+        text |= window | {"global_head_dim": 128, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 32}
+        # Placeholders are beyond the vocabulary: for a sampled one transformers takes the embedding of padding.
+        text |= dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), first + 4)
+        tower = _TOWER | {"num_key_value_heads": 4, "head_dim": 32, "default_output_length": 70}
+        names = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index", "image_token_id", "audio_token_id")
+        ids = {name: first + place for place, name in enumerate((*names, "video_token_id"))}
+    return _class(kind, "Config")(text_config=text, vision_config=tower, **ids)
+
+
+def _other_processor(kind: str):
+    import transformers
+
+    tokenizer = make_tiny_tokenizer()
+    if kind == "mistral3":
+        tokenizer.add_tokens(_MISTRAL_TOKENS, special_tokens=True)
+        images = transformers.PixtralImageProcessor(size={"longest_edge": 56}, patch_size=14)
+        template = _CHAT_TEMPLATE.replace("PICTURE", "[IMG]")
+        return transformers.PixtralProcessor(
+            images, tokenizer, patch_size=14, spatial_merge_size=2, chat_template=template
+        )
+    tokenizer = make_tiny_tokenizer(**_GEMMA_TOKENS)
+    if kind == "gemma3":
+        # vLLM looks them up (gemma3_mm.py).
+        tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+        images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+        template = _CHAT_TEMPLATE.replace("PICTURE", "<boi>")
+        return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    return transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(max_soft_tokens=70),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(),
+        chat_template=_CHAT_TEMPLATE.replace("PICTURE", "<image>"),
+        image_seq_length=70,
+    )
 
 
 def make_picture_processor(kind: str):
@@ -96,17 +164,21 @@ def make_picture_processor(kind: str):
     """
     import transformers
 
+    if kind in ("gemma3", "gemma4", "mistral3"):
+        return _other_processor(kind)
     is_qwen = kind.startswith("qwen")
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(_QWEN_TOKENS if is_qwen else _IDEFICS_TOKENS, special_tokens=True)
     placeholder = "<|vision_start|><|image_pad|><|vision_end|>" if is_qwen else "<image>"
     template = _CHAT_TEMPLATE.replace("PICTURE", placeholder)
     if is_qwen:
-        patch = 16 if kind == "qwen3_vl" else 14
+        is_third = kind.startswith("qwen3")
+        patch = 16 if is_third else 14
         size = {"shortest_edge": 4 * patch**2, "longest_edge": 24 * patch**2}
-        videos = transformers.Qwen3VLVideoProcessor if kind == "qwen3_vl" else transformers.Qwen2VLVideoProcessor
+        videos = transformers.Qwen3VLVideoProcessor if is_third else transformers.Qwen2VLVideoProcessor
         parts = [transformers.Qwen2VLImageProcessor(size=size, patch_size=patch), tokenizer, videos(size=size)]
-        return _class(kind, "Processor")(*parts, chat_template=template)
+        # Releases of Qwen3.5 have Qwen3-VL's.
+        return _class("qwen3_vl" if is_third else kind, "Processor")(*parts, chat_template=template)
     images = _class(kind, "ImageProcessor")(
         size={"longest_edge": 56}, max_image_size={"longest_edge": 28}, do_image_splitting=True
     )
@@ -132,7 +204,7 @@ def make_picture_model(kind: str, seed: int = 0):
         torch.nn.init.normal_(model.get_input_embeddings().weight)
         # So that placeholders are sampled, which the learner's forward would take for pictures.
         with torch.no_grad():
-            model.get_output_embeddings().weight[config.image_token_id] *= 2.0
+            model.get_output_embeddings().weight[config.image_token_id :][:1] *= 2.0
     return model
 
 

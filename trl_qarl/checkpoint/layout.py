@@ -129,8 +129,9 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
     by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
         by_format[scheme, group_size].append(name)
-    # compressed-tensors refuses an expression that matches a convolution, such as `proj` in towers of Qwen2.5-VL.
-    others = {n for n, m in inventory.modules.items() if "weight" in m._parameters and not isinstance(m, nn.Linear)}
+    # compressed-tensors refuses an expression that matches another module, such as `proj` in towers of Qwen2.5-VL, a
+    # convolution, or `q_proj` in those of Gemma 4, which contains a linear layer.
+    others = {name for name, module in inventory.modules.items() if name and not isinstance(module, nn.Linear)}
     layers = [*formats, *sorted(others - formats.keys())]
     groups = {}
     for index, ((scheme, group_size), members) in enumerate(by_format.items()):
@@ -147,7 +148,12 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
         "format": checkpoint_formats.pop() if len(checkpoint_formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [names.of_tensor(n) for n, m in inventory.modules.items() if _is_matrix(n, m) and n not in formats],
+        "ignore": [
+            each
+            for name, module in inventory.modules.items()
+            if _is_matrix(name, module) and name not in formats
+            for each in names.of_both(name)
+        ],
         "kv_cache_scheme": None,
     }
 
@@ -178,7 +184,7 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     linears = [name for name in members if not _prefix_of_experts(name, names)]
     own = {leaf for name in linears if not (leaf := _leaf(name)).isdigit()} - shared
     whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own)]
-    return whole + [names.of_tensor(name) for name in linears if _leaf(name) not in own]
+    return whole + [each for name in linears if _leaf(name) not in own for each in names.of_both(name)]
 
 
 def _leaf(name: str) -> str:

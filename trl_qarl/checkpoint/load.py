@@ -63,10 +63,10 @@ def is_low_bit(described: Any) -> bool:
 
 
 def auto_class(config: PreTrainedConfig) -> type:
-    """Return the auto class that loads a generating model, of text or of pictures and text."""
-    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    """Return the auto class that loads a generating model, of text or of pictures and text. That of text would load
+    Qwen3.5 without its tower."""
     has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if has_pictures and not is_text else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
 
 
 def skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -245,7 +245,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     if is_adapted(model) or not files:
         return
     inventory = Inventory.of(model)
-    names = find_checkpoint_names(inventory.model, inventory.modules, is_mixture=False)
+    names = find_checkpoint_names(inventory.model, inventory.modules, is_release=False)
     stacked = inventory.stacked_experts.keys() | names.experts.keys()
     for name, tensor in base_state_dict(inventory.model).items():
         if name in files:
@@ -301,9 +301,10 @@ def _fill(
         for name in scales
     }
     inventory = Inventory.of(model)
-    # Releases of models of pictures have the names of earlier releases of transformers.
-    names = find_checkpoint_names(inventory.model, inventory.modules, is_mixture=False)
-    in_model = {of: name for name, of in names.tensors.items()}
+    # Releases of models of pictures, and exports, have the names of earlier releases of transformers.
+    known = [find_checkpoint_names(inventory.model, inventory.modules, is_release) for is_release in (True, False)]
+    names = known[0]
+    in_model = {of: name for each in known for name, of in each.tensors.items()}
     dense = {in_model.get(n, n): t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     unexpected = model.load_state_dict(dense, strict=False, assign=True).unexpected_keys
     if unexpected:
@@ -313,8 +314,8 @@ def _fill(
         parts = {
             leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
         }
-        first = parts[DOWN][0] if parts else name if name in low_bit else names.of_tensor(name)
-        if first not in low_bit:
+        stored = [parts[DOWN][0]] if parts else [name, *(each.of_tensor(name) for each in known)]
+        if not (first := next(filter(low_bit.__contains__, stored), None)):
             continue
         scheme = _scheme_of(first, schemes, folder)
         # The dtype of scales is the engine's, unless the container prescribes one.

@@ -37,8 +37,6 @@ def problems_with_vllm(
 
 def _problems_on_cpu(inventory: Inventory, dtype: torch.dtype | None) -> Iterator[str]:
     name = architecture(inventory.model)
-    if problem := family_of(name).problem_on_cpu:
-        yield f"{name} on a CPU: {problem}"
     decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
     if any(len(shapes["A_log"]) == 2 for shapes in decays):
         yield f"{name} has layers of Mamba 1, for which vLLM has no kernel on a CPU (`selective_scan_fwd`)"

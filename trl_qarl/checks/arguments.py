@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -125,6 +127,18 @@ def keep_attention_cap(model: nn.Module) -> None:
     if cap and config._attn_implementation == "sdpa":
         logger.info("attn_implementation='eager': 'sdpa' would drop attn_logit_softcapping=%g of this model.", cap)
         model.set_attn_implementation("eager")
+
+
+def keep_mamba_layers(model: nn.Module, use_vllm: bool) -> None:
+    """Have layers of Mamba 2 compute the loss as they score. In training transformers' fused kernel (`mamba_ssm`)
+    reads the weight of `out_proj`, which is its masters, and does not call it (5.17); and vLLM has no limit of step
+    sizes (`mamba_mixer2.py`), for which transformers takes Nemotron-H's `time_step_min`."""
+    for module in base_model(model).modules():
+        if hasattr(module, "time_step_limit"):
+            # Without the kernel these functions return `None` too.
+            sys.modules[type(module).__module__].mamba2_split_conv1d_scan_combined = lambda *args, **kwargs: None
+            if use_vllm:
+                module.time_step_limit = (0.0, math.inf)
 
 
 def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:

@@ -42,9 +42,11 @@ def problem_of_class(model: nn.Module) -> str | None:
     if takes_pictures(model):
         return None
     name = architecture(model)
-    reason = family_of(name).problem_of_pictures or "its pictures in vLLM were not compared with the learner's"
     compared = ", ".join(with_fact("has_compared_pictures"))
-    return f"{name} with pictures and use_vllm=True: {reason}. Use one of {compared}, or use_vllm=False."
+    return (
+        f"{name} with pictures and use_vllm=True: its pictures in vLLM were not compared with the learner's. Use one of {compared}, or "
+        "use_vllm=False."
+    )
 
 
 class ExpandedPrompt(list):

@@ -11,11 +11,19 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
-from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
+from .names import (
+    CheckpointNames,
+    base_model,
+    base_modules,
+    base_state_dict,
+    find_checkpoint_names,
+    layer_of,
+    stacks_experts,
+)
 from .plan import covers
 from .schemes import QuantScheme
 from .storage import shapes_of
@@ -96,8 +104,16 @@ class Inventory:
 
     @cached_property
     def names(self) -> CheckpointNames:
-        """Names in a checkpoint that differ from those in the model."""
-        return find_checkpoint_names(self.model, self.modules)
+        """Names in a checkpoint that differ from those in the model. Those of a model of text without experts do not:
+        it may come from a checkpoint of pictures and text, whose names vLLM's class of text does not know."""
+        is_plain = not self.has_tower and not any(map(stacks_experts, self.modules.values()))
+        return CheckpointNames() if is_plain else find_checkpoint_names(self.model, self.modules)
+
+    @property
+    def has_tower(self) -> bool:
+        """True if the language model is a part of the model, next to a vision tower."""
+        config = getattr(self.model, "config", None)
+        return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
 
     @property
     def formats(self) -> dict[str, tuple[QuantScheme, int | None]]:
@@ -194,7 +210,7 @@ def layers_around(inventory: Inventory) -> dict[str, str]:
     """Return the quantizable layers outside the language model, such as those of a vision tower and its connector,
     with the reason why they stay in high precision unless a plan names them."""
     model = inventory.model
-    if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
+    if not inventory.has_tower:
         return {}
     inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
     return {

@@ -10,12 +10,15 @@ names are found by calling transformers' conversion of a model with marks in pla
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
@@ -114,26 +117,38 @@ class CheckpointNames:
         of_module = self.tensors.get(f"{name}.weight")
         return of_module.removesuffix(".weight") if of_module else self.tensors.get(name, name)
 
+    def of_both(self, name: str) -> list[str]:
+        """Return the name of a module for engines, which is that in a checkpoint, and the model's for transformers."""
+        return [*dict.fromkeys((self.of_tensor(name), name))]
+
+
+def stacks_experts(module: nn.Module) -> bool:
+    """Return whether a module is one of experts that are quantized, or can be."""
+    return isinstance(module, QuantizedExperts) or problem_of_experts(module) is None
+
 
 def find_checkpoint_names(
-    model: nn.Module, modules: Mapping[str, nn.Module], is_mixture: bool = True
+    model: nn.Module, modules: Mapping[str, nn.Module], is_release: bool = True
 ) -> CheckpointNames:
     """
-    Return the names of `model`, with these `modules`, in a checkpoint. The result is empty for a model without
-    experts that can be quantized, or whose checkpoints do not have the experts' matrices one by one. With
-    `is_mixture=False` it has the names that `save_pretrained` writes for any model, such as `visual.` for
-    Qwen2.5-VL's `model.visual.`; exports and engines take both.
+    Return the names of `model`, with these `modules`, in a checkpoint: those of releases, such as `visual.` for
+    Qwen2.5-VL's `model.visual.`, which vLLM knows. With `is_release=False` they are those that `save_pretrained`
+    writes, which lack the `vision_model.` of Gemma 3's tower unless the model was loaded from names with it. The
+    result is empty if a checkpoint does not have the matrices of experts one by one.
     """
     stacked = {
         f"{name}.{leaf}": (module.num_experts, blocks)
         for name, module in modules.items()
-        if isinstance(module, QuantizedExperts) or problem_of_experts(module) is None
+        if stacks_experts(module)
         for leaf, blocks in _ROW_BLOCKS.items()
     }
-    if (is_mixture and not stacked) or not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):
         return CheckpointNames()
     found = CheckpointNames()
     shapes = {f"{name}.{leaf}": shape for name, m in modules.items() for leaf, shape in shapes_of(m).items()}
+    # Otherwise transformers reverts those that it used to load the model.
+    conversions = get_model_conversion_mapping(model, add_legacy=False) if is_release else None
+    releasing = patch.object(model, "_weight_conversions", conversions or None, create=True)
     for name, tensor in base_state_dict(model).items():
         if name in stacked:
             num_experts, blocks = stacked[name]
@@ -141,7 +156,8 @@ def find_checkpoint_names(
             mark = torch.arange(num_experts * blocks).view(num_experts, blocks, 1)
         else:
             mark = torch.empty(shapes.get(name, tensor.shape), device="meta")
-        reverted = revert_weight_conversion(model, {name: mark})
+        with releasing if is_release else nullcontext():
+            reverted = revert_weight_conversion(model, {name: mark})
         if len(reverted) != (mark.numel() if name in stacked else 1):
             return CheckpointNames()
         if name in stacked:

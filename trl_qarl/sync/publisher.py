@@ -91,8 +91,13 @@ class Publisher:
             rotations = [(factor, angles[angles != 0].tolist()) for factor, angles in inventory.rotary_embeddings]
             problems += rotation_differences(rotations, theirs.get("rotations") or [])
             image_processor = getattr(self.processing_class, "image_processor", None)
-            ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
-            problems += differences("pictures.", ours, theirs.get("pictures") or {})
+            ours, engine = (
+                describe_pictures(config, image_processor, PICTURE_OPTIONS),
+                {**(theirs.get("pictures") or {})},
+            )
+            # vLLM's own classes of configurations lack settings.
+            towers = [side.pop("tower", {}) for side in (ours, engine)]
+            problems += differences("pictures.", ours, engine) + differences("pictures.tower.", *towers)
         if self.tokenizer is not None:
             ours = describe_tokenizer(self.tokenizer)
             problems += differences("tokenizer.", ours, theirs.get("tokenizer") or {})

@@ -26,6 +26,7 @@ from ..checks.arguments import (
     check_output_head,
     guard_positions,
     keep_attention_cap,
+    keep_mamba_layers,
     problems_of_division,
     problems_of_dropout,
     problems_of_experts,
@@ -119,6 +120,7 @@ class Policy:
             self._loaded_adapter = {}
         switch_off_dropout(model, args)
         keep_attention_cap(model)
+        keep_mamba_layers(model, self.args.use_vllm)
         guard_positions(model)
         keep_generation_config(base_model(model))
         self.dtype = self._engine_dtype(model)
@@ -262,6 +264,7 @@ class Policy:
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
         keep_attention_cap(model)
+        keep_mamba_layers(model, self.args.use_vllm)
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
             if self._sharded_by == "FSDP2":

@@ -5,6 +5,7 @@ from collections.abc import Sized
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -238,7 +239,10 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)
         check_rows(counts, self.processing_class, num_processes)
-        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        # Pixtral's processor returns tensors, which prompts of different lengths are not.
+        is_text = not any(counts) and type(self.processing_class).__name__ == "PixtralProcessor"
+        with patch.object(self, "processing_class", self._tokenizer) if is_text else nullcontext():
+            prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
             raise_problems(problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args))

@@ -53,7 +53,9 @@ def register() -> None:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         from .cpu_attention import register_attention
+        from .cpu_convolutions import register_convolutions
         from .cpu_norms import register_norms
+        from .cpu_rotations import register_rotations
         from .expert_kernels import register_experts
         from .linear_kernels import register_kernels
 
@@ -63,7 +65,9 @@ def register() -> None:
         register_kernels(PlatformEnum.CPU)
         register_experts()
         register_attention()
+        register_convolutions()
         register_norms()
+        register_rotations()
         # Sleep after two milliseconds without a message. By default processes poll shared memory for a second after
         # each message, on a core that the learner needs.
         SpinCondition.__init__.__defaults__ = (0.002,)

@@ -175,7 +175,10 @@ def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -
         return {}
     settings = {name: value for name, value in image_processor.to_dict().items() if name not in _NOT_OF_PICTURES}
     settings = {name: value for name, value in settings.items() if not name.startswith("_")}
-    described = {"tower": describe_model(vision), "image processor": settings, **engine}
+    tower = describe_model(vision)
+    # vLLM's class of Qwen3.5's has another.
+    tower.pop("model_type", None)
+    described = {"tower": tower, "image processor": settings, **engine}
     return json.loads(json.dumps(described, default=str))
 
 

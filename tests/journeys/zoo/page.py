@@ -21,7 +21,7 @@ def row(family: str, dtype: str, visit) -> str:
     kept = [
         f"{', '.join(f'`{name}`' for name in sorted({n.rpartition('.')[2] for n in names}))} ({reason})"
         for reason, names in found["kept"].items()
-        if reason != "output head"
+        if reason not in ("output head", "outside the language model")
     ]
     before, *after = found["mismatch"]
     plain = [f"{value:.0e}" if isinstance(value, float) else "no" for value in visit.plain.values()]

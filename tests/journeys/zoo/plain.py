@@ -11,9 +11,11 @@ from pathlib import Path
 
 def score_with_transformers(export, texts):
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(export, dtype="auto", attn_implementation="eager").eval()
+    config = transformers.AutoConfig.from_pretrained(export)
+    cls = getattr(transformers, config.architectures[0])
+    model = cls.from_pretrained(export, dtype="auto", attn_implementation="eager").eval()
     ids = torch.tensor(texts)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1].float()

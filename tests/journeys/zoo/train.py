@@ -9,9 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from families import FAMILIES, SIZES, WITHOUT_HEAD_DIM
+from families import FAMILIES, SIZES, WITH_TOWER, WITHOUT_HEAD_DIM
 
 from testing_utils import make_problems, make_tiny_tokenizer, spread
+from testing_utils.pictures import make_picture_model, make_picture_processor
 
 
 NUM_TEXTS, NUM_TOKENS = 4, 24
@@ -23,15 +24,14 @@ def make_model(family: str, folder: Path) -> None:
     """Save a random model, every tensor of which differs from a new model's: neither zeros nor ones may hide a
     forward that leaves one out."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = SIZES | FAMILIES[family]
-    kind = family.partition(" ")[0]
-    # Some configurations compute it, and have no setter.
-    without = {"head_dim"} if kind in WITHOUT_HEAD_DIM else set()
-    config = AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name not in without})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if family in WITH_TOWER:
+        model, processor = make_picture_model(family), make_picture_processor(family)
+    else:
+        model, processor = _make_text_model(family), make_tiny_tokenizer()
+        # Some configurations need the number of one.
+        processor.bos_token = "<|im_start|>"
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.ndim > 1 and tensor.shape[-1] > 8:
@@ -39,10 +39,19 @@ def make_model(family: str, folder: Path) -> None:
             elif tensor.is_floating_point():
                 tensor.add_(torch.randn(tensor.shape) * 0.1)
     model.save_pretrained(folder)
-    tokenizer = make_tiny_tokenizer()
-    # Some configurations need the number of one.
-    tokenizer.bos_token = "<|im_start|>"
-    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def _make_text_model(family: str):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = SIZES | FAMILIES[family]
+    kind = family.partition(" ")[0]
+    # Some configurations compute it, and have no setter.
+    without = {"head_dim"} if kind in WITHOUT_HEAD_DIM else set()
+    config = AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name not in without})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def log_probs(trainer, rows):

@@ -6,6 +6,7 @@ import pytest
 
 from testing_utils.trainings import SIGNED
 from trl_qarl.cli import main
+from trl_qarl.scripts import train
 
 
 TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_funcs accuracy_reward"
@@ -69,3 +70,10 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     lines = capsys.readouterr().err.splitlines(keepends=True)
     assert re.match(r"trl-qarl( [\w-]+)?: error: ", lines[-1]) and message in lines[-1]
     assert len(lines) == 1 or not message.startswith("trl-qarl: error: ")
+
+
+def test_a_wrong_option_is_named_before_a_dataset_is_downloaded(monkeypatch, capsys):
+    monkeypatch.setattr(train, "_load_dataset", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(SystemExit, match="2"):
+        main([*TRAIN.replace("rows.json", "org/data").split(), "--learning_rates", "1"])
+    assert "learning_rates='1': unknown option" in capsys.readouterr().err

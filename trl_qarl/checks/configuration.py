@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from ..bitwise.availability import contradicting_options
 from ..engines.gpu_kernels import Gpu, reason_against
@@ -95,6 +96,12 @@ def check_inherited(config) -> Iterator[str]:
     for name, why in MODEL_INIT_KWARGS_REFUSED.items():
         if as_dict(config, "model_init_kwargs").get(name) not in (None, False):
             yield f"model_init_kwargs[{name!r}] is not supported: {why}."
+
+
+def check_trackers(config) -> Iterator[str]:
+    for tracker in [config.report_to] if isinstance(config.report_to, str) else config.report_to or []:
+        if tracker not in ("none", "all", *get_available_reporting_integrations()):
+            yield f"report_to={tracker!r}: its package is not installed. Install it, or set `report_to` to 'none'."
 
 
 def check_generation_kwargs(config) -> Iterator[str]:

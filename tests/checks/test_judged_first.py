@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from testing_utils import make_problems, make_tiny_model, spread
 from testing_utils.trainings import arguments, lora
 from trl_qarl.checkpoint import marker
+from trl_qarl.checks.arguments import warn_of_length
 from trl_qarl.checks.problems import Problems
 from trl_qarl.cli import main
 from trl_qarl.scripts import train
@@ -109,6 +110,21 @@ def test_messages_without_a_template_are_named(tiny_model, tmp_path, not_loaded)
         found = problems(model, spread, args, messages, **options)
         assert len(found) == 2 and "the tokenizer has no chat template" in found[0]
     assert len(problems(str(folder), spread, args, make_problems())) == 1
+
+
+@pytest.mark.parametrize(("length", "prompts"), [(8, [[1] * 500, [1] * 505, [1] * 510]), (600, [[1], [1, 1]])])
+def test_sequences_beyond_the_context_are_logged_once(tiny_model, tmp_path, caplog, length, prompts):
+    model, args = AutoModelForCausalLM.from_pretrained(tiny_model), arguments(tmp_path, max_completion_length=length)
+    longest = 0
+    for prompt in prompts:
+        longest = warn_of_length(longest, [prompt], model, args)
+    assert longest == len(prompts[-1]) and caplog.text.count("are more than the model's context of 512 tokens") == 1
+
+
+def test_schedules_without_their_options_are_named(tmp_path):
+    with pytest.raises(Problems, match="lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs=.*min_lr"):
+        arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr")
+    arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.0})
 
 
 def test_layers_dataset_and_rewards_are_judged_before_loading(tiny_model, tmp_path, not_loaded):

@@ -53,6 +53,9 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         (f"{TRAIN} --reward-f acuracy_reward", "'acuracy_reward'"),
         (f"{TRAIN} --dataset_name=problems.jsonl", "'problems.jsonl'"),
         (f"{TRAIN} --dataset-name ./problems", "'./problems'"),
+        (f"{TRAIN} --dataset-name empty.json", "--dataset_name='empty.json' is empty"),
+        (TRAIN.replace("a/model", "./nowhere"), "--model_name_or_path='./nowhere' is not a folder."),
+        ("export --model_name_or_path FOLDER --output_dir rows.json/x --scheme fp8", "rows.json is a file"),
         (TRAIN.replace("--reward_funcs accuracy_reward", ""), "`--reward_funcs`"),
         (TRAIN.replace("--dataset_name rows.json", ""), "`--dataset_name`"),
         (TRAIN.replace("--model_name_or_path a/model", ""), "`--model_name_or_path`"),
@@ -64,6 +67,7 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     # With a wrong option, the dataset is read for what is wrong with it.
     (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
+    (tmp_path / "empty.json").touch()
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
     with pytest.raises(SystemExit, match="2"):
         main(command.replace("FOLDER", tiny_model).split())

@@ -3,7 +3,6 @@
 import inspect
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -20,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig
 
 from ..adapters.tensors import is_adapter_folder
+from ..checkpoint.files import check_writable
 from ..checkpoint.load import is_low_bit, skeleton
 from ..engines.pictures import problem_of_class
 from ..models import family_of
@@ -158,6 +158,21 @@ def guard_positions(model: nn.Module) -> None:
     """Have a learner with LongRoPE refuse sequences that would change the factors of others in their batch."""
     for layer in _layers_with_long_rope(model):
         layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
+
+
+def warn_of_length(longest: int, prompts: Iterable[Sequence[int]], model: nn.Module, args: Any) -> int:
+    """Return the number of tokens of the longest of `prompts`, or `longest` if that is more. The first time that the
+    completions may leave the context of the model is logged: an engine refuses such a prompt, `generate` does not."""
+    limit = getattr(base_model(model).config.get_text_config(), "max_position_embeddings", None) or float("inf")
+    now = max([longest, *map(len, prompts)])
+    was_within = longest == 0 or longest + args.max_completion_length <= limit
+    if was_within and now + args.max_completion_length > limit:
+        logger.warning(
+            "A prompt of %d tokens and max_completion_length=%d are more than the model's context of %d tokens, beyond which it was not "
+            "trained. Leave such prompts out, or lower max_completion_length.",
+            *(now, args.max_completion_length, limit),
+        )
+    return now
 
 
 def _layers_with_long_rope(model: nn.Module) -> list[nn.Module]:
@@ -385,13 +400,11 @@ def _problems_of_output(args: Any, model: Any) -> Iterator[str]:
     """Yield a problem of an `output_dir` in which nothing can be written, or where the model would be written over."""
     if not args.should_save:
         return
-    folder = Path(args.output_dir).absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not existing.is_dir():
-        yield f"output_dir={args.output_dir!r}: {existing} is a file. Name another folder."
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"output_dir={args.output_dir!r}: nothing can be written to {existing}. Name another folder."
-    elif isinstance(model, str) and Path(model).is_dir() and existing == folder and folder.samefile(model):
+    try:
+        check_writable(args.output_dir)
+    except ValueError as error:
+        yield f"output_dir={error}"
+    if isinstance(model, str) and Path(model).is_dir() and Path(args.output_dir).resolve() == Path(model).resolve():
         yield f"output_dir={args.output_dir!r} is the folder of the model, which would be written over. Name another folder."
 
 

@@ -263,8 +263,10 @@ def check_inputs(options: Mapping[str, Any]) -> None:
 def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield problems of the given options, by name, before the training process starts: a missing model, reward or
     dataset, and a reward or a local dataset that does not exist."""
-    if not options.get("model_name_or_path"):
+    if not (model := options.get("model_name_or_path")):
         yield "No model: give `--model_name_or_path`."
+    elif model.startswith((".", "/")) and not Path(model).is_dir():
+        yield f"--model_name_or_path={model!r} is not a folder."
     yield from _problems_of_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
     yield from _problems_of_dataset(
         options.get("dataset_name"), options.get("dataset_config"), options.get("datasets")
@@ -321,6 +323,8 @@ def _problems_of_dataset(name: str | None, config: str | None, mixture: Any) -> 
     if path.suffix in DATA_FILES:
         if not path.is_file():
             yield f"--dataset_name={name!r}: there is no such file."
+        elif not path.stat().st_size:
+            yield f"--dataset_name={name!r} is empty. Give a file with a row for each prompt."
         if config is not None:
             yield f"--dataset_config={config!r}: a file has no configurations. Remove it."
     elif path.is_file():

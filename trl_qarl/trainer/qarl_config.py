@@ -135,6 +135,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         yield from problems_of_conflicts(self)
         yield from checks.check_inherited(self)
         yield from checks.check_trackers(self)
+        yield from checks.check_schedule(self)
         yield from checks.check_generation_kwargs(self)
         yield from checks.check_gpu(self)
         yield from problems_of_precision(self)

@@ -14,7 +14,7 @@ from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
-from ..checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures
+from ..checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures, warn_of_length
 from ..checks.configuration import raise_problems
 from ..doctor.memory import check_host_memory
 from ..engines.answers import checked_rollout_func, vocabulary_size
@@ -129,6 +129,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False
+        self._longest = 0
         with replaced_in_trl(
             create_model_from_path=self.policy.load,
             VLLMGeneration=self._make_generation,
@@ -235,6 +236,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             counts = gather_object(counts)
         check_rows(counts, self.processing_class, num_processes)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.args)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
             raise_problems(problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args))

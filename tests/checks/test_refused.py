@@ -106,6 +106,6 @@ def test_all_refusals_come_in_one_message(tmp_path):
 
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 def test_neutral_values_pass(tmp_path, objective):
-    c = config(tmp_path, loss_type=objective, min_p=0.0, generation_kwargs={"do_sample": True, "stop_strings": ["."]})
-    assert (c.min_p, c.generation_kwargs) == (0.0, {"stop_strings": ["."]})
+    c = config(tmp_path, loss_type=objective, min_p=0.0, generation_kwargs={"do_sample": True, "max_time": 9.0})
+    assert (c.min_p, c.generation_kwargs) == (0.0, {"max_time": 9.0})
     assert config(tmp_path, generation_kwargs='{"do_sample": true}', use_vllm=True).generation_kwargs == {}

@@ -110,7 +110,7 @@ CONFLICTS = [
     ),
     Conflict(
         {"generation_kwargs": {"stop": ["."]}, "mask_truncated_completions": True, "use_vllm": True},
-        lambda c: c.mask_truncated_completions and "stop" in as_dict(c, "generation_kwargs"),
+        lambda c: c.mask_truncated_completions and {"stop", "stop_strings"} & as_dict(c, "generation_kwargs").keys(),
         "a completion that ends at such a string has no end token, so it would count as truncated and be masked",
         "Use `stop_token_ids` with vLLM, or `eos_token_id` without, or mask_truncated_completions=False",
     ),

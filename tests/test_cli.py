@@ -8,6 +8,7 @@ from importlib.metadata import distributions, version
 import pytest
 import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trl_qarl import __version__
 from trl_qarl.cli import COMMANDS, build_launch_args, main
@@ -160,6 +161,8 @@ def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv
         (SignalException("ended", signal.SIGTERM), 143),
         (SignalException("ended", signal.SIGINT), 130),
         (subprocess.CalledProcessError(3, "python"), 3),
+        (ChildFailedError("train", {1: ProcessFailure(1, 7, 3, "<N/A>")}), 3),
+        (ChildFailedError("train", {1: ProcessFailure(1, 7, -9, "<N/A>")}), 137),
     ],
 )
 def test_a_launchers_signal_or_code_is_the_exit_code(monkeypatch, train_argv, error, code):

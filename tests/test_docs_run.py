@@ -25,6 +25,7 @@ from trl_qarl.scripts import train
 
 
 MODELS = ("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct", "MODEL")
+MODELS += ("Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B-Base")
 DATASETS = ("trl-lib/DeepMath-103K", "DATASET")
 QUICK = {
     **dict.fromkeys(("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps"), 2),
@@ -91,10 +92,10 @@ def test_python_of_a_page_runs(place, monkeypatch, page):
 
 def commands():
     """The commands of the pages that one process can run, in order."""
-    for page in ("options", "adapters", "publish_and_serve", "schemes"):
+    for page in ("options", "adapters", "publish_and_serve", "schemes", "sharding", "moe", "models"):
         for words in shell_commands(ROOT / "docs" / f"{page}.md"):
-            is_ours = words[0] == "trl-qarl" and words[1] in ("train", "export")
-            if is_ours and not {"--gguf", "--push_to_hub"} & {*words}:
+            is_ours = words[0] == "trl-qarl" and words[1] in ("train", "export", "estimate", "doctor")
+            if is_ours and not {"--gguf", "--push_to_hub", "--accelerate_config"} & {*words}:
                 yield page, words[1:]
 
 

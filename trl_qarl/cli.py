@@ -126,6 +126,7 @@ def _train(argv: list[str]) -> int:
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.commands.training import _subtract_subsequence
 
     from .checks.launch import launched_with
@@ -155,6 +156,10 @@ def _train(argv: list[str]) -> int:
     except SignalException as error:
         # torch's launcher has sent the signal to all ranks and waited for them.
         return 128 + error.sigval
+    except ChildFailedError as error:
+        # Of several processes, the first that failed; torch's launcher has ended the others.
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
     except subprocess.CalledProcessError as error:
         # The training process has reported the error.
         return error.returncode

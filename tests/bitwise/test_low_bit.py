@@ -228,6 +228,13 @@ def test_weights_are_expanded_if_the_host_has_the_memory(monkeypatch, caplog, sc
         with caplog.at_level("INFO", "trl_qarl.bitwise.low_bit"):
             assert products.choose_cpu_weights(model, num_copies, is_trained) == form
         assert f"on this CPU are {form}: expanded they take" in caplog.messages[-1]
+    if not is_trained:
+        # Without bf16 instructions copies have 4 bytes per weight, and so have those of the norm's 96 weights.
+        monkeypatch.setattr(products.gemm, "has_fast_bf16", lambda: False)
+        needed = 2 * needed - 2 * 2080
+        for free, form in ((needed, "expanded"), (needed - 1, "packed")):
+            monkeypatch.setattr(products.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+            assert products.choose_cpu_weights(model, num_copies, is_trained) == form
     # Two processes of this host share the memory.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(products.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * needed - 1))

@@ -157,6 +157,14 @@ def test_models_that_take_no_row_are_named(model_type, options, reason):
     assert re.search(reason, rows.reason_to_pad(model))
 
 
+def test_attention_is_judged_on_the_device_that_will_compute(monkeypatch):
+    monkeypatch.setattr(rows, "_reason_against_lengths", lambda: "its kernel differs")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama"))
+    assert rows.reason_to_pad(model) is None
+    assert rows.reason_to_pad(model, torch.device("cuda")) == "its kernel differs"
+
+
 def test_a_layer_that_ignores_the_layout_is_an_error(tmp_path):
     model = make_fast(tmp_path, "llama", torch.float32)
     batch, _ = make_batch((9,), (4, 7), times=2)

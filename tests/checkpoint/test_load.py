@@ -251,8 +251,23 @@ def test_unsupported_files_of_gptqmodel_are_refused(tmp_path, leaf, value, messa
     name = f"model.layers.1.mlp.up_proj.{leaf}"
     tensors[name] = torch.full_like(tensors[name], value, dtype=torch.float16 if leaf == "scales" else None)
     save_file(tensors, folder / "model.safetensors")
+    model = None
     with pytest.raises(ValueError, match=message):
-        prepare_model(load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
+        prepare_model(model := load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
+    assert model is None or not quantized_layers(model)
+
+
+def test_low_bit_keys_and_values_of_a_release_are_mentioned(tmp_path, caplog):
+    release = write_release(tiny("qwen3").bfloat16(), tmp_path)
+    expected = load_masters(str(release))
+    config = json.loads((release / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    (release / "config.json").write_text(json.dumps(config))
+    tensors = load_file(release / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{leaf}_scale": torch.ones(1) for leaf in "kv"}
+    save_file(tensors, release / "model.safetensors", {"format": "pt"})
+    assert_equal(load_masters(str(release)).state_dict(), expected.state_dict())
+    assert caplog.text.count("kv_cache_scheme") == 1
 
 
 @pytest.mark.parametrize(

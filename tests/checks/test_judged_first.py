@@ -1,15 +1,17 @@
 """Everything that is wrong is said at once, before a model is loaded or changed."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_problems, make_tiny_model, spread
 from testing_utils.trainings import arguments, lora
 from trl_qarl.checkpoint import marker
+from trl_qarl.checks.arguments import warn_of_length
 from trl_qarl.checks.problems import Problems
 from trl_qarl.cli import main
 from trl_qarl.scripts import train
@@ -45,6 +47,84 @@ def test_a_refused_model_stays_as_it_was(tmp_path):
     assert [p.startswith(s) for p, s in zip(said.value.problems, starts, strict=True)] == [True] * 3
     assert described(model) == before
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_options_set_after_the_configuration_are_judged(tiny_model, tmp_path, not_loaded):
+    args = arguments(tmp_path, max_steps=1)
+    args.use_transformers_continuous_batching, args.beta = True, -1.0
+    assert problems(tiny_model, spread, args, make_problems()) == [
+        "beta=-1.0 must be at least 0: a negative value has no meaning."
+    ]
+    args.beta, args.per_device_train_batch_size = 0.0, 8
+    first, second = problems(tiny_model, spread, args, make_problems())
+    assert first.startswith("use_transformers_continuous_batching=True is not supported")
+    assert "does not fit per_device_train_batch_size=8" in second
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [("file", "file is a file"), ("file/out", "file is a file"), ("model", "is the folder of the model")],
+)
+def test_a_folder_that_cannot_be_the_output_is_named(tiny_model, tmp_path, not_loaded, folder, text):
+    (tmp_path / "file").touch()
+    output = tiny_model if folder == "model" else tmp_path / folder
+    (found,) = problems(tiny_model, spread, arguments(output), make_problems())
+    assert found.startswith(f"output_dir='{output}'") and text in found
+
+
+def test_folders_without_permission_are_named(tiny_model, tmp_path, not_loaded, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (found,) = problems(tiny_model, spread, arguments(tmp_path / "out"), make_problems())
+    assert f"nothing can be written to {tmp_path}" in found
+
+
+@pytest.fixture
+def classifier(tiny_model, tmp_path):
+    """A folder with a model that classifies."""
+    config = AutoConfig.from_pretrained(tiny_model, architectures=["Qwen2ForSequenceClassification"])
+    config.save_pretrained(tmp_path / "classifier")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "classifier")
+    return str(tmp_path / "classifier")
+
+
+def test_models_of_another_kind_are_named(tiny_model, tmp_path, not_loaded, classifier):
+    (found,) = problems(classifier, spread, arguments(tmp_path / "out"), make_problems())
+    assert found.startswith("The model is a Qwen2ForSequenceClassification, which generates no text")
+    (found,) = problems(tiny_model, tiny_model, arguments(tmp_path / "out"), make_problems())
+    assert "is a Qwen2ForCausalLM, whose scores would come from a random head" in found
+    found = problems("nobody/policy", "nobody/reward", arguments(tmp_path / "out", beta=0.1), make_problems())
+    assert [text.split(" cannot be read: ")[0] for text in found] == [
+        "The reward model 'nobody/reward'",
+        "The model 'nobody/policy'",
+    ]
+
+
+def test_messages_without_a_template_are_named(tiny_model, tmp_path, not_loaded):
+    plain = AutoTokenizer.from_pretrained(tiny_model)
+    plain.chat_template = None
+    folder = shutil.copytree(tiny_model, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 16})
+    args = arguments(tmp_path / "out", exclude_modules=["no_such_layer"])
+    for model, options in ((str(folder), {}), (tiny_model, {"processing_class": plain})):
+        found = problems(model, spread, args, messages, **options)
+        assert len(found) == 2 and "the tokenizer has no chat template" in found[0]
+    assert len(problems(str(folder), spread, args, make_problems())) == 1
+
+
+@pytest.mark.parametrize(("length", "prompts"), [(8, [[1] * 500, [1] * 505, [1] * 510]), (600, [[1], [1, 1]])])
+def test_sequences_beyond_the_context_are_logged_once(tiny_model, tmp_path, caplog, length, prompts):
+    model, args = AutoModelForCausalLM.from_pretrained(tiny_model), arguments(tmp_path, max_completion_length=length)
+    longest = 0
+    for prompt in prompts:
+        longest = warn_of_length(longest, [prompt], model, args)
+    assert longest == len(prompts[-1]) and caplog.text.count("are more than the model's context of 512 tokens") == 1
+
+
+def test_schedules_without_their_options_are_named(tmp_path):
+    with pytest.raises(Problems, match="lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs=.*min_lr"):
+        arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr")
+    arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.0})
 
 
 def test_layers_dataset_and_rewards_are_judged_before_loading(tiny_model, tmp_path, not_loaded):

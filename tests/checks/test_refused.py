@@ -14,6 +14,7 @@ REFUSED_VALUES = {
     "deepspeed": "ds.json",
     "neftune_noise_alpha": 5.0,
     "label_smoothing_factor": 0.1,
+    "auto_find_batch_size": True,
     "enable_jit_checkpoint": True,
     "epsilon": 0.1,
     "epsilon_high": 0.28,
@@ -103,6 +104,6 @@ def test_all_refusals_come_in_one_message(tmp_path):
 
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 def test_neutral_values_pass(tmp_path, objective):
-    c = config(tmp_path, loss_type=objective, min_p=0.0, generation_kwargs={"do_sample": True, "stop_strings": ["."]})
-    assert (c.min_p, c.generation_kwargs) == (0.0, {"stop_strings": ["."]})
+    c = config(tmp_path, loss_type=objective, min_p=0.0, generation_kwargs={"do_sample": True, "max_time": 9.0})
+    assert (c.min_p, c.generation_kwargs) == (0.0, {"max_time": 9.0})
     assert config(tmp_path, generation_kwargs='{"do_sample": true}', use_vllm=True).generation_kwargs == {}

@@ -26,6 +26,8 @@ from trl_qarl.engines.server_process import free_port
 
 FOLDER = Path(__file__).parent
 CONFIGURATIONS = FOLDER.parents[1] / "examples" / "accelerate_configs"
+# As in conftest.py.
+PICTURES = [os.path.join(sys.prefix, "pictures")]
 IS_COLD = os.environ.get("JOURNEYS_COLD") == "1"
 NEAR = 0.6
 """Distance of two logits below which the roundings of another engine may exchange them: the largest are about 20, of
@@ -73,7 +75,9 @@ class User:
         self.seconds: dict[str, float] = {}
         self._cold: list[subprocess.Popen] = []
         self.environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(FOLDER), str(FOLDER.parent), *PICTURES, os.environ.get("PYTHONPATH", "")]
+            ),
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",

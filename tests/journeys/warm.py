@@ -21,8 +21,12 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from testing_utils.children import start
+from testing_utils.hub_stand_in import use
 from trl_qarl.processes import end_with_parent
 
 
@@ -102,7 +106,10 @@ class Warm:
         if self.process is None:
             with self.log.open("w") as output:
                 command = [sys.executable, __file__, self.place, self.kind]
-                self.process = start(command, env=env, stdout=output, stderr=output, cwd=cwd)
+                # Commands of one journey may have a Hub, and [`run`] gives it to them.
+                shared = {name: value for name, value in env.items() if not name.startswith("HF_")}
+                shared["HF_HUB_OFFLINE"] = "1"
+                self.process = start(command, env=shared, stdout=output, stderr=output, cwd=cwd)
             while not Path(self.place).exists():
                 assert self.process.poll() is None, self.log.read_text()
                 time.sleep(0.1)
@@ -188,6 +195,8 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for output in (1, 2):
         os.dup2(descriptor, output)
+    if "HF_ENDPOINT" in env:
+        use(SimpleNamespace(endpoint=env["HF_ENDPOINT"]), pytest.MonkeyPatch(), Path(env["HF_HOME"]))
     if kind != "plain":
         replace_starts(place)
     leave(argv)

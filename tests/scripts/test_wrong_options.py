@@ -6,6 +6,7 @@ import pytest
 
 from testing_utils.trainings import SIGNED
 from trl_qarl.cli import main
+from trl_qarl.scripts import train
 
 
 TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_funcs accuracy_reward"
@@ -52,6 +53,9 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         (f"{TRAIN} --reward-f acuracy_reward", "'acuracy_reward'"),
         (f"{TRAIN} --dataset_name=problems.jsonl", "'problems.jsonl'"),
         (f"{TRAIN} --dataset-name ./problems", "'./problems'"),
+        (f"{TRAIN} --dataset-name empty.json", "--dataset_name='empty.json' is empty"),
+        (TRAIN.replace("a/model", "./nowhere"), "--model_name_or_path='./nowhere' is not a folder."),
+        ("export --model_name_or_path FOLDER --output_dir rows.json/x --scheme fp8", "rows.json is a file"),
         (TRAIN.replace("--reward_funcs accuracy_reward", ""), "`--reward_funcs`"),
         (TRAIN.replace("--dataset_name rows.json", ""), "`--dataset_name`"),
         (TRAIN.replace("--model_name_or_path a/model", ""), "`--model_name_or_path`"),
@@ -63,9 +67,17 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     # With a wrong option, the dataset is read for what is wrong with it.
     (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
+    (tmp_path / "empty.json").touch()
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
     with pytest.raises(SystemExit, match="2"):
         main(command.replace("FOLDER", tiny_model).split())
     lines = capsys.readouterr().err.splitlines(keepends=True)
     assert re.match(r"trl-qarl( [\w-]+)?: error: ", lines[-1]) and message in lines[-1]
     assert len(lines) == 1 or not message.startswith("trl-qarl: error: ")
+
+
+def test_a_wrong_option_is_named_before_a_dataset_is_downloaded(monkeypatch, capsys):
+    monkeypatch.setattr(train, "_load_dataset", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(SystemExit, match="2"):
+        main([*TRAIN.replace("rows.json", "org/data").split(), "--learning_rates", "1"])
+    assert "learning_rates='1': unknown option" in capsys.readouterr().err

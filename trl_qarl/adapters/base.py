@@ -144,7 +144,7 @@ def assign_base(
     if not plan.is_quantized:
         # The base may be quantized by bitsandbytes.
         return {}, {}
-    schemes, reasons = assign_schemes(model, plan, exclude_modules)
+    schemes, reasons = assign_schemes(model, plan, exclude_modules, scale_dtype)
     if is_merged:
         adapted = {name for name, _ in adapted_layers(model)}
         if plain := sorted(adapted - schemes.keys()):

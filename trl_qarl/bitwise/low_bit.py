@@ -101,7 +101,14 @@ def choose_cpu_weights(model: nn.Module, num_copies: int = 1, is_trained: bool =
     ] or [module.weight.numel() for module in inventory.quantizable.values() if isinstance(module, nn.Linear)]
     size = torch.bfloat16.itemsize if gemm.has_fast_bf16() else torch.float32.itemsize
     needed = size * sum(sizes) * num_copies
-    reserved = sum(12 * p.requires_grad * p.numel() if is_trained else 2 * p.numel() for p in model.parameters())
+    in_low_bits = {
+        id(p) for module in (inventory.layers or inventory.quantizable).values() for p in module.parameters()
+    }
+    reserved = sum(
+        # Products of an engine's other layers have copies of the size of expanded weights.
+        (12 * p.requires_grad if is_trained else 2 if id(p) in in_low_bits else size) * p.numel()
+        for p in model.parameters()
+    )
     free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     form = "expanded" if needed + reserved <= free else "packed"
     logger.info(

@@ -32,9 +32,9 @@ KINDS = {"full_attention", "sliding_attention"}
 """Types of layers, in configurations, that attend to tokens alone."""
 
 
-def reason_to_pad(model: nn.Module) -> str | None:
-    """Return why `model`, or its form on the meta device, cannot take the row of a layout, or `None` if it can. From
-    then on transformers' attention functions take layouts."""
+def reason_to_pad(model: nn.Module, device: torch.device | None = None) -> str | None:
+    """Return why `model`, or its form on the meta device, cannot take the row of a layout on `device`, by default its
+    own, or `None` if it can. From then on transformers' attention functions take layouts."""
     _extend_attention()
     model = base_model(model)
     config = model.config
@@ -49,7 +49,7 @@ def reason_to_pad(model: nn.Module) -> str | None:
     function = AttentionInterface().get(config._attn_implementation)
     if not (model._supports_attention_backend and getattr(function, "takes_layouts", False)):
         return f"its attention ({config._attn_implementation}) takes no lengths"
-    if model.device.type == "cuda" and config._attn_implementation == "sdpa":
+    if (device or model.device).type == "cuda" and config._attn_implementation == "sdpa":
         return _reason_against_lengths()
     return None
 

@@ -35,7 +35,7 @@ from ..hub import ADAPTER_FOLDER, write_card
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded, whole
-from .files import allow_as_umask
+from .files import allow_as_umask, check_writable
 from .gguf import GGUF_FILE, export_gguf
 from .layout import check_finite, iter_checkpoint_tensors, loads_in_transformers, quantization_config
 from .load import auto_class
@@ -240,7 +240,8 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
 
 
 def check_export_dir(folder: str | Path) -> None:
-    """Raise `ValueError` for a folder that holds weights other than an earlier export."""
+    """Raise `ValueError` for a folder that cannot be written, or holds weights other than an earlier export."""
+    check_writable(folder)
     if any(Path(folder).glob("*.safetensors")) and not is_export(Path(folder)):
         raise ValueError(
             f"{str(folder)!r} holds other weights, perhaps the masters, from which training resumes. Export to an empty folder."

@@ -73,6 +73,16 @@ def _leave_to_parent() -> None:
     os.register_at_fork(after_in_child=lambda: [file.close() for file in list(_held)])
 
 
+def check_writable(folder: str | Path) -> None:
+    """Raise `ValueError` if a folder cannot be made, or nothing be written to it."""
+    path = Path(folder).absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{str(folder)!r} cannot be a folder: {existing} is a file. Name another one.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{str(folder)!r}: nothing can be written to {existing}. Name another folder.")
+
+
 def allow_as_umask(paths: Iterable[Path]) -> None:
     """Give files the default permissions of new files in their folder. Safetensors ignores the umask and writes files
     for their owner only."""

@@ -139,6 +139,12 @@ def load_frozen_model(
         tensors |= load_file(path)
     if not tensors:
         raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
+    if described.get("kv_cache_scheme"):
+        logger.warning(
+            "%s stores keys and values in low bits (kv_cache_scheme). Here, and in exports, they stay in high precision.",
+            name_or_path,
+        )
+        tensors = {name: t for name, t in tensors.items() if not name.endswith(("attn.k_scale", "attn.v_scale"))}
     if is_gptq:
         tensors = gptq.as_compressed_tensors(tensors, described)
     _fill(model, folder, tensors, schemes, dtype)

@@ -1,10 +1,11 @@
 """Checks of the trainer's arguments, which are not part of a configuration."""
 
 import inspect
+import json
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -19,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig
 
 from ..adapters.tensors import is_adapter_folder
+from ..checkpoint.files import check_writable
 from ..checkpoint.load import is_low_bit, skeleton
 from ..engines.pictures import problem_of_class
 from ..models import family_of
@@ -169,6 +172,21 @@ def guard_positions(model: nn.Module) -> None:
     """Have a learner with LongRoPE refuse sequences that would change the factors of others in their batch."""
     for layer in _layers_with_long_rope(model):
         layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
+
+
+def warn_of_length(longest: int, prompts: Iterable[Sequence[int]], model: nn.Module, args: Any) -> int:
+    """Return the number of tokens of the longest of `prompts`, or `longest` if that is more. The first time that the
+    completions may leave the context of the model is logged: an engine refuses such a prompt, `generate` does not."""
+    limit = getattr(base_model(model).config.get_text_config(), "max_position_embeddings", None) or float("inf")
+    now = max([longest, *map(len, prompts)])
+    was_within = longest == 0 or longest + args.max_completion_length <= limit
+    if was_within and now + args.max_completion_length > limit:
+        logger.warning(
+            "A prompt of %d tokens and max_completion_length=%d are more than the model's context of %d tokens, beyond which it was not "
+            "trained. Leave such prompts out, or lower max_completion_length.",
+            *(now, args.max_completion_length, limit),
+        )
+    return now
 
 
 def _layers_with_long_rope(model: nn.Module) -> list[nn.Module]:
@@ -327,12 +345,17 @@ def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
     """Yield a problem for the first row of a dataset whose prompt is neither text nor messages. Streams and formats of
     the user's own are not read."""
     for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
-        if not isinstance(data, Dataset) or "prompt" not in data.column_names or data.format["type"] is not None:
-            continue
-        for row, prompt in enumerate(data.select_columns("prompt")["prompt"]):
+        for row, prompt in enumerate(_prompts_of(data)):
             if not _is_prompt(prompt):
                 yield f"Row {row} of the {name} dataset has the prompt {prompt!r}. {_PROMPTS}"
                 break
+
+
+def _prompts_of(data: Any) -> Sequence[Any]:
+    """Return the prompts of a dataset, as far as they can be read without code of the user's own."""
+    if not isinstance(data, Dataset) or "prompt" not in data.column_names or data.format["type"] is not None:
+        return []
+    return data.select_columns("prompt")["prompt"]
 
 
 def check_prompts(prompts: Iterable[Any]) -> None:
@@ -366,6 +389,54 @@ def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
         )
 
 
+def _problems_of_template(model: Any, processing_class: Any, *datasets: Any) -> Iterator[str]:
+    """Yield a problem if prompts are messages, and the tokenizer, as far as it is on this machine, has no template."""
+    prompts = (_prompts_of(data)[0] for data in datasets if _prompts_of(data))
+    if any(isinstance(prompt, list) for prompt in prompts) and not _has_template(model, processing_class):
+        yield (
+            "The prompts are lists of messages, and the tokenizer has no chat template. Set `tokenizer.chat_template` and give the "
+            "tokenizer as `processing_class`, or save it with the model; or give prompts that are texts."
+        )
+
+
+def _has_template(model: Any, processing_class: Any) -> bool:
+    if processing_class is not None:
+        return getattr(processing_class, "chat_template", None) is not None
+    folder = Path(model) if isinstance(model, str) else Path(getattr(model, "name_or_path", ""), "config.json").parent
+    described = folder / "tokenizer_config.json"
+    if not described.is_file():
+        return True
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    return any((folder / file).exists() for file in files) or "chat_template" in json.loads(described.read_text())
+
+
+def _problems_of_output(args: Any, model: Any) -> Iterator[str]:
+    """Yield a problem of an `output_dir` in which nothing can be written, or where the model would be written over."""
+    if not args.should_save:
+        return
+    try:
+        check_writable(args.output_dir)
+    except ValueError as error:
+        yield f"output_dir={error}"
+    if isinstance(model, str) and Path(model).is_dir() and Path(args.output_dir).resolve() == Path(model).resolve():
+        yield f"output_dir={args.output_dir!r} is the folder of the model, which would be written over. Name another folder."
+
+
+def _problem_of_reward_model(name: str) -> str | None:
+    """Return why a reward model by name gives no rewards, or `None`."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        return f"The reward model {name!r} cannot be read: {error}"
+    classes = config.architectures or []
+    if getattr(config, "auto_map", None) or not classes or classes[0].endswith("ForSequenceClassification"):
+        return None
+    return (
+        f"The reward model {name!r} is a {classes[0]}, whose scores would come from a random head. Give a model with a head for "
+        "scores (`AutoModelForSequenceClassification`)."
+    )
+
+
 def problems_of_arguments(
     policy: Any, *, model, args, train_dataset, eval_dataset, peft_config, optimizers=(None, None), **others
 ) -> Iterator[str]:
@@ -374,6 +445,8 @@ def problems_of_arguments(
     this [`~trl_qarl.trainer.policy.Policy`], and last the one that lowers our default of `steps_per_generation` in
     `args` ([`fit_generation_batch`]). Of a model that is yet to be loaded, its layers are judged on the meta device.
     """
+    yield from args.problems()
+    yield from _problems_of_output(args, model)
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     yield from problems_of_options(args, has_adapter)
@@ -400,6 +473,8 @@ def problems_of_arguments(
                 f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
                 "or a list of these."
             )
+        elif isinstance(reward, str) and (problem := _problem_of_reward_model(reward)):
+            yield problem
     num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (
@@ -422,7 +497,10 @@ def problems_of_arguments(
         if peft_config is None:
             yield from policy.problems(model)
     elif not has_own_adapter:
-        config = _config_of(model, args)
+        try:
+            config = _config_of(model, args)
+        except (OSError, ValueError) as error:
+            yield f"The model {model!r} cannot be read: {error}"
         if not has_adapter:
             # The command line adds `dtype` after the configuration has been checked.
             yield from low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
@@ -468,6 +546,7 @@ def problems_of_content(
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
             yield from problems_of_prompts(data, name)
     yield from problems_of_tokenizer(model, processing_class)
+    yield from _problems_of_template(model, processing_class, train_dataset, eval_dataset)
     if videos := _columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
         yield (
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
@@ -513,17 +592,17 @@ def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any])
 def _config_of(model: str, args: Any) -> Any:
     given = args.model_init_kwargs or {}
     names = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
-    try:
-        return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})
-    except (OSError, ValueError):
-        # The model cannot be loaded either, which is reported then.
-        return None
+    return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})
 
 
 def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -> Iterator[str]:
     """Yield problems of a model with this `config` that is yet to be loaded, and of the adapter that it will get, as
     far as they are known from its layers."""
     if config is None:
+        return
+    cls = getattr(transformers, (config.architectures or [""])[0], None)
+    if cls is not None and not cls.can_generate():
+        yield f"The model is a {cls.__name__}, which generates no text. Give a causal language model."
         return
     if is_low_bit(getattr(config, "quantization_config", None)):
         # Its tensors tell which layers are in low bits.

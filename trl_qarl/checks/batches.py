@@ -34,6 +34,11 @@ def fit_generation_batch(args: Any, dataset: Any) -> Iterator[str]:
     Lower our default of `steps_per_generation` in `args` to a generation batch that `dataset` can fill, and log how
     many prompts are left over. Yield a problem if there is no such batch, or if the user's is too large.
     """
+    if args.generation_batch_size != _completions(args, args.steps_per_generation):
+        yield (
+            f"generation_batch_size={args.generation_batch_size} does not fit per_device_train_batch_size={args.per_device_train_batch_size} and "
+            f"steps_per_generation={args.steps_per_generation}: an option of the configuration was set after it was made. Give it to `QaRLConfig(...)`."
+        )
     if not isinstance(dataset, Dataset) or not len(dataset):
         return
     num_prompts, largest = len(dataset), args.steps_per_generation

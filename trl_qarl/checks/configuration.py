@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, SchedulerType, get_scheduler
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from ..bitwise.availability import contradicting_options
 from ..engines.gpu_kernels import Gpu, reason_against
@@ -95,6 +96,22 @@ def check_inherited(config) -> Iterator[str]:
     for name, why in MODEL_INIT_KWARGS_REFUSED.items():
         if as_dict(config, "model_init_kwargs").get(name) not in (None, False):
             yield f"model_init_kwargs[{name!r}] is not supported: {why}."
+
+
+def check_trackers(config) -> Iterator[str]:
+    for tracker in [config.report_to] if isinstance(config.report_to, str) else config.report_to or []:
+        if tracker not in ("none", "all", *get_available_reporting_integrations()):
+            yield f"report_to={tracker!r}: its package is not installed. Install it, or set `report_to` to 'none'."
+
+
+def check_schedule(config) -> Iterator[str]:
+    if config.lr_scheduler_type in [*SchedulerType]:
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        try:
+            options = as_dict(config, "lr_scheduler_kwargs")
+            get_scheduler(config.lr_scheduler_type, optimizer, 0, 2, scheduler_specific_kwargs=options)
+        except (ValueError, TypeError) as error:
+            yield f"{quote_options(config, 'lr_scheduler_type', 'lr_scheduler_kwargs')}: {error}."
 
 
 def check_generation_kwargs(config) -> Iterator[str]:

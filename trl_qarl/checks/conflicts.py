@@ -104,10 +104,23 @@ CONFLICTS = [
         "Use optim='muon_8bit', 'adamw_torch_8bit' or 'adamw_torch_4bit', or gradient_dtype='float32'",
     ),
     Conflict(
-        {"generation_kwargs": {"stop_strings": ["."]}, "mask_truncated_completions": True},
+        {"generation_kwargs": {"stop_strings": ["."]}, "use_vllm": False},
+        lambda c: not c.use_vllm and "stop_strings" in as_dict(c, "generation_kwargs"),
+        "transformers looks for them with the tokenizer, which TRL does not hand to it",
+        "Use `eos_token_id`, or vLLM and `stop`",
+    ),
+    Conflict(
+        {"generation_kwargs": {"stop": ["."]}, "mask_truncated_completions": True, "use_vllm": True},
         lambda c: c.mask_truncated_completions and {"stop", "stop_strings"} & as_dict(c, "generation_kwargs").keys(),
         "a completion that ends at such a string has no end token, so it would count as truncated and be masked",
         "Use `stop_token_ids` with vLLM, or `eos_token_id` without, or mask_truncated_completions=False",
+    ),
+    Conflict(
+        {"save_strategy": "best"},
+        lambda c: c.save_strategy == "best" and (c.metric_for_best_model is None or c.eval_strategy == "no"),
+        "the best checkpoint is that with the best metric of an evaluation",
+        "Give `eval_strategy` and metric_for_best_model='eval_reward'",
+        also=("metric_for_best_model", "eval_strategy"),
     ),
     Conflict(
         {"hub_strategy": "checkpoint", "push_to_hub": True},

@@ -42,6 +42,7 @@ class SkipsUpdates(TrainerCallback):
         # optimizer, it initializes the state by a step with gradients of zero.
         self._were_zero: list[bool] | None = None
         self._has_warned = False
+        self._num_updates = self._num_skipped = 0
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip the steps of `optimizer`; a second call for the same one does nothing."""
@@ -70,6 +71,19 @@ class SkipsUpdates(TrainerCallback):
         return bool(self._were_zero) and all(self._were_zero)
 
     @override
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._num_updates = self._num_skipped = 0
+
+    @override
+    def on_train_end(self, args, state, control, **kwargs):
+        if 0 < self._num_skipped == self._num_updates and self._accelerator.is_main_process:
+            logger.warning(
+                "This training has changed no weight: none of its %d updates had a gradient. Look at `reward_std` and at "
+                "`completions/clipped_ratio`, and give rewards that differ between completions of a prompt.",
+                self._num_updates,
+            )
+
+    @override
     def on_step_begin(self, args, state, control, **kwargs):
         self._were_zero = []
 
@@ -83,6 +97,7 @@ class SkipsUpdates(TrainerCallback):
         is_skipped, self._were_zero = self._is_skipped, None
         if is_skipped:
             _mark_overflow(optimizer, False)
+        self._num_updates, self._num_skipped = self._num_updates + 1, self._num_skipped + is_skipped
         self._log({"step/skipped": float(is_skipped)})
         if is_skipped and not self._has_warned and self._accelerator.is_main_process:
             self._has_warned = True

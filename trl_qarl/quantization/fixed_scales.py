@@ -87,19 +87,28 @@ def fixed_schemes(schemes: Mapping[str, QuantScheme], scales: Mapping[str, Fixed
     return found
 
 
+def check_scale_dtype(
+    schemes: Mapping[str, QuantScheme], scales: Mapping[str, FixedScale], dtype: torch.dtype
+) -> None:
+    """Raise `ValueError` if layers with these `schemes`, by name, cannot hold their `scales` in the engine's
+    `dtype`."""
+    for weight, (_, _, scale) in scales.items():
+        scheme = schemes.get(weight) or schemes.get(weight.rpartition(".")[0])
+        if scheme is None:
+            continue
+        held = dtype if scheme.scale_dtype is None else getattr(torch, scheme.scale_dtype)
+        if not torch.equal(scale.to(held).float(), scale.float()):
+            raise ValueError(
+                f"The checkpoint has scales in {scale.dtype}, which {held} does not hold ({weight!r}): training would not start "
+                "from its weights. Train in the dtype of the checkpoint (`bf16`, `fp16`), or in float32 with both false."
+            )
+
+
 def attach_fixed_scales(layers: Mapping[str, QuantizedLayer], scales: Mapping[str, FixedScale]) -> None:
-    """Have quantized layers keep `scales`. `ValueError` is raised for scales that their dtype does not hold."""
+    """Have quantized layers keep `scales`."""
     for name, layer in layers.items():
-        fixed = layer.scheme.scale_dtype
-        dtype = layer.scale_dtype if fixed is None else getattr(torch, fixed)
         for leaf, weight in layer.quantized_weights.items():
-            scale = scales[weight_name(name, leaf)].scale
-            if not torch.equal(scale.to(dtype).float(), scale.float()):
-                raise ValueError(
-                    f"The checkpoint has scales in {scale.dtype}, which {dtype} does not hold ({name!r}): training would not start "
-                    "from its weights. Train in the dtype of the checkpoint (`bf16`, `fp16`), or in float32 with both false."
-                )
-            weight.fixed_scale = scale
+            weight.fixed_scale = scales[weight_name(name, leaf)].scale
 
 
 def weight_name(layer: str, leaf: str) -> str:

@@ -21,7 +21,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from transformers.pytorch_utils import Conv1D
 
 from .experts import QuantizedExperts, has_stacked_matrices
-from .fixed_scales import FixedScale, attach_fixed_scales, fixed_scales, fixed_schemes
+from .fixed_scales import FixedScale, attach_fixed_scales, check_scale_dtype, fixed_scales, fixed_schemes
 from .formats.registry import format_of
 from .gemm import low_bit_linear
 from .inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
@@ -173,7 +173,7 @@ def prepare_model(
     a layer; and if layers that vLLM fuses do not share a scheme.
     """
     plan = get_plan(scheme)
-    schemes, reasons = assign_schemes(model, plan, exclude_modules)
+    schemes, reasons = assign_schemes(model, plan, exclude_modules, scale_dtype)
     if not plan.is_quantized:
         return SwapReport(plan)
     candidates = Inventory.of(model).quantizable
@@ -188,7 +188,10 @@ def prepare_model(
 
 
 def assign_schemes(
-    model: nn.Module, plan: QuantPlan, exclude_modules: str | Sequence[str] | None = None
+    model: nn.Module,
+    plan: QuantPlan,
+    exclude_modules: str | Sequence[str] | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
     """Return the scheme of each layer that [`prepare_model`] would quantize, and the reason for each other linear
     layer. Nothing is changed, and `model` may be on the meta device. The errors are those of [`prepare_model`]."""
@@ -207,6 +210,7 @@ def assign_schemes(
     reasons |= kept
     if scales:
         schemes = fixed_schemes(schemes, scales)
+        check_scale_dtype(schemes, scales, scale_dtype or next(model.parameters()).dtype)
     chosen = {name: candidates[name] for name in schemes}
     if not chosen:
         why = f"{len(candidates)} linear layers, all skipped ({'; '.join(sorted(set(reasons.values())))})"

@@ -38,6 +38,7 @@ EPILOG = (
 REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
 # Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
 DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+_PATHS = {"model_name_or_path", "reward_model_name_or_path", "dataset_name", "export_dir", "resume_from_checkpoint"}
 # Shown by `--help` before the options of QaRLConfig.
 MAIN_OPTIONS = (
     *("model_name_or_path", "dataset_name", "reward_funcs", "scheme", "use_vllm", "vllm_mode"),
@@ -133,6 +134,10 @@ def read_options(
             problems += error.problems
         except ValueError as error:
             problems.append(str(error))
+        for name in _PATHS & vars(made).keys():
+            # As transformers does for `output_dir`: a YAML file has no shell.
+            if isinstance(value := getattr(made, name), str):
+                setattr(made, name, os.path.expanduser(value))
         parsed.append(made)
     script_args, config, model_args, mixture = parsed
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
@@ -235,8 +240,7 @@ def _without(words: list[str], name: str) -> list[str]:
 
 
 def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
-    """Yield problems of the model's dtype and attention, and of trackers, that loading would meet later."""
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
+    """Yield problems of the model's dtype and attention that loading would meet later."""
     from transformers.utils import is_flash_attn_2_available, is_kernels_available
 
     from ..checks.configuration import low_precision_masters
@@ -249,10 +253,6 @@ def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
             yield f"attn_implementation={attention!r} runs on GPUs only, and use_cpu=True. Remove it."
         elif not (is_flash_attn_2_available() or is_kernels_available()):
             yield f"attn_implementation={attention!r} needs the package `flash-attn` or `kernels`. Install one, or remove it."
-    trackers = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
-    for tracker in trackers:
-        if tracker not in ("none", "all", *get_available_reporting_integrations()):
-            yield f"report_to={tracker!r}: its package is not installed. Install it, or write `report_to: none`."
 
 
 def check_inputs(options: Mapping[str, Any]) -> None:
@@ -263,8 +263,10 @@ def check_inputs(options: Mapping[str, Any]) -> None:
 def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield problems of the given options, by name, before the training process starts: a missing model, reward or
     dataset, and a reward or a local dataset that does not exist."""
-    if not options.get("model_name_or_path"):
+    if not (model := options.get("model_name_or_path")):
         yield "No model: give `--model_name_or_path`."
+    elif model.startswith((".", "/")) and not Path(model).is_dir():
+        yield f"--model_name_or_path={model!r} is not a folder."
     yield from _problems_of_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
     yield from _problems_of_dataset(
         options.get("dataset_name"), options.get("dataset_config"), options.get("datasets")
@@ -293,10 +295,11 @@ def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> It
 
 
 def _problems_of_content(script_args: Any, config: Any, model_args: Any, mixture: Any) -> Iterator[str]:
-    """Yield problems of rewards, of the datasets' content and of the model's folder, which are read for that."""
+    """Yield problems of rewards, of the content of a local dataset and of the model's folder, which are read for
+    that."""
     from ..checks.arguments import problems_of_content
 
-    rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture)
+    rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture, only_local=True)
     yield from problems
     yield from problems_of_content(model_args.model_name_or_path, train, evaluation, rewards)
 
@@ -320,6 +323,8 @@ def _problems_of_dataset(name: str | None, config: str | None, mixture: Any) -> 
     if path.suffix in DATA_FILES:
         if not path.is_file():
             yield f"--dataset_name={name!r}: there is no such file."
+        elif not path.stat().st_size:
+            yield f"--dataset_name={name!r} is empty. Give a file with a row for each prompt."
         if config is not None:
             yield f"--dataset_config={config!r}: a file has no configurations. Remove it."
     elif path.is_file():
@@ -448,9 +453,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         trainer.end()
 
 
-def _read_inputs(script_args: Any, config: Any, mixture: Any) -> tuple[list[Any], Any, Any, list[str]]:
+def _read_inputs(
+    script_args: Any, config: Any, mixture: Any, only_local: bool = False
+) -> tuple[list[Any], Any, Any, list[str]]:
     """Import the rewards and load the datasets; return them, and the problems of what is missing then. A dataset with
-    [`problems_of_inputs`] is not loaded."""
+    [`problems_of_inputs`] is not loaded, nor, if `only_local`, one of the Hub."""
     from datasets.exceptions import DatasetsError
 
     problems: list[str] = []
@@ -463,7 +470,7 @@ def _read_inputs(script_args: Any, config: Any, mixture: Any) -> tuple[list[Any]
         problems.append(str(error))
     if of_dataset := [*_problems_of_dataset(script_args.dataset_name, script_args.dataset_config, mixture.datasets)]:
         problems += of_dataset
-    else:
+    elif not only_local or (script_args.dataset_name and Path(script_args.dataset_name).exists()):
         try:
             dataset = _load_dataset(script_args, mixture)
         except (ValueError, OSError, DatasetsError) as error:

@@ -158,11 +158,11 @@ class Policy:
             yield from problems_of_pictures(model, args)
         yield from problems_of_fixed_scales(model, args)
         try:
+            swap = {"exclude_modules": args.exclude_modules, "scale_dtype": self._engine_dtype(model)}
             if has_adapter:
-                scales = {"exclude_modules": args.exclude_modules, "scale_dtype": self._engine_dtype(model)}
-                schemes, skipped = assign_base(model, args.plan, **self._base_arguments, **scales)
+                schemes, skipped = assign_base(model, args.plan, **self._base_arguments, **swap)
             else:
-                schemes, skipped = assign_schemes(model, args.plan, args.exclude_modules)
+                schemes, skipped = assign_schemes(model, args.plan, **swap)
         except ValueError as error:
             yield str(error)
             return
@@ -187,7 +187,8 @@ class Policy:
         args, is_local = self.args, self.args.use_vllm and self.args.vllm_mode == "colocate"
         # Gathered weights are not kept.
         is_learner = self.numerics == "engine" and self._sharded_by is None and (is_local or not args.use_vllm)
-        if self.model.device.type == "cpu" and self.dtype is torch.bfloat16 and (is_local or is_learner):
+        # Where FSDP2 will shard the model, it is still on the CPU.
+        if args.device.type == "cpu" and self.dtype is torch.bfloat16 and (is_local or is_learner):
             low_bit.use_cpu_weights(low_bit.choose_cpu_weights(self.model, is_local + is_learner, is_trained=True))
 
     def set_precision(self, precision: int | dict[str, int] | None) -> bool:
@@ -243,7 +244,7 @@ class Policy:
     def choose_layout(self, num_processes: int, has_aux_loss: bool) -> None:
         """Choose whether a batch is computed as one row of tokens, once the numerics are attached. `ValueError` is
         raised if its forward has to be divided and cannot be."""
-        reason = reason_to_pad(self.model)
+        reason = reason_to_pad(self.model, self.args.device)
         self.takes_layouts = reason is None
         if self.args.max_tokens_per_forward is not None:
             raise_problems(problems_of_division(self.args, reason, num_processes, has_aux_loss))

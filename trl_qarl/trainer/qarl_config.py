@@ -3,7 +3,6 @@
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
@@ -100,27 +99,47 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             # So that the checks below can go on.
             setattr(self, name, defaults[name])
         self._choose_device()
-        problems += [*checks.check_scheme(self), *checks.check_numerics(self)]
-        problems += [*problems_of_objective(self), *checks.check_choices(self), *problems_of_conflicts(self)]
-        problems += [*checks.check_inherited(self), *checks.check_generation_kwargs(self), *checks.check_gpu(self)]
-        problems += [*problems_of_precision(self), *checks.check_hub(self)]
+        problems += self.problems()
         if problems:
             for name in REFUSED.keys() & defaults.keys():
                 setattr(self, name, defaults[name])
-            # The configuration is not used: these are the problems that TRL and transformers find in it.
-            with suppress(Exception):
-                problems += self._problems_of_trl()
-            checks.raise_problems(problems)
-        if get_objective(self) is not None:
+        elif get_objective(self) is not None:
             # TRL would compute and log a weight that the loss does not use.
             self.vllm_importance_sampling_correction = False
-        self._finish()
+        try:
+            self._finish()
+        except Exception as error:
+            if not problems:
+                raise
+            # The configuration is not used: only what TRL and transformers have to say counts.
+            problems += [str(error)] if isinstance(error, ValueError) else []
+        checks.raise_problems(problems)
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
         checks.raise_problems(checks.check_turns(self))
         # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
         checks.raise_problems(checks.refused_by_all(self))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the options as they are now: scripts set some of them on a configuration."""
+        values = [problem for _, problem in problems_of_values(self, GRPOConfig)]
+        yield from values
+        if values:
+            # The checks below read them.
+            return
+        yield from checks.check_scheme(self)
+        yield from checks.check_numerics(self)
+        yield from problems_of_objective(self)
+        yield from checks.check_choices(self)
+        yield from problems_of_conflicts(self)
+        yield from checks.check_inherited(self)
+        yield from checks.check_trackers(self)
+        yield from checks.check_schedule(self)
+        yield from checks.check_generation_kwargs(self)
+        yield from checks.check_gpu(self)
+        yield from problems_of_precision(self)
+        yield from checks.check_hub(self)
 
     def _parse(self) -> Iterator[str]:
         """Parse options that may be text of a command line; yield a problem for text that is none."""
@@ -141,12 +160,6 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             elif name == "generation_kwargs" and isinstance(value, dict) and value.get("do_sample") is True:
                 # TRL sets it itself, and vLLM has no such option.
                 self.generation_kwargs = {k: v for k, v in value.items() if k != "do_sample"}
-
-    def _problems_of_trl(self) -> Iterator[str]:
-        try:
-            self._finish()
-        except ValueError as error:
-            yield str(error)
 
     def _finish(self) -> None:
         """Set the number of updates per generation batch, and run TRL's own initialization."""

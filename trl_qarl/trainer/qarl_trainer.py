@@ -5,7 +5,6 @@ from collections.abc import Sized
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -16,7 +15,7 @@ from trl.trainer import grpo_trainer
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
-from ..checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures
+from ..checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures, warn_of_length
 from ..checks.configuration import raise_problems
 from ..doctor.memory import check_host_memory
 from ..engines.answers import checked_rollout_func, vocabulary_size
@@ -132,6 +131,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False
+        self._longest = 0
         # TRL has no other point of injection for loading models and for rollouts.
         with replaced(
             grpo_trainer,
@@ -241,8 +241,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         check_rows(counts, self.processing_class, num_processes)
         # Pixtral's processor returns tensors, which prompts of different lengths are not.
         is_text = not any(counts) and type(self.processing_class).__name__ == "PixtralProcessor"
-        with patch.object(self, "processing_class", self._tokenizer) if is_text else nullcontext():
+        with replaced(self, processing_class=self._tokenizer) if is_text else nullcontext():
             prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.args)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
             raise_problems(problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args))

@@ -8,7 +8,7 @@ checkpoints go by names. Imports neither torch nor vLLM.
 from dataclasses import dataclass
 
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
@@ -25,20 +25,12 @@ MIN_RECURRENT_OUTPUTS = 128
 """Layers of a recurrence with fewer outputs compute a few numbers for each head, such as decays and step sizes. Their
 errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/issues/2100)."""
 
-STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
-"""Names with which vLLM takes the matrices of all experts at once, by the name of the first matrix of an expert."""
-
 _OTHER_NAMES = "transformers 5.17 and vLLM 0.31 have different names for the tensors of its vision tower"
 
 _DIFFERENT = "its log-probs in plain vLLM 0.31 and plain transformers 5.17 differ by 0.4 nats in float32"
 _REORDERED = (
     "vLLM's loader reorders the rows of its fused `query_key_value` by heads, also those of `weight_shape`, which has two "
     "numbers (models/{}.py)"
-)
-
-
-_ONE_BY_ONE = (
-    "vLLM 0.31 takes the experts of a layer one by one (models/deepseek_v2.py), and a weight sync sends them together"
 )
 
 
@@ -50,8 +42,6 @@ class Family:
     - `architecture`: name of transformers' class, as in `architectures` of a `config.json`.
     - `model_type`: the same in `model_type`.
     - `has_engine_numerics`: whether all its operations have engine numerics.
-    - `has_compared_experts`: whether names, layouts and log-probs of its experts in vLLM were compared with the
-      learner's.
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
     - `problem_on_cpu`: the same for vLLM on CPUs.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
@@ -66,7 +56,6 @@ class Family:
     architecture: str
     model_type: str
     has_engine_numerics: bool = False
-    has_compared_experts: bool = False
     problem_with_vllm: str | None = None
     problem_on_cpu: str | None = None
     problem_of_float32: str | None = None
@@ -93,8 +82,6 @@ _ROWS = (
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
-    Family("DeepseekV2ForCausalLM", "deepseek_v2", problem_with_vllm=_ONE_BY_ONE),
-    Family("DeepseekV3ForCausalLM", "deepseek_v3", problem_with_vllm=_ONE_BY_ONE),
     Family("Gemma3ForConditionalGeneration", "gemma3", problem_of_pictures=_OTHER_NAMES),
     Family(
         "Gemma3nForCausalLM",
@@ -106,7 +93,6 @@ _ROWS = (
         "gpt_neox",
         problem_with_vllm=_REORDERED.format("gpt_neox"),
     ),
-    Family("Glm4MoeForCausalLM", "glm4_moe", has_compared_experts=True),
     Family(
         "GptOssForCausalLM",
         "gpt_oss",
@@ -118,8 +104,7 @@ _ROWS = (
     Family("LlamaForCausalLM", "llama", has_engine_numerics=True, gguf="llama"),
     Family("LlavaNextForConditionalGeneration", "llava_next", problem_of_pictures=_OTHER_NAMES),
     Family("MistralForCausalLM", "mistral", has_engine_numerics=True, gguf="llama"),
-    Family("MixtralForCausalLM", "mixtral", has_engine_numerics=True, has_compared_experts=True),
-    Family("OlmoeForCausalLM", "olmoe", has_compared_experts=True),
+    Family("MixtralForCausalLM", "mixtral", has_engine_numerics=True),
     Family(
         "PhimoeForCausalLM",
         "phimoe",
@@ -127,11 +112,11 @@ _ROWS = (
         "load no export",
     ),
     Family("Qwen2ForCausalLM", "qwen2", has_engine_numerics=True, gguf="qwen2"),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", has_engine_numerics=True, has_compared_experts=True),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", has_engine_numerics=True),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_compared_pictures=True),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
     Family("Qwen3ForCausalLM", "qwen3", has_engine_numerics=True, gguf="qwen3"),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", has_engine_numerics=True, has_compared_experts=True),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", has_engine_numerics=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family("SmolVLMForConditionalGeneration", "smolvlm", has_compared_pictures=True),
     Family(

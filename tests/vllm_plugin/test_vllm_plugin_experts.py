@@ -73,12 +73,19 @@ def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_
     ("change", "message"),
     [
         (
-            lambda n, t: [] if n.endswith("1.mlp.experts.down_proj_scale") else [(n, t)],
-            "down_proj_scale: the engine received nothing",
+            lambda n, t: [] if n.endswith("1.mlp.experts.*.down_proj.weight_scale") else [(n, t)],
+            "down_proj.weight_scale: the engine received nothing",
         ),
         (
-            lambda n, t: [(n, t[[0, 1, 2, 4, 3, 5, 6, 7]] if n.endswith("1.mlp.experts.gate_up_proj_packed") else t)],
-            "model.layers.1.mlp.experts.gate_up_proj_packed[3]: learner int32",
+            lambda n, t: [
+                (
+                    n,
+                    t[[0, 1, 2, 4, 3, 5, 6, 7]]
+                    if n.endswith("1.mlp.experts.*.gate_proj|up_proj.weight_packed")
+                    else t,
+                )
+            ],
+            "model.layers.1.mlp.experts.3.gate_proj|up_proj.weight_packed: learner int32",
         ),
         (
             lambda n, t: [(n, t.flip(0) if n.endswith("0.mlp.gate.weight") else t)],
@@ -115,7 +122,7 @@ def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
         monkeypatch.setattr(
             layer.quant_method, "process_weights_after_loading", lambda *args: (swap(*args), load(*args))
         )
-        message = r"model.layers.1.mlp.experts.down_proj_packed\[3\]: learner int32.*, engine int32"
+        message = r"model.layers.1.mlp.experts.3.down_proj.weight_packed: learner int32.*, engine int32"
     else:
         copy = layerwise._copy_and_restore_kernel_tensors
         monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", lambda *args: (copy(*args), swap(*args)))
@@ -123,6 +130,41 @@ def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
     publisher.forget()
     with pytest.raises(PublishError, match=message):
         publisher.publish("swapped")
+    monkeypatch.undo()
+    assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda to, name, expert, shard: (to, name, expert, {"w1": "w3", "w3": "w1"}.get(shard, shard)),
+            "gate_proj|up_proj",
+        ),
+        (lambda to, name, expert, shard: (to, name, expert ^ 1, shard), "0.down_proj.weight_packed: learner int32"),
+        (lambda to, name, expert, shard: (to, name.replace("down", "other"), expert, shard), "nothing was loaded"),
+    ],
+    ids=["gate and up", "numbers", "names"],
+)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_loader_that_maps_experts_otherwise_is_refused(publisher, monkeypatch, change, message, is_first):
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    mapping = RoutedExperts.get_expert_mapping
+    monkeypatch.setattr(
+        RoutedExperts, "get_expert_mapping", lambda *a, **k: [change(*entry) for entry in mapping(*a, **k)]
+    )
+    if is_first:
+        # As of an engine that has loaded nothing.
+        publisher.engine._worker.weight_transfer_engine._found.clear()
+        message = message.replace(
+            "nothing was loaded", "routed_experts.w2_weight_packed: the learner sent nothing for it"
+        )
+    publisher.forget()
+    with pytest.raises(PublishError) as error:
+        publisher.publish("mapped")
+    assert message in str(error.value)
     monkeypatch.undo()
     assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
 

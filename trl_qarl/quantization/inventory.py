@@ -15,7 +15,15 @@ from transformers import PreTrainedModel
 
 from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
-from .names import CheckpointNames, base_model, base_modules, base_state_dict, find_checkpoint_names, layer_of
+from .names import (
+    EXPERT_LEAVES,
+    CheckpointNames,
+    base_model,
+    base_modules,
+    base_state_dict,
+    find_checkpoint_names,
+    layer_of,
+)
 from .plan import covers
 from .schemes import QuantScheme
 from .storage import shapes_of
@@ -24,8 +32,6 @@ from .weight import QuantizedLayer, QuantizedWeight
 
 
 _ATTRIBUTE = "_trl_qarl_inventory"
-
-EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 
 class LayerWeights(NamedTuple):
@@ -219,9 +225,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             elif problem := problem_of_experts(module):
                 reasons[name] = f"{kind}: {problem}"
             elif isinstance(model, PreTrainedModel) and f"{name}.{GATE_UP}" not in inventory.names.experts:
-                reasons[name] = (
-                    f"{kind}: checkpoints stack the matrices of all experts in one tensor, which has no low-bit form"
-                )
+                reasons[name] = f"{kind}: checkpoints hold the matrices of experts in another form"
         elif module is head or leaf == "lm_head":
             reasons[name] = "output head"
         elif id(module.weight) in embedding_weights:

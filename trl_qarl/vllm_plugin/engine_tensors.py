@@ -60,7 +60,8 @@ def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield each parameter of a model in checkpoint format, with the names in a checkpoint that fill it, in order."""
+    """Yield each parameter of a model in checkpoint format, with the names in a checkpoint that fill it, in order.
+    Parameters that the model's loader maps itself, such as those of experts, have their own name."""
     # In a model of pictures and text, the language model may have the mapping.
     packed = {}
     for module in model.modules():
@@ -73,13 +74,7 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
         seen.add(id(layer))
         parent, _, leaf = prefix.rpartition(".")
         for name, parameter in layer._parameters.items():
-            if parameter is not None and isinstance(layer, RoutedExperts):
-                # The names with which vLLM's loader takes the matrices of all experts for `w13_*` and `w2_*`.
-                gate_up = "w13" if layer.ckpt_gate_proj_name == "w1" else "gate_up_proj"
-                matrix, _, rest = name.partition("_weight")
-                stacked = gate_up if matrix == "w13" else layer.ckpt_down_proj_name
-                yield f"{prefix}.{name}", [f"{parent}.{stacked}{rest}"]
-            elif parameter is not None:
+            if parameter is not None:
                 parts = packed.get(leaf, [leaf])
                 names = [".".join(part for part in (parent, module, name) if part) for module in parts]
                 yield f"{prefix}.{name}" if prefix else name, names

@@ -14,9 +14,11 @@ experts.
 """
 
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from typing_extensions import override
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
@@ -86,7 +88,8 @@ class _LowBitExperts(FusedMoEMethodBase):
         if self._low_bit is None:
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
-        return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=multiply)
+        activation = _ACTIVATIONS[layer.activation.value]
+        return experts_product(x, topk_ids, topk_weights, *self._low_bit, multiply, activation)
 
     def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
         tensors = {
@@ -97,6 +100,9 @@ class _LowBitExperts(FusedMoEMethodBase):
         low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), tensors["weight_scale"].dtype)
         return low_bit.row_blocks(layer.local_num_experts)
 
+
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""Activations of the gate by vLLM's names; those of transformers are the same functions."""
 
 _METHODS = {
     weights_and_activations: type(name, (_LowBitExperts, base), {"scheme": scheme})
@@ -137,7 +143,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         if method is None or not (is_ours and per_token):
             return None
         for is_met, what in (
-            (layer.activation.value == "silu", f"activation {layer.activation.value!r}"),
+            (layer.activation.value in _ACTIVATIONS, f"activation {layer.activation.value!r}"),
             (not layer.moe_config.has_bias, "biases"),
             (layer.swiglu_limit is None, "a limit of their activation"),
             (not layer.apply_router_weight_on_input, "weights of the router on their input"),

@@ -45,7 +45,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..bitwise import cuda
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
-from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
+from ..wire.protocol import EACH, TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order, names_of_experts
 from ..wire.transfer_dir import confined_path
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
@@ -86,7 +86,8 @@ class AuditedReload:
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
         self._engine_name = partial(engine_name, self.model)
-        # Names that the model's loader maps itself, such as Granite 4's `A_log`, by the parameter that they fill.
+        # Names that the model's loader maps itself, such as those of experts and Granite 4's `A_log`, by the parameter
+        # that they fill.
         self._found: dict[str, dict[Any, str]] = {}
         self._names_of_parameters: dict[int, str] = {}
         self._parts: set[str] = set()
@@ -381,7 +382,13 @@ class AuditedReload:
             if own_name in sources:
                 kept[own_name] = tensor
             self._unknown = None if own_name in self._owned or own_name in self._parts else own_name
-            yield name, tensor
+            if EACH not in name:
+                yield name, tensor
+                continue
+            # Loaders take a checkpoint's names, and few take the matrices of all experts together.
+            for names, rows in zip(names_of_experts(name, len(tensor)), tensor, strict=True):
+                parts = rows if name.endswith(_SHARED_BY_SHARDS) else rows.chunk(len(names))
+                yield from zip(names, parts, strict=True)
         self._unknown = None
 
     def _watch_layers(self) -> Iterator[str]:
@@ -432,9 +439,10 @@ class AuditedReload:
 
 
 def _in_order(names: Mapping[Any, str]) -> list[str]:
-    """Return names by the shards of a fused parameter that they fill, in the order of its rows."""
+    """Return names by the shards of a fused parameter that they fill, in the order of its rows. One name can fill
+    several: the gate and up projections of experts."""
     order = {"q": 0, "k": 1, "v": 2}
-    return [names[shard] for shard in sorted(names, key=lambda shard: order.get(shard, shard or 0))]
+    return list(dict.fromkeys(names[shard] for shard in sorted(names, key=lambda shard: order.get(shard, shard or 0))))
 
 
 def _dtype_and_shape(fingerprint: str) -> str:

@@ -29,6 +29,8 @@ _QWEN_LINEAR = {
 
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_EIGHT = {**_EXPERTS, "num_experts": 8}
+_EIGHT_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
 _GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,14 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
     "ernie4_5": {},
-    "deepseek_v3": {
-        **_EXPERTS,
-        **_LATENT,
-        **_GROUPS,
-        "head_dim": 32,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 3,
-    },
     "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
     "gemma": {"tie_word_embeddings": True},
@@ -84,8 +78,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
     "gpt_neox": {},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
-    "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
-    "gpt_oss": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "granite": {
         "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
@@ -102,10 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmoe": {**_EXPERTS, "num_experts": 8, "intermediate_size": 64, "head_dim": 32},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
-    "phimoe": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "phi3": {"sliding_window": None},
     "phi3 long": {
         "sliding_window": None,
@@ -187,14 +177,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
     },
     "qwen3_5_text": {**_QWEN_LINEAR, "head_dim": 128},
-    "qwen3_next": {
-        **_QWEN_LINEAR,
-        "head_dim": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-    },
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"],
         "mamba_d_state": 16,
@@ -205,12 +187,93 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "adapter_rank": 32,
         "chunk_size": 16,
     },
+    # Mixtures of experts
+    "afmoe": {
+        **_EIGHT,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "route_scale": 2.0,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cohere2_moe": {
+        **_EIGHT_LOCAL,
+        "num_experts": 8,
+        "tie_word_embeddings": True,
+        "num_shared_experts": 1,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek_v2": {**_EXPERTS, **_LATENT, **_GROUPS, "num_key_value_heads": 4, "num_hidden_layers": 3},
+    "deepseek_v3": {
+        **_EXPERTS,
+        **_LATENT,
+        **_GROUPS,
+        "n_group": 2,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+    },
+    "dots1": {**_EXPERTS, **_GROUPS, "sliding_window": None},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 64,
+        "moe_k": 2,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "exaone_moe": {
+        **_EIGHT,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "first_k_dense_replace": 1,
+    },
+    "flex_olmo": {**_EIGHT_LOCAL, "num_experts": 8},
+    "gemma4_text moe": {
+        **_EIGHT,
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 128,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+    },
+    "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 4},
+    "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "granitemoe": {**_EIGHT_LOCAL, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
+    "granitemoeshared": {**_EIGHT_LOCAL, "shared_intermediate_size": 64},
+    "hunyuan_v1_moe": {**_EIGHT, "moe_topk": 2},
+    "hy_v3": {**_EIGHT, "num_shared_experts": 1},
+    "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},
+    "laguna": {
+        **_EIGHT,
+        "shared_expert_intermediate_size": 64,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "lfm2_moe": {**_EIGHT, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "llama4_text": {**_EIGHT_LOCAL, "intermediate_size_mlp": 256, "num_experts_per_tok": 1},
+    "mellum": {**_EIGHT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "mimo_v2_flash": {**_EXPERTS, "n_routed_experts": 8, "v_head_dim": 64, "sliding_window": 16},
+    "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+    "minimax_m2": {**_EIGHT_LOCAL},
+    "mistral4": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 64, "num_key_value_heads": 4},
+    "mixtral": {**_EIGHT_LOCAL, "sliding_window": None},
+    "olmoe": {**_EIGHT, "intermediate_size": 64, "head_dim": 32},
+    "phimoe": {**_EIGHT_LOCAL},
+    "qwen2_moe": {**_EIGHT, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**_EIGHT},
+    "qwen3_5_moe_text": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
+    "qwen3_next": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
+    "solar_open": {**_EXPERTS, **_GROUPS},
 }
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
-IN_BFLOAT16 = {"apertus", "qwen3_5_text"}
+IN_BFLOAT16 = {"apertus", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 # With engine numerics, which exist in bfloat16.
-EXACT = {"llama", "mistral", "qwen2", "qwen3"}
+EXACT = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon"}
@@ -218,7 +281,6 @@ WITHOUT_HEAD_DIM = {"falcon"}
 REFUSED: dict[str, str] = {
     "bamba": "only if all its layers attend",
     "bloom": "reorders the rows",
-    "deepseek_v3": "takes the experts of a layer one by one",
     "falcon": "FalconLinear has its own forward",
     "falcon_mamba": "selective_scan_fwd",
     "gemma3n_text": "in plain vLLM 0.31 and plain transformers",
@@ -229,7 +291,6 @@ REFUSED: dict[str, str] = {
     "lfm2": "in plain vLLM 0.31 and plain transformers",
     "mamba": "selective_scan_fwd",
     "phimoe": "under the name of its first release",
-    "qwen3_next": "weight sync with vLLM is untested",
     "zamba2": "names its shared blocks",
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""

@@ -108,8 +108,8 @@ _ROWS = (
     Family(
         "PhimoeForCausalLM",
         "phimoe",
-        problem_with_vllm="vLLM 0.31 knows it only under the name of its first release, PhiMoEForCausalLM (models/registry.py), and would "
-        "load no export",
+        problem_with_vllm="vLLM 0.31 makes its router a plain linear layer (`isinstance(child_module, nn.Linear)` in "
+        "models/transformers/base.py), and has its own class only as PhiMoEForCausalLM (models/registry.py)",
     ),
     Family("Qwen2ForCausalLM", "qwen2", has_engine_numerics=True, gguf="qwen2"),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", has_engine_numerics=True),

@@ -53,6 +53,7 @@ from .engine_tensors import (
     convolution_copies,
     engine_name,
     live_fingerprints,
+    mappers_of_names,
     names_by_module,
     owned_names,
     part_name,
@@ -85,7 +86,7 @@ class AuditedReload:
         self._is_loading = False
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
-        self._engine_name = partial(engine_name, self.model)
+        self._engine_name = partial(engine_name, mappers_of_names(self.model))
         # Names that the model's loader maps itself, such as those of experts and Granite 4's `A_log`, by the parameter
         # that they fill.
         self._found: dict[str, dict[Any, str]] = {}

@@ -210,6 +210,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LATENT,
         **_GROUPS,
         "n_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "head_dim": 32,
         "num_key_value_heads": 4,
         "num_hidden_layers": 3,
@@ -244,7 +252,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoe": {**_EIGHT_LOCAL, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
     "granitemoeshared": {**_EIGHT_LOCAL, "shared_intermediate_size": 64},
-    "hunyuan_v1_moe": {**_EIGHT, "moe_topk": 2},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
     "hy_v3": {**_EIGHT, "num_shared_experts": 1},
     "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},
     "laguna": {
@@ -290,7 +298,7 @@ REFUSED: dict[str, str] = {
     "jamba": "selective_scan_fwd",
     "lfm2": "in plain vLLM 0.31 and plain transformers",
     "mamba": "selective_scan_fwd",
-    "phimoe": "under the name of its first release",
+    "phimoe": "makes its router a plain linear layer",
     "zamba2": "names its shared blocks",
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""

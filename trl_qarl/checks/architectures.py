@@ -42,6 +42,8 @@ def _problems_on_cpu(inventory: Inventory, dtype: torch.dtype | None) -> Iterato
     name = architecture(inventory.model)
     if problem := family_of(name).problem_on_cpu:
         yield f"{name} on a CPU: {problem}"
+    if getattr(inventory.model.config.get_text_config(), "index_topk", None):
+        yield f"{name} has sparse attention, which vLLM does not have on a CPU (`use_sparse` in platforms/cpu.py)"
     decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
     if any(len(shapes["A_log"]) == 2 for shapes in decays):
         yield f"{name} has layers of Mamba 1, for which vLLM has no kernel on a CPU (`selective_scan_fwd`)"

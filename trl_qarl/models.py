@@ -25,6 +25,10 @@ MIN_RECURRENT_OUTPUTS = 128
 """Layers of a recurrence with fewer outputs compute a few numbers for each head, such as decays and step sizes. Their
 errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/issues/2100)."""
 
+IN_FLOAT32 = "e_score_correction_bias"
+"""Last component of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16 bits
+do not tell apart."""
+
 _OTHER_NAMES = "transformers 5.17 and vLLM 0.31 have different names for the tensors of its vision tower"
 
 _DIFFERENT = "its log-probs in plain vLLM 0.31 and plain transformers 5.17 differ by 0.4 nats in float32"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import is_router
+from ..models import IN_FLOAT32, is_router
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory, LayerWeights
@@ -27,10 +27,10 @@ def iter_checkpoint_layers(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """
     Yield the tensors of the low-bit policy under their names in a checkpoint, one layer at a time, on the model's
-    device. Tensors that are not quantized are in `dtype`; of tied tensors only the first is included. With sharded
-    masters every process has to go through all layers, because each layer is gathered when its turn comes. With
-    `stacks_experts` the matrices of a layer's experts form one tensor with a
-    [`~trl_qarl.wire.protocol.stacked_name`]: 6 tensors instead of 1,152 for 128 experts.
+    device. Tensors that are not quantized are in `dtype`, or in float32 ([`~trl_qarl.models.IN_FLOAT32`]); of tied
+    tensors only the first is included. With sharded masters every process has to go through all layers, because each
+    layer is gathered when its turn comes. With `stacks_experts` the matrices of a layer's experts form one tensor with
+    a [`~trl_qarl.wire.protocol.stacked_name`]: 6 tensors instead of 1,152 for 128 experts.
     """
     seen: set[Hashable] = set()
     inventory = Inventory.of(model)
@@ -59,7 +59,8 @@ def _checkpoint_tensors(
         if identity in seen:
             continue
         seen.add(identity)
-        value = whole(tensor, dtype if tensor.is_floating_point() else None).detach()
+        kept = torch.float32 if name.endswith(IN_FLOAT32) else dtype
+        value = whole(tensor, kept if tensor.is_floating_point() else None).detach()
         matrices = names.experts.get(name)
         if matrices and stacks_experts:
             yield from _stacked(matrices, {"weight": value.flatten(0, 1)})

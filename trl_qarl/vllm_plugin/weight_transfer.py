@@ -41,9 +41,11 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..bitwise import cuda
+from ..quantization.names import layer_of
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
 from ..wire.protocol import EACH, TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order, names_of_experts
 from ..wire.transfer_dir import confined_path
@@ -195,6 +197,16 @@ class AuditedReload:
                     self._read_when_loaded.add(name)
                 self._owned[name] = [name]
 
+    def _own_in_place(self, expected: Mapping[str, str], live: Mapping[str, str]) -> None:
+        """Find what fills parameters that vLLM loads in place and its loader renames, such as the bias of ERNIE's
+        router: the tensor of the same layer with the same last component and the same bytes."""
+        sent = {(layer_of(name), _leaf(name), _sum(value)): name for name, value in expected.items()}
+        for path, parts in self._owned.items():
+            if parts == [path] and _leaf(path) in SKIP_LOAD_TENSORS:
+                name = sent.get((layer_of(path), _leaf(path), _sum(live[path])), path)
+                # A second name of the parameter has the same list.
+                parts[:] = [self._engine_name(name)]
+
     @on_bare_model
     def abandon(self) -> None:
         """Abandon an unfinished update. The model holds garbage until the next one is finished."""
@@ -243,6 +255,7 @@ class AuditedReload:
             self._finalize()
             problems = [] if self._addresses is None else self._addresses.restore()
             live = live_fingerprints(self.model, self._rows)
+            self._own_in_place(expected, live)
             self._loaded += [(name, live[rows]) for rows, name in self._filled.items()]
             problems += self._problems(expected) + self._live_problems(expected, live)
         else:
@@ -362,7 +375,7 @@ class AuditedReload:
             for path, source in self._tied.items():
                 if source in kept:
                     parameter = self.model.get_parameter(path)
-                    parameter.weight_loader(parameter, kept[source])
+                    getattr(parameter, "weight_loader", default_weight_loader)(parameter, kept[source])
             return loaded
 
         dtype = set_default_torch_dtype(self.model_config.dtype)
@@ -448,6 +461,14 @@ def _in_order(names: Mapping[Any, str]) -> list[str]:
 
 def _dtype_and_shape(fingerprint: str) -> str:
     return fingerprint.rpartition(" ")[0]
+
+
+def _sum(fingerprint: str) -> str:
+    return fingerprint.rpartition(" ")[2]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @dataclass

@@ -192,6 +192,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_EIGHT,
         "num_dense_layers": 1,
         "num_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "route_norm": True,
+        "score_func": "sigmoid",
         "route_scale": 2.0,
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -266,7 +270,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "hy_v3": {**_EIGHT, "num_shared_experts": 1},
+    "hy_v3": {**_EIGHT, "num_shared_experts": 1, "route_norm": True, "first_k_dense_replace": 1},
     "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},
     "laguna": {
         **_EIGHT,
@@ -279,7 +283,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mellum": {**_EIGHT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "mimo_v2_flash": {**_EXPERTS, "n_routed_experts": 8, "v_head_dim": 64, "sliding_window": 16},
     "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
-    "minimax_m2": {**_EIGHT_LOCAL},
+    "minimax_m2": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "scoring_func": "sigmoid", "rotary_dim": 64},
     "mistral4": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 64, "num_key_value_heads": 4},
     "mixtral": {**_EIGHT_LOCAL, "sliding_window": None},
     "nemotron_h moe": {

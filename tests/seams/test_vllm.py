@@ -124,6 +124,16 @@ def test_experts_are_built_and_repacked_by_our_methods():
     assert "self.moe_kernel is not None" in source and "fused_experts.process_weights_after_loading(layer)" in source
 
 
+def test_refused_mixtures_are_still_loaded_and_built_so():
+    from vllm.model_executor.models.gpt_oss import GptOssModel
+    from vllm.model_executor.models.transformers.base import Base
+
+    # The sinks of GPT-OSS, which a reload has on the meta device.
+    assert "param.data.copy_(narrow_weight)" in inspect.getsource(GptOssModel._load_weights_other)
+    # PhiMoE's router.
+    assert "isinstance(child_module, nn.Linear)" in inspect.getsource(Base.recursive_replace)
+
+
 def test_a_router_tells_what_it_has_chosen():
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter, select_experts
 

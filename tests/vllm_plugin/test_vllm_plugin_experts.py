@@ -1,5 +1,6 @@
 """Mixtures in a real vLLM engine on a CPU: publication, what the audit sees of it, and which method experts get."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -292,3 +293,25 @@ def test_a_router_with_two_names_is_no_tied_weight():
     model["head"] = torch.nn.Linear(4, 8, bias=False)
     model["head"].weight = model["embed"].weight
     assert list(tied_names(model)) == [("head.weight", "embed.weight")]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_router_without_groups_minds_the_bias_of_scores(monkeypatch, scoring, is_ours):
+    from trl_qarl.vllm_plugin import expert_kernels as experts
+
+    experts.register_experts()
+    monkeypatch.setattr(experts, "is_our_engine", lambda: is_ours)
+    bias, logits = torch.tensor([0.0, 2.0, 0.0, 0.0]), torch.tensor([[3.0, 0.0, 1.0, 2.0]])
+    router = experts.CPURouter(
+        top_k=2, global_num_experts=4, scoring_func=scoring, e_score_correction_bias=bias, routed_scaling_factor=2.0
+    )
+    if not is_ours:
+        with pytest.raises(AssertionError) if scoring == "sigmoid" else nullcontext():
+            assert router._compute_routing(logits, logits, None)[1].sort().values.tolist() == [[0, 3]]
+        return
+    weights, ids = router._compute_routing(logits, logits, None)
+    scores = logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
+    assert ids.sort().values.tolist() == [[0, 1]]
+    chosen = scores.gather(1, ids.long())
+    torch.testing.assert_close(weights, 2.0 * chosen / chosen.sum())

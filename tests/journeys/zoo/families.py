@@ -214,6 +214,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LATENT,
         **_GROUPS,
         "n_group": 2,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e4,

@@ -135,33 +135,38 @@ def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
     assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
 
 
+def gate_as_up(to, name, expert, shard):
+    return to, name, expert, {"w1": "w3", "w3": "w1"}.get(shard, shard)
+
+
+def next_expert(to, name, expert, shard):
+    return to, name, expert ^ 1, shard
+
+
+def other_names(to, name, expert, shard):
+    return to, name.replace("down", "other"), expert, shard
+
+
 @needs_engine
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "is_first", "message"),
     [
-        (
-            lambda to, name, expert, shard: (to, name, expert, {"w1": "w3", "w3": "w1"}.get(shard, shard)),
-            "gate_proj|up_proj",
-        ),
-        (lambda to, name, expert, shard: (to, name, expert ^ 1, shard), "0.down_proj.weight_packed: learner int32"),
-        (lambda to, name, expert, shard: (to, name.replace("down", "other"), expert, shard), "nothing was loaded"),
+        (gate_as_up, False, "experts.0.gate_proj|up_proj.weight_packed: learner int32"),
+        (gate_as_up, True, "experts.0.gate_proj|up_proj.weight_packed: learner int32"),
+        (next_expert, True, "experts.0.down_proj.weight_packed: learner int32"),
+        (other_names, False, "experts.0.down_proj.weight_packed: learner int32"),
+        (other_names, True, "routed_experts.w2_weight_packed: the learner sent nothing for it"),
     ],
-    ids=["gate and up", "numbers", "names"],
 )
-@pytest.mark.parametrize("is_first", [False, True])
-def test_a_loader_that_maps_experts_otherwise_is_refused(publisher, monkeypatch, change, message, is_first):
+def test_a_loader_that_maps_experts_otherwise_is_refused(publisher, monkeypatch, change, is_first, message):
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     mapping = RoutedExperts.get_expert_mapping
-    monkeypatch.setattr(
-        RoutedExperts, "get_expert_mapping", lambda *a, **k: [change(*entry) for entry in mapping(*a, **k)]
-    )
+    changed = lambda *args, **options: [change(*entry) for entry in mapping(*args, **options)]  # noqa: E731
+    monkeypatch.setattr(RoutedExperts, "get_expert_mapping", changed)
     if is_first:
-        # As of an engine that has loaded nothing.
+        # As in an engine that has loaded nothing.
         publisher.engine._worker.weight_transfer_engine._found.clear()
-        message = message.replace(
-            "nothing was loaded", "routed_experts.w2_weight_packed: the learner sent nothing for it"
-        )
     publisher.forget()
     with pytest.raises(PublishError) as error:
         publisher.publish("mapped")

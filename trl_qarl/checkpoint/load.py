@@ -224,7 +224,8 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
         with torch.device("meta"):
-            names = Inventory.of(auto_class(config).from_config(config)).names
+            model = auto_class(config).from_config(config)
+        names = Inventory.of(model).names
         if names.experts.keys() & names.tensors.keys() or any(map(_has_unread_experts, weight_files(folder))):
             return load_frozen_model(str(folder), dtype)
     return auto_class(config).from_pretrained(name_or_path, dtype=dtype).eval()

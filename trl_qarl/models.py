@@ -105,6 +105,11 @@ _ROWS = (
     ),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("Lfm2ForCausalLM", "lfm2", problem_on_cpu=_DIFFERENT),
+    Family(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        problem_on_cpu="its convolutions have a width of 3, and vLLM's kernels support only a width of 4 (`causal_conv1d_weight_pack`)",
+    ),
     Family("LlamaForCausalLM", "llama", has_engine_numerics=True, gguf="llama"),
     Family("LlavaNextForConditionalGeneration", "llava_next", problem_of_pictures=_OTHER_NAMES),
     Family("MistralForCausalLM", "mistral", has_engine_numerics=True, gguf="llama"),

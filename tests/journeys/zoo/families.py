@@ -31,6 +31,14 @@ _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _EIGHT = {**_EXPERTS, "num_experts": 8}
 _EIGHT_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -188,30 +196,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
     },
     # Mixtures of experts
-    "afmoe": {
-        **_EIGHT,
-        "num_dense_layers": 1,
-        "num_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "route_norm": True,
-        "score_func": "sigmoid",
-        "route_scale": 2.0,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "cohere2_moe": {
-        **_EIGHT_LOCAL,
-        "num_experts": 8,
-        "tie_word_embeddings": True,
-        "num_shared_experts": 1,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
     "deepseek_v2": {
         **_EXPERTS,
         **_LATENT,
         **_GROUPS,
+        "rope_parameters": _YARN,
         "head_dim": 32,
         "num_key_value_heads": 2,
         "num_hidden_layers": 3,
@@ -223,32 +212,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        "rope_parameters": _YARN,
         "head_dim": 32,
         "num_key_value_heads": 2,
         "num_hidden_layers": 3,
     },
     "deepseek_v32": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2, "index_topk": 16},
-    "dots1": {**_EXPERTS, **_GROUPS, "sliding_window": None},
     "ernie4_5_moe": {
         "moe_intermediate_size": 64,
         "moe_k": 2,
         "moe_num_experts": 8,
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
-    },
-    "exaone_moe": {
-        **_EIGHT,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "first_k_dense_replace": 1,
     },
     "flex_olmo": {**_EIGHT_LOCAL, "num_experts": 8},
     "gemma4_text moe": {
@@ -265,31 +240,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
     "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoe": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
-    "granitemoehybrid moe": {
-        **_EIGHT_LOCAL,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 16,
-        "layer_types": ["mamba", "attention"],
-        "mamba_chunk_size": 16,
-        "router_aux_loss_coef": 0.0,
-        "shared_intermediate_size": 64,
-        "position_embedding_type": "rope",
-    },
     "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "hy_v3": {**_EIGHT, "num_shared_experts": 1, "route_norm": True, "first_k_dense_replace": 1},
     "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},
-    "laguna": {
-        **_EIGHT,
-        "shared_expert_intermediate_size": 64,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
     "lfm2_moe": {**_EIGHT, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "llama4_text": {**_EIGHT_LOCAL, "intermediate_size_mlp": 256, "num_experts_per_tok": 1},
-    "mellum": {**_EIGHT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "minimax_m2": {
         **_EIGHT_LOCAL,
@@ -298,7 +253,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_routing_bias": True,
         "rotary_dim": 64,
     },
-    "mistral4": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 64, "num_key_value_heads": 2},
     "mixtral": {**_EIGHT_LOCAL, "sliding_window": None},
     "nemotron_h moe": {
         **_EXPERTS,
@@ -317,7 +271,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EIGHT},
     "qwen3_5_moe_text": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
     "qwen3_next": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
-    "solar_open": {**_EXPERTS, **_GROUPS},
 }
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
@@ -329,13 +282,9 @@ EXACT = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_mo
 WITHOUT_HEAD_DIM = {"falcon"}
 
 REFUSED: dict[str, str] = {
-    "nemotron_h moe": "experts have no gate",
-    "minimax": "only if all its layers attend",
-    "llama4_text": "interface for the computation of experts",
-    "jetmoe": "interface for the computation of experts",
-    "deepseek_v32": "sparse attention",
     "bamba": "only if all its layers attend",
     "bloom": "reorders the rows",
+    "deepseek_v32": "sparse attention",
     "falcon": "FalconLinear has its own forward",
     "falcon_mamba": "selective_scan_fwd",
     "gemma3n_text": "in plain vLLM 0.31 and plain transformers",
@@ -343,8 +292,13 @@ REFUSED: dict[str, str] = {
     "gpt_neox": "reorders the rows",
     "gpt_oss": "leaves the sinks of its attention",
     "jamba": "selective_scan_fwd",
+    "jetmoe": "interface for the computation of experts",
     "lfm2": "in plain vLLM 0.31 and plain transformers",
+    "lfm2_moe": "support only a width of 4",
+    "llama4_text": "interface for the computation of experts",
     "mamba": "selective_scan_fwd",
+    "minimax": "only if all its layers attend",
+    "nemotron_h moe": "experts have no gate",
     "phimoe": "makes its router a plain linear layer",
     "zamba2": "names its shared blocks",
 }
@@ -361,12 +315,11 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
     ("granitemoe", "transformers"): "random values",
-    ("granitemoehybrid moe", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
     **{
         (family, "vllm"): "No WNA16 MoE backend"
-        for family in ("deepseek_v3", "ernie4_5_moe", "gemma4_text moe", "glm4_moe", "olmoe")
+        for family in ("deepseek_v3", "ernie4_5_moe", "gemma4_text moe", "glm4_moe", "glm4_moe_lite", "olmoe")
     },
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
@@ -379,7 +332,7 @@ NOTES: dict[str, str] = {
     "cohere2": "sequences within the window",
     "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoehybrid moe", "granitemoeshared", "minimax_m2"),
+        ("granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m2"),
         "`router_aux_loss_coef=0`",
     ),
     "phi3 long": "sequences within `original_max_position_embeddings`",

@@ -319,7 +319,8 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
     **{
         (family, "vllm"): "No WNA16 MoE backend"
-        for family in ("deepseek_v3", "ernie4_5_moe", "gemma4_text moe", "glm4_moe", "glm4_moe_lite", "olmoe")
+        for family, fields in FAMILIES.items()
+        if fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
     },
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""

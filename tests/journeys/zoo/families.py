@@ -306,6 +306,12 @@ REFUSED: dict[str, str] = {
 
 _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
+    # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
+    **{
+        (family, "vllm"): "No WNA16 MoE backend"
+        for family, fields in FAMILIES.items()
+        if fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
+    },
     ("falcon_h1", "vllm"): _SIZES,
     ("granitemoehybrid", "vllm"): _SIZES,
     ("mamba2", "vllm"): _SIZES,
@@ -316,12 +322,6 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("gemma4_text moe", "transformers"): "random values",
     ("granitemoe", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
-    # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
-    **{
-        (family, "vllm"): "No WNA16 MoE backend"
-        for family, fields in FAMILIES.items()
-        if fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
-    },
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
 

@@ -107,7 +107,7 @@ class CheckpointNames:
     """Names in a checkpoint: `tensors` has the name of each tensor that is stored unchanged, by its name in the model;
     `experts` has the names, without `".weight"`, of the matrices that a parameter of experts stacks, in order. A
     parameter that is in both is stored unchanged in 16 bits; its low-bit form has one tensor for each matrix, with the
-    names of llm-compressor."""
+    names that vLLM takes."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     experts: dict[str, list[str]] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """
 Attention of vLLM on a CPU with the same bits in prefill and decoding, for any length, chunks and cached prefix: an
 engine that receives its weights from [`trl_qarl.vllm_plugin.weight_transfer`] splits requests into parts of one pass
-each ([`~trl_qarl.bitwise.cpu.one_pass_requests`]; docs/alignment.md says why). Other engines do not change.
+each ([`~trl_qarl.bitwise.cpu.one_pass_requests`]; docs/alignment.md says why). Other engines change only in
+the rotation of heads that have a dimension of their own.
 """
 
 from collections.abc import Callable

@@ -112,6 +112,12 @@ _ROWS = (
     ),
     Family("LlamaForCausalLM", "llama", has_engine_numerics=True, gguf="llama"),
     Family("LlavaNextForConditionalGeneration", "llava_next", problem_of_pictures=_OTHER_NAMES),
+    Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        problem_with_vllm="vLLM 0.31 calls its experts `mlp.experts` where checkpoints have `block_sparse_moe.experts` "
+        "(models/minimax_m2.py), so a scheme that names experts does not reach them",
+    ),
     Family("MistralForCausalLM", "mistral", has_engine_numerics=True, gguf="llama"),
     Family("MixtralForCausalLM", "mixtral", has_engine_numerics=True),
     Family(

@@ -297,6 +297,7 @@ REFUSED: dict[str, str] = {
     "lfm2_moe": "support only a width of 4",
     "llama4_text": "interface for the computation of experts",
     "mamba": "selective_scan_fwd",
+    "minimax_m2": "so a scheme that names experts does not reach them",
     "minimax": "only if all its layers attend",
     "nemotron_h moe": "experts have no gate",
     "phimoe": "makes its router a plain linear layer",
@@ -333,7 +334,7 @@ NOTES: dict[str, str] = {
     "cohere2": "sequences within the window",
     "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m2"),
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
         "`router_aux_loss_coef=0`",
     ),
     "phi3 long": "sequences within `original_max_position_embeddings`",

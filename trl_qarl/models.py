@@ -8,7 +8,13 @@ checkpoints go by names. Imports neither torch nor vLLM.
 from dataclasses import dataclass
 
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("in_proj_qkv", "in_proj_z"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 """Last components of the names of layers that vLLM fuses into one matrix, which has one scheme."""
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
@@ -25,17 +31,13 @@ MIN_RECURRENT_OUTPUTS = 128
 """Layers of a recurrence with fewer outputs compute a few numbers for each head, such as decays and step sizes. Their
 errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/issues/2100)."""
 
-STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
-"""Names with which vLLM takes the matrices of all experts at once, by the name of the first matrix of an expert."""
+IN_FLOAT32 = "e_score_correction_bias"
+"""Last component of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16 bits
+do not tell apart."""
 
 _REORDERED = (
     "vLLM's loader reorders the rows of its fused `query_key_value` by heads, also those of `weight_shape`, which has two "
     "numbers (models/{}.py)"
-)
-
-
-_ONE_BY_ONE = (
-    "vLLM 0.31 takes the experts of a layer one by one (models/deepseek_v2.py), and a weight sync sends them together"
 )
 
 
@@ -49,8 +51,6 @@ class Family:
     - `engine_layers`: how vLLM computes its layers, if all their operations have engine numerics: `"fused"` norms sums
       of the residual stream before they are rounded, `"rounded"` norms rounded ones, and `"transformers"` is
       transformers' own code around vLLM's linear layers, norms and attention.
-    - `has_compared_experts`: whether names, layouts and log-probs of its experts in vLLM were compared with the
-      learner's.
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
     - `has_longer_window`: whether vLLM's layers with a sliding window see one more token than transformers' (Cohere 2:
@@ -63,7 +63,6 @@ class Family:
     architecture: str
     model_type: str
     engine_layers: str | None = None
-    has_compared_experts: bool = False
     problem_with_vllm: str | None = None
     problem_of_float32: str | None = None
     has_longer_window: bool = False
@@ -84,8 +83,6 @@ _ROWS = (
     ),
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
-    Family("DeepseekV2ForCausalLM", "deepseek_v2", problem_with_vllm=_ONE_BY_ONE),
-    Family("DeepseekV3ForCausalLM", "deepseek_v3", problem_with_vllm=_ONE_BY_ONE),
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
     Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
@@ -104,7 +101,6 @@ _ROWS = (
         "gpt_neox",
         problem_with_vllm=_REORDERED.format("gpt_neox"),
     ),
-    Family("Glm4MoeForCausalLM", "glm4_moe", has_compared_experts=True),
     Family(
         "GptOssForCausalLM",
         "gpt_oss",
@@ -115,25 +111,30 @@ _ROWS = (
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
+    Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        problem_with_vllm="vLLM 0.31 calls its experts `mlp.experts` where checkpoints have `block_sparse_moe.experts` "
+        "(models/minimax_m2.py), so a scheme that names experts does not reach them",
+    ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
-    Family("MixtralForCausalLM", "mixtral", engine_layers="fused", has_compared_experts=True),
+    Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
-    Family("OlmoeForCausalLM", "olmoe", has_compared_experts=True),
     Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
     Family(
         "PhimoeForCausalLM",
         "phimoe",
-        problem_with_vllm="vLLM 0.31 knows it only under the name of its first release, PhiMoEForCausalLM (models/registry.py), and would "
-        "load no export",
+        problem_with_vllm="vLLM 0.31 makes its router a plain linear layer (`isinstance(child_module, nn.Linear)` in "
+        "models/transformers/base.py), and has its own class only as PhiMoEForCausalLM (models/registry.py)",
     ),
     Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", gguf="qwen2"),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", has_compared_experts=True),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused"),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_compared_pictures=True),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
     Family("Qwen3ForCausalLM", "qwen3", engine_layers="fused", gguf="qwen3"),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", has_compared_experts=True),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused"),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family("SeedOssForCausalLM", "seed_oss", engine_layers="fused"),
     Family("SmolLM3ForCausalLM", "smollm3", engine_layers="transformers"),

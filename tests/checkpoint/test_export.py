@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import MIXTURES, make_mixture, make_tiny_model, run_export
+from testing_utils import MIXTURES, make_mixture, make_tiny_config, make_tiny_model, run_export
 from testing_utils.layers import assert_close, logits
 from testing_utils.pictures import make_picture_model
 from testing_utils.trainings import QUANTIZED, RECORD, assert_equal
@@ -184,6 +184,28 @@ def test_exports_of_mixtures_load_the_learners_weights(tmp_path, arch, name):
             dense = weight.low_bit_weight().dequantize(torch.bfloat16)
             assert torch.equal(getattr(experts, leaf).flatten(0, 1), dense), (path, leaf)
     assert torch.equal(loaded.model.layers[1].mlp.gate.weight, model.model.layers[1].mlp.gate.weight.bfloat16())
+
+
+def test_stacked_experts_are_exported_one_by_one_in_low_bits(tmp_path):
+    model = AutoModelForCausalLM.from_config(
+        make_tiny_config("granitemoe", num_local_experts=8, num_experts_per_tok=2)
+    )
+    assert prepare_model(model, "bf16").num_experts == {}
+    dense = tensors_of(export_checkpoint(model, tmp_path / "dense", dtype=torch.float32))
+    model.save_pretrained(tmp_path / "original")
+    assert_equal(dense, tensors_of(tmp_path / "original"))
+    assert "model.layers.1.block_sparse_moe.input_linear.weight" in dense
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    folder = export_checkpoint(model, tmp_path / "export")
+    prefix = "model.layers.1.block_sparse_moe.experts.7"
+    wanted = {f"{prefix}.{leaf}.weight_packed" for leaf in ("gate_proj", "up_proj", "down_proj")}
+    assert {name for name in tensors_of(folder) if name.startswith(prefix) and "packed" in name} == wanted
+    assert "transformers cannot read this layout" in (folder / "README.md").read_text()
+    ours = load_deployed(str(folder))
+    for path, experts in experts_of(model).items():
+        for leaf, weight in experts.quantized_weights.items():
+            loaded = ours.get_submodule(path).quantized_weights[leaf].low_bit_weight()
+            assert torch.equal(loaded, weight.low_bit_weight().to(torch.bfloat16))
 
 
 def test_experts_of_a_plan_have_their_own_group(tmp_path):

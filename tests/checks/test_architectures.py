@@ -49,6 +49,13 @@ def test_mamba_1_is_refused_on_a_cpu_alone():
     assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes={})] == []
 
 
+def test_sparse_attention_is_refused_on_a_cpu_alone():
+    model = model_of("llama", index_topk=16)
+    (problem,) = problems_with_vllm(model, torch.bfloat16, on_cpu=True, schemes={})
+    assert "sparse attention" in problem
+    assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes={})] == []
+
+
 def test_low_bit_layers_of_mamba_1_are_refused():
     model = model_of("mamba", state_size=16, time_step_rank=8)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))
@@ -68,6 +75,7 @@ BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_laye
         ("smollm3", {}, None),
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("bamba", BAMBA, "only if all its layers attend"),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
     ],
 )
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):

@@ -37,9 +37,9 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
     assert environment[TRANSFER_DIR_VARIABLE] == "/shared/dir"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
     # Not a default: with AMX, vLLM would round activations.
-    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_CPU_ATTN_SPLIT_KV"):
-        monkeypatch.setenv(name, "1")
-        assert build_server_command(EngineSpec("m"), on_cpu=True)[1][name] == "0"
+    for name, value in (("VLLM_CPU_INT4_W4A8", "0"), ("VLLM_CPU_ATTN_SPLIT_KV", "0"), ("VLLM_MLA_DISABLE", "1")):
+        monkeypatch.setenv(name, str(1 - int(value)))
+        assert build_server_command(EngineSpec("m"), on_cpu=True)[1][name] == value
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

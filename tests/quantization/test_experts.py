@@ -200,7 +200,6 @@ def test_patterns_name_experts_as_a_whole():
 OTHER_LAYOUTS = {
     "gpt_oss": ({"num_local_experts": 4}, "stored transposed"),
     "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 64}, "interface"),
-    "granitemoe": ({"num_local_experts": 4}, "in one tensor"),
 }
 
 

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import threading
 import time
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.sync import publisher
 from trl_qarl.sync.publisher import Publisher, largest_chunk
 from trl_qarl.wire.fingerprint import fingerprint
-from trl_qarl.wire.protocol import PublishError
+from trl_qarl.wire.protocol import EACH, PublishError, names_of_experts
 
 
 class Recorder:
@@ -328,17 +329,10 @@ def test_a_master_that_is_not_finite_ends_the_publication(scheme):
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[3, 7, 0] = math.nan
-    name = "model.layers.1.mlp.experts.down_proj_scale"
+    name = re.escape("model.layers.1.mlp.experts.*.down_proj.weight_scale")
     with pytest.raises(ValueError, match=rf"^{name}: row 3, 7 is not finite \(nan\), so a master"):
         Publisher(model, torch.bfloat16, transport).publish("0")
     assert transport.versions == []
-
-
-def test_stacked_experts_are_refused():
-    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Module()})})
-    model["mlp"]["experts"].gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
-    with pytest.raises(NotImplementedError, match="'mlp.experts'"):
-        Publisher(model, torch.float32, Recorder())
 
 
 def test_experts_in_schemes_that_were_not_compared_are_refused():
@@ -356,26 +350,26 @@ def test_experts_are_sent_all_at_once_and_their_shapes_last(arch, scheme):
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     Publisher(model, torch.bfloat16, transport).publish("0")
     [sent] = transport.chunks
-    prefix, gate_up = ("block_sparse_moe", "w13") if arch == "mixtral" else ("mlp", "gate_up_proj")
+    prefix = "block_sparse_moe" if arch == "mixtral" else "mlp"
     of_layer = [name for name in sent if name.startswith(f"model.layers.1.{prefix}.experts.")]
     assert len(of_layer) == {"w4a16": 6, "w8a8": 4, "bf16": 2}[scheme]
     if scheme == "w4a16":
-        assert [name.rpartition(".")[2] for name in [n for n in sent if "layers.1." in n][-2:]] == [
-            "w2_shape",
-            "w13_shape",
+        assert [name.rsplit(".", 2)[1:] for name in [n for n in sent if "layers.1." in n][-2:]] == [
+            ["w2", "weight_shape"],
+            ["w1|w3", "weight_shape"],
         ]
-    # What a checkpoint has one by one are slices of them.
-    names = {"gate_proj": gate_up, "up_proj": gate_up, "down_proj": "down_proj", "w1": "w13", "w3": "w13", "w2": "w2"}
     checkpoint = dict(iter_checkpoint_tensors(model, torch.bfloat16))
+    one_by_one = {}
+    for name, tensor in sent.items():
+        if EACH not in name:
+            one_by_one[name] = tensor
+            continue
+        for names, rows in zip(names_of_experts(name, len(tensor)), tensor, strict=True):
+            one_by_one |= zip(names, rows.chunk(len(names)), strict=True)
+    assert one_by_one.keys() == checkpoint.keys()
     for name, tensor in checkpoint.items():
-        if ".experts." in name:
-            start, expert, matrix, leaf = name.rsplit(".", 3)
-            stack = sent[f"{start}.{names[matrix]}{leaf.removeprefix('weight')}"][int(expert)]
-            is_second = matrix in ("up_proj", "w3")
-            part = stack if matrix in ("down_proj", "w2") else stack.chunk(2)[is_second]
-            assert torch.equal(part.reshape(tensor.shape).view(torch.uint8), tensor.view(torch.uint8)), name
-        else:
-            assert torch.equal(sent[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        part = one_by_one[name].reshape(tensor.shape)
+        assert torch.equal(part.view(torch.uint8), tensor.view(torch.uint8)), name
     assert len(transport.fingerprints[of_layer[0]].split("-")) == 8
 
 

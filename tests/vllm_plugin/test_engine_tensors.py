@@ -7,8 +7,11 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from trl_qarl.vllm_plugin.engine_tensors import convolution_copies
-from trl_qarl.vllm_plugin.weight_transfer import _in_order
+from vllm.model_executor.models.utils import WeightsMapper
+
+from trl_qarl.vllm_plugin.engine_tensors import convolution_copies, engine_name, mappers_of_names
+from trl_qarl.vllm_plugin.weight_transfer import AuditedReload, _in_order
+from trl_qarl.wire.fingerprint import fingerprint
 
 
 pytestmark = pytest.mark.vllm
@@ -32,3 +35,33 @@ def test_shards_are_in_the_order_of_the_rows_that_they_fill():
     assert _in_order({"v": "v_proj", "q": "q_proj", "k": "k_proj"}) == ["q_proj", "k_proj", "v_proj"]
     assert _in_order({1: "up_proj", 0: "gate_proj"}) == ["gate_proj", "up_proj"]
     assert _in_order({None: "A_log"}) == ["A_log"]
+    assert _in_order({"w3": "gate_proj|up_proj", "w1": "gate_proj|up_proj"}) == ["gate_proj|up_proj"]
+
+
+def test_models_inside_a_model_map_their_part_of_a_name():
+    model = nn.ModuleDict({"model": nn.Module(), "lm_head": nn.Module()})
+    model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"language_model.": "model."})
+    model["model"].hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"router.": "gate."}, orig_to_new_stacked={".q_proj": (".qkv_proj", "q")}
+    )
+    mappers = mappers_of_names(model)
+    names = ["language_model.router.weight", "model.q_proj.weight", "router.weight"]
+    assert [engine_name(mappers, name) for name in names] == [
+        "model.gate.weight",
+        "model.q_proj.weight",
+        "router.weight",
+    ]
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_bias_that_is_loaded_in_place_is_found_by_its_bytes(is_loaded):
+    """vLLM's loader renames and reshapes the one of ERNIE's router, and notes no load."""
+    reload, bias = AuditedReload.__new__(AuditedReload), torch.rand(1, 8)
+    path, name = (f"model.layers.1.{part}.e_score_correction_bias" for part in ("gate", "moe_statics"))
+    reload._engine_name = lambda name: name
+    reload._owned = {path: [path], "model.layers.1.gate.weight": ["model.layers.1.gate.weight"]}
+    reload._owned["model.layers.1.experts.e_score_correction_bias"] = reload._owned[path]
+    live = {path: fingerprint(bias[0] if is_loaded else bias[0] + 1)}
+    reload._own_in_place({name: fingerprint(bias)}, live)
+    wanted = [name] if is_loaded else [path]
+    assert reload._owned[path] == reload._owned["model.layers.1.experts.e_score_correction_bias"] == wanted

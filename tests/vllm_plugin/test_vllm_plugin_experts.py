@@ -1,5 +1,6 @@
 """Mixtures in a real vLLM engine on a CPU: publication, what the audit sees of it, and which method experts get."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -73,12 +74,19 @@ def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_
     ("change", "message"),
     [
         (
-            lambda n, t: [] if n.endswith("1.mlp.experts.down_proj_scale") else [(n, t)],
-            "down_proj_scale: the engine received nothing",
+            lambda n, t: [] if n.endswith("1.mlp.experts.*.down_proj.weight_scale") else [(n, t)],
+            "down_proj.weight_scale: the engine received nothing",
         ),
         (
-            lambda n, t: [(n, t[[0, 1, 2, 4, 3, 5, 6, 7]] if n.endswith("1.mlp.experts.gate_up_proj_packed") else t)],
-            "model.layers.1.mlp.experts.gate_up_proj_packed[3]: learner int32",
+            lambda n, t: [
+                (
+                    n,
+                    t[[0, 1, 2, 4, 3, 5, 6, 7]]
+                    if n.endswith("1.mlp.experts.*.gate_proj|up_proj.weight_packed")
+                    else t,
+                )
+            ],
+            "model.layers.1.mlp.experts.3.gate_proj|up_proj.weight_packed: learner int32",
         ),
         (
             lambda n, t: [(n, t.flip(0) if n.endswith("0.mlp.gate.weight") else t)],
@@ -115,7 +123,7 @@ def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
         monkeypatch.setattr(
             layer.quant_method, "process_weights_after_loading", lambda *args: (swap(*args), load(*args))
         )
-        message = r"model.layers.1.mlp.experts.down_proj_packed\[3\]: learner int32.*, engine int32"
+        message = r"model.layers.1.mlp.experts.3.down_proj.weight_packed: learner int32.*, engine int32"
     else:
         copy = layerwise._copy_and_restore_kernel_tensors
         monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", lambda *args: (copy(*args), swap(*args)))
@@ -123,6 +131,46 @@ def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
     publisher.forget()
     with pytest.raises(PublishError, match=message):
         publisher.publish("swapped")
+    monkeypatch.undo()
+    assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
+
+
+def gate_as_up(to, name, expert, shard):
+    return to, name, expert, {"w1": "w3", "w3": "w1"}.get(shard, shard)
+
+
+def next_expert(to, name, expert, shard):
+    return to, name, expert ^ 1, shard
+
+
+def other_names(to, name, expert, shard):
+    return to, name.replace("down", "other"), expert, shard
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("change", "is_first", "message"),
+    [
+        (gate_as_up, False, "experts.0.gate_proj|up_proj.weight_packed: learner int32"),
+        (gate_as_up, True, "experts.0.gate_proj|up_proj.weight_packed: learner int32"),
+        (next_expert, True, "experts.0.down_proj.weight_packed: learner int32"),
+        (other_names, False, "experts.0.down_proj.weight_packed: learner int32"),
+        (other_names, True, "routed_experts.w2_weight_packed: the learner sent nothing for it"),
+    ],
+)
+def test_a_loader_that_maps_experts_otherwise_is_refused(publisher, monkeypatch, change, is_first, message):
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    mapping = RoutedExperts.get_expert_mapping
+    changed = lambda *args, **options: [change(*entry) for entry in mapping(*args, **options)]  # noqa: E731
+    monkeypatch.setattr(RoutedExperts, "get_expert_mapping", changed)
+    if is_first:
+        # As in an engine that has loaded nothing.
+        publisher.engine._worker.weight_transfer_engine._found.clear()
+    publisher.forget()
+    with pytest.raises(PublishError) as error:
+        publisher.publish("mapped")
+    assert message in str(error.value)
     monkeypatch.undo()
     assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
 
@@ -250,3 +298,25 @@ def test_a_router_with_two_names_is_no_tied_weight():
     model["head"] = torch.nn.Linear(4, 8, bias=False)
     model["head"].weight = model["embed"].weight
     assert list(tied_names(model)) == [("head.weight", "embed.weight")]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_router_without_groups_minds_the_bias_of_scores(monkeypatch, scoring, is_ours):
+    from trl_qarl.vllm_plugin import expert_kernels as experts
+
+    experts.register_experts()
+    monkeypatch.setattr(experts, "is_our_engine", lambda: is_ours)
+    bias, logits = torch.tensor([0.0, 2.0, 0.0, 0.0]), torch.tensor([[3.0, 0.0, 1.0, 2.0]])
+    router = experts.CPURouter(
+        top_k=2, global_num_experts=4, scoring_func=scoring, e_score_correction_bias=bias, routed_scaling_factor=2.0
+    )
+    if not is_ours:
+        with pytest.raises(AssertionError) if scoring == "sigmoid" else nullcontext():
+            assert router._compute_routing(logits, logits, None)[1].sort().values.tolist() == [[0, 3]]
+        return
+    weights, ids = router._compute_routing(logits, logits, None)
+    scores = logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
+    assert ids.sort().values.tolist() == [[0, 1]]
+    chosen = scores.gather(1, ids.long())
+    torch.testing.assert_close(weights, 2.0 * chosen / chosen.sum())

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import STACKED, family_of, is_router, with_fact
+from ..models import IN_FLOAT32, is_router
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory, LayerWeights
-from ..quantization.names import CheckpointNames, architecture
+from ..quantization.names import CheckpointNames
 from ..quantization.plan import fused_layers
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name
+from ..wire.protocol import stacked_name
 
 
 def iter_checkpoint_layers(
@@ -26,11 +27,11 @@ def iter_checkpoint_layers(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """
     Yield the tensors of the low-bit policy under their names in a checkpoint, one layer at a time, on the model's
-    device. Tensors that are not quantized are in `dtype`; of tied tensors only the first is included. With sharded
-    masters every process has to go through all layers, because each layer is gathered when its turn comes; with
-    `to_main` the tensors of processes other than the main one may have no values and be on the meta device. With
-    `stacks_experts` the matrices of a layer's experts form one tensor, under the name with which vLLM loads them all
-    at once: 6 tensors instead of 1,152 for 128 experts.
+    device. Tensors that are not quantized are in `dtype`, or in float32 ([`~trl_qarl.models.IN_FLOAT32`]); of tied
+    tensors only the first is included. With sharded masters every process has to go through all layers, because each
+    layer is gathered when its turn comes; with `to_main` the tensors of processes other than the main one may have no
+    values and be on the meta device. With `stacks_experts` the matrices of a layer's experts form one tensor with a
+    [`~trl_qarl.wire.protocol.stacked_name`]: 6 tensors instead of 1,152 for 128 experts.
     """
     seen: set[Hashable] = set()
     inventory = Inventory.of(model)
@@ -59,29 +60,27 @@ def _checkpoint_tensors(
         if identity in seen:
             continue
         seen.add(identity)
-        value = whole(tensor, dtype if tensor.is_floating_point() else None, to_main).detach()
-        if name in names.experts:
-            matrices = names.experts[name]
-            if stacks_experts:
-                yield from _stacked(matrices, {"weight": value.flatten(0, 1)})
-                continue
+        kept = torch.float32 if name.endswith(IN_FLOAT32) else dtype
+        value = whole(tensor, kept if tensor.is_floating_point() else None, to_main).detach()
+        matrices = names.experts.get(name)
+        if matrices and stacks_experts:
+            yield from _stacked(matrices, {"weight": value.flatten(0, 1)})
+        elif matrices and name not in names.tensors:
             yield from zip((f"{n}.weight" for n in matrices), value.flatten(0, 1).chunk(len(matrices)), strict=True)
         else:
             yield names.of_tensor(name), value
 
 
 def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors `(E, ...)` of a parameter of experts, named for vLLM's `RoutedExperts.load_weights`."""
-    prefix, _, leaf = matrices[0].rsplit(".", 2)
+    """Yield the tensors `(E, ...)` of a parameter of experts, with the rows of an expert's matrices in order."""
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
-    stem = f"{prefix}.{STACKED.get(leaf, leaf)}"
     for key, value in tensors.items():
         if key == "weight_shape":
             shape = value // value.new_tensor([len(matrices), 1])
             value = shape.repeat(num_experts, len(matrices) // num_experts, 1)
         else:
             value = value.unflatten(0, (num_experts, -1))
-        yield stem + key.removeprefix("weight"), value.detach()
+        yield stacked_name(matrices, key), value.detach()
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -167,10 +166,11 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
 
 def loads_in_transformers(inventory: Inventory) -> bool:
     """Return whether transformers can read the checkpoint. For experts it supports only FP8 codes and packed codes
-    (5.17)."""
-    return not any(
-        isinstance(layer, QuantizedExperts) and not format_of(layer.scheme.container).experts_in_transformers
-        for layer in inventory.layers.values()
+    (5.17), and none in models whose checkpoints stack them."""
+    return all(
+        format_of(layer.scheme.container).experts_in_transformers and f"{name}.{DOWN}" not in inventory.names.tensors
+        for name, layer in inventory.layers.items()
+        if isinstance(layer, QuantizedExperts)
     )
 
 
@@ -207,13 +207,7 @@ def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
 def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme] | None = None) -> str | None:
     """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts.
     `schemes` has those of layers that are yet to be quantized, by name."""
-    name = architecture(inventory.model)
     for path, module in inventory.experts.items():
-        if not family_of(name).has_compared_experts:
-            return (
-                f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM is untested. Tested are "
-                f"{', '.join(with_fact('has_compared_experts'))}. Use one of these, a dense model, or use_vllm=False."
-            )
         scheme = (schemes or {}).get(path, getattr(module, "scheme", None))
         if scheme is not None and not _has_compared_experts(scheme):
             known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]

@@ -224,13 +224,17 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
 
 def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Load a model in `dtype`, by default its checkpoint's, with transformers, or with [`load_frozen_model`] if
-    transformers cannot read it (INT8 experts)."""
+    transformers cannot read it (INT8 experts, and experts that a checkpoint in 16 bits stacks)."""
+    config = AutoConfig.from_pretrained(name_or_path)
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
-        if any(map(_has_unread_experts, weight_files(folder))):
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config)
+        names = Inventory.of(model).names
+        if names.experts.keys() & names.tensors.keys() or any(map(_has_unread_experts, weight_files(folder))):
             return load_frozen_model(str(folder), dtype)
-    return auto_class(AutoConfig.from_pretrained(name_or_path)).from_pretrained(name_or_path, dtype=dtype).eval()
+    return auto_class(config).from_pretrained(name_or_path, dtype=dtype).eval()
 
 
 def _has_unread_experts(path: Path) -> bool:
@@ -257,7 +261,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
         if name in files:
             continue
         parts, places = [names.of_tensor(name)], [tensor]
-        if name in names.experts:
+        if name in names.experts and name not in names.tensors:
             parts = [f"{matrix}.weight" for matrix in names.experts[name]]
             places = tensor.flatten(0, 1).chunk(len(parts))
         if all(part in files for part in parts):

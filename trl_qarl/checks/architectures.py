@@ -14,6 +14,9 @@ from ..quantization.schemes import QuantScheme
 from ..quantization.storage import shapes_of
 
 
+_ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
+
+
 def problems_with_vllm(
     model: nn.Module, dtype: torch.dtype | None, on_cpu: bool, schemes: Mapping[str, QuantScheme]
 ) -> Iterator[str]:
@@ -37,6 +40,8 @@ def problems_with_vllm(
 
 def _problems_on_cpu(inventory: Inventory, dtype: torch.dtype | None) -> Iterator[str]:
     name = architecture(inventory.model)
+    if getattr(inventory.model.config.get_text_config(), "index_topk", None):
+        yield f"{name} has sparse attention, which vLLM does not have on a CPU (`use_sparse` in platforms/cpu.py)"
     decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
     if any(len(shapes["A_log"]) == 2 for shapes in decays):
         yield f"{name} has layers of Mamba 1, for which vLLM has no kernel on a CPU (`selective_scan_fwd`)"
@@ -66,10 +71,8 @@ def problem_of_architecture(model: nn.Module) -> str | None:
         return None
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
-    if _is_recurrent(Inventory.of(model)):
+    kinds = getattr(base_model(model).config.get_text_config(), "layer_types", None) or ()
+    is_recurrent = any("A_log" in shapes_of(module) for module in Inventory.of(model).modules.values())
+    if is_recurrent or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
     return None
-
-
-def _is_recurrent(inventory: Inventory) -> bool:
-    return any("A_log" in shapes_of(module) for module in inventory.modules.values())

@@ -88,6 +88,9 @@ def cpu_environment() -> dict[str, str]:
         "VLLM_CPU_INT4_W4A8": "0",
         # In decoding vLLM would split sums over threads, so log-probs would depend on the number of threads.
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
+        # vLLM's kernels for latent attention take one size of heads (cpu_mla.py); with AMX only bfloat16, and weights
+        # that are loaded once (`kv_b_proj` in mla_attention.py). Ordinary attention takes their place.
+        "VLLM_MLA_DISABLE": "1",
     }
 
 

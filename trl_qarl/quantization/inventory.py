@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
 from .names import (
+    EXPERT_LEAVES,
     CheckpointNames,
     base_model,
     base_modules,
@@ -32,8 +33,6 @@ from .weight import QuantizedLayer, QuantizedWeight
 
 
 _ATTRIBUTE = "_trl_qarl_inventory"
-
-EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 
 class LayerWeights(NamedTuple):
@@ -235,9 +234,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             elif problem := problem_of_experts(module):
                 reasons[name] = f"{kind}: {problem}"
             elif isinstance(model, PreTrainedModel) and f"{name}.{GATE_UP}" not in inventory.names.experts:
-                reasons[name] = (
-                    f"{kind}: checkpoints stack the matrices of all experts in one tensor, which has no low-bit form"
-                )
+                reasons[name] = f"{kind}: checkpoints hold the matrices of experts in another form"
         elif module is head or leaf == "lm_head":
             reasons[name] = "output head"
         elif id(module.weight) in embedding_weights:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..replacing import replaced
 from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
 from .storage import shapes_of
 
@@ -101,13 +101,16 @@ def layer_of(name: str) -> str:
     return match[0] if match else name.rpartition(".")[0] or name
 
 
-_ROW_BLOCKS = {GATE_UP: 2, DOWN: 1}
+EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
+_MATRICES = {GATE_UP: EXPERT_LEAVES[:2], DOWN: EXPERT_LEAVES[2:]}
 
 
 @dataclass(frozen=True)
 class CheckpointNames:
     """Names in a checkpoint: `tensors` has the name of each tensor that is stored unchanged, by its name in the model;
-    `experts` has the names, without `".weight"`, of the matrices that a parameter of experts stacks, in order."""
+    `experts` has the names, without `".weight"`, of the matrices that a parameter of experts stacks, in order. A
+    parameter that is in both is stored unchanged in 16 bits; its low-bit form has one tensor for each matrix, with the
+    names that vLLM takes."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     experts: dict[str, list[str]] = field(default_factory=dict)
@@ -137,10 +140,10 @@ def find_checkpoint_names(
     result is empty if a checkpoint does not have the matrices of experts one by one.
     """
     stacked = {
-        f"{name}.{leaf}": (module.num_experts, blocks)
+        f"{name}.{leaf}": [f"{name}.{expert}.{matrix}" for expert in range(module.num_experts) for matrix in matrices]
         for name, module in modules.items()
         if stacks_experts(module)
-        for leaf, blocks in _ROW_BLOCKS.items()
+        for leaf, matrices in _MATRICES.items()
     }
     if not isinstance(model, PreTrainedModel):
         return CheckpointNames()
@@ -148,21 +151,24 @@ def find_checkpoint_names(
     shapes = {f"{name}.{leaf}": shape for name, m in modules.items() for leaf, shape in shapes_of(m).items()}
     # Otherwise transformers reverts those that it used to load the model.
     conversions = get_model_conversion_mapping(model, add_legacy=False) if is_release else None
-    releasing = patch.object(model, "_weight_conversions", conversions or None, create=True)
-    for name, tensor in base_state_dict(model).items():
-        if name in stacked:
-            num_experts, blocks = stacked[name]
-            # One row marks each matrix, with the matrix' place as its value.
-            mark = torch.arange(num_experts * blocks).view(num_experts, blocks, 1)
-        else:
-            mark = torch.empty(shapes.get(name, tensor.shape), device="meta")
-        with releasing if is_release else nullcontext():
+    releasing = replaced(model, _weight_conversions=conversions or None) if is_release else nullcontext()
+    with releasing:
+        for name, tensor in base_state_dict(model).items():
+            if name in stacked:
+                # One row marks each matrix, with the matrix' place as its value.
+                mark = torch.arange(len(stacked[name])).view(-1, len(_MATRICES[name.rpartition(".")[2]]), 1)
+            else:
+                mark = torch.empty(shapes.get(name, tensor.shape), device="meta")
             reverted = revert_weight_conversion(model, {name: mark})
-        if len(reverted) != (mark.numel() if name in stacked else 1):
-            return CheckpointNames()
-        if name in stacked:
-            places = {int(matrix): of.removesuffix(".weight") for of, matrix in reverted.items()}
-            found.experts[name] = [places[place] for place in sorted(places)]
-        else:
-            [found.tensors[name]] = reverted
+            if name in stacked and len(reverted) == mark.numel():
+                places = {int(matrix): of.removesuffix(".weight") for of, matrix in reverted.items()}
+                found.experts[name] = [places[place] for place in sorted(places)]
+                continue
+            if len(reverted) != 1:
+                return CheckpointNames()
+            [(found.tensors[name], as_stored)] = reverted.items()
+            if name in stacked:
+                if as_stored.shape != mark.shape:
+                    return CheckpointNames()
+                found.experts[name] = stacked[name]
     return found

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.utils import WeightsMapper
 
 from ..wire.describe import Rotation
 from ..wire.fingerprint import fingerprints
@@ -60,7 +61,8 @@ def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield each parameter of a model in checkpoint format, with the names in a checkpoint that fill it, in order."""
+    """Yield each parameter of a model in checkpoint format, with the names in a checkpoint that fill it, in order.
+    Parameters that the model's loader maps itself, such as those of experts, have their own name."""
     # In a model of pictures and text, the language model may have the mapping.
     packed = {}
     for module in model.modules():
@@ -73,27 +75,31 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
         seen.add(id(layer))
         parent, _, leaf = prefix.rpartition(".")
         for name, parameter in layer._parameters.items():
-            if parameter is not None and isinstance(layer, RoutedExperts):
-                # The names with which vLLM's loader takes the matrices of all experts for `w13_*` and `w2_*`.
-                gate_up = "w13" if layer.ckpt_gate_proj_name == "w1" else "gate_up_proj"
-                matrix, _, rest = name.partition("_weight")
-                stacked = gate_up if matrix == "w13" else layer.ckpt_down_proj_name
-                yield f"{prefix}.{name}", [f"{parent}.{stacked}{rest}"]
-            elif parameter is not None:
+            if parameter is not None:
                 parts = packed.get(leaf, [leaf])
                 names = [".".join(part for part in (parent, module, name) if part) for module in parts]
                 yield f"{prefix}.{name}" if prefix else name, names
 
 
-def engine_name(model: nn.Module, name: str) -> str:
-    """Return the name in [`owned_names`] for a name in a checkpoint."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return name
+def mappers_of_names(model: nn.Module) -> list[tuple[str, WeightsMapper]]:
+    """Return how vLLM renames the tensors of a checkpoint: the prefix of each model inside `model`, outer ones first,
+    and its mapper of the names within."""
+    mappers = [
+        (f"{prefix}." if prefix else "", module.hf_to_vllm_mapper)
+        for prefix, module in model.named_modules()
+        if getattr(module, "hf_to_vllm_mapper", None) is not None
+    ]
     # `packed_modules_mapping` has the shards that are stacked into one parameter.
-    if mapper.orig_to_new_stacked:
-        mapper = replace(mapper, orig_to_new_stacked={})
-    return mapper._map_name(name) or name
+    return [(prefix, replace(mapper, orig_to_new_stacked={})) for prefix, mapper in mappers]
+
+
+def engine_name(mappers: Sequence[tuple[str, WeightsMapper]], name: str) -> str:
+    """Return the name in [`owned_names`] for a name in a checkpoint, by [`mappers_of_names`]."""
+    for prefix, mapper in mappers:
+        if name.startswith(prefix):
+            inside = name.removeprefix(prefix)
+            name = prefix + (mapper.map_name(inside) or inside)
+    return name
 
 
 def names_by_module(owned: Mapping[str, list[str]]) -> dict[str, list[str]]:

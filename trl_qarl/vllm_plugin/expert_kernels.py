@@ -8,18 +8,22 @@ experts.
 | `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
 | not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack only at the first load | vLLM's, repacked each time |
 
-Parameters are made by vLLM's methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. In
+Routers choose among experts by biased and by sigmoid scores too. Parameters are made by vLLM's methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. In
 vLLM's registry of quantization configurations, the one here replaces `compressed-tensors` and differs only for
 experts.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from typing_extensions import override
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (
@@ -44,6 +48,23 @@ def register_experts() -> None:
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
         CustomOp.register_oot(RepackedExperts, name=UnquantizedFusedMoEMethod.__name__)
+    if not hasattr(CPURouter.__init__, "__wrapped__"):
+        CPURouter.__init__ = _in_one_group(CPURouter.__init__)
+
+
+def _in_one_group(make: Callable[..., None]) -> Callable[..., None]:
+    """Decorate the constructor of vLLM's router for CPUs. Without groups of experts the router leaves out the bias of
+    their scores and takes no sigmoid (cpu_router.py in 0.31); one group of all experts is the same choice."""
+
+    @wraps(make)
+    def make_router(router: CPURouter, *args: Any, **kwargs: Any) -> None:
+        make(router, *args, **kwargs)
+        has_scores = router.custom_routing_function is None and router.scoring_func in ("softmax", "sigmoid")
+        is_left_out = router.scoring_func == "sigmoid" or router.e_score_correction_bias is not None
+        if is_our_engine() and has_scores and is_left_out and not router.use_grouped_topk:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+    return make_router
 
 
 class RepackedExperts(UnquantizedFusedMoEMethod):
@@ -86,7 +107,8 @@ class _LowBitExperts(FusedMoEMethodBase):
         if self._low_bit is None:
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
-        return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=multiply)
+        activation = _ACTIVATIONS[layer.activation.value]
+        return experts_product(x, topk_ids, topk_weights, *self._low_bit, multiply, activation)
 
     def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
         tensors = {
@@ -97,6 +119,9 @@ class _LowBitExperts(FusedMoEMethodBase):
         low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), tensors["weight_scale"].dtype)
         return low_bit.row_blocks(layer.local_num_experts)
 
+
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""Activations of the gate by vLLM's names; those of transformers are the same functions."""
 
 _METHODS = {
     weights_and_activations: type(name, (_LowBitExperts, base), {"scheme": scheme})
@@ -137,7 +162,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
         if method is None or not (is_ours and per_token):
             return None
         for is_met, what in (
-            (layer.activation.value == "silu", f"activation {layer.activation.value!r}"),
+            (layer.activation.value in _ACTIVATIONS, f"activation {layer.activation.value!r}"),
             (not layer.moe_config.has_bias, "biases"),
             (layer.swiglu_limit is None, "a limit of their activation"),
             (not layer.apply_router_weight_on_input, "weights of the router on their input"),

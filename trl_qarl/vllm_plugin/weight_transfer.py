@@ -40,12 +40,14 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..bitwise import cuda
+from ..quantization.names import layer_of
 from ..replacing import replaced
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
-from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
+from ..wire.protocol import EACH, TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order, names_of_experts
 from ..wire.transfer_dir import confined_path
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
@@ -53,6 +55,7 @@ from .engine_tensors import (
     convolution_copies,
     engine_name,
     live_fingerprints,
+    mappers_of_names,
     names_by_module,
     owned_names,
     part_name,
@@ -85,8 +88,9 @@ class AuditedReload:
         self._is_loading = False
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
-        self._engine_name = partial(engine_name, self.model)
-        # Names that the model's loader maps itself, such as Granite 4's `A_log`, by the parameter that they fill.
+        self._engine_name = partial(engine_name, mappers_of_names(self.model))
+        # Names that the model's loader maps itself, such as those of experts and Granite 4's `A_log`, by the parameter
+        # that they fill.
         self._found: dict[str, dict[Any, str]] = {}
         self._names_of_parameters: dict[int, str] = {}
         self._parts: set[str] = set()
@@ -170,6 +174,10 @@ class AuditedReload:
             self._addresses = Addresses(self.model)
         # Reloading unties tensors for its duration.
         self._tied = dict(tied_names(self.model))
+        for parameter in self.model.parameters():
+            # vLLM asks loaders for their names (0.31). Norms over all heads of MiniMax-M2 have `partial`s.
+            if isinstance(loader := getattr(parameter, "weight_loader", None), partial):
+                loader.__name__ = loader.func.__name__
         with set_default_torch_dtype(self.model_config.dtype):
             initialize_layerwise_reload(self.model)
         self._is_loading = True
@@ -192,6 +200,16 @@ class AuditedReload:
                 if self._read_when_loaded.issuperset(parts):
                     self._read_when_loaded.add(name)
                 self._owned[name] = [name]
+
+    def _own_in_place(self, expected: Mapping[str, str], live: Mapping[str, str]) -> None:
+        """Find what fills parameters that vLLM loads in place and its loader renames, such as the bias of ERNIE's
+        router: the tensor of the same layer with the same last component and the same bytes."""
+        sent = {(layer_of(name), _leaf(name), _sum(value)): name for name, value in expected.items()}
+        for path, parts in self._owned.items():
+            if parts == [path] and _leaf(path) in SKIP_LOAD_TENSORS:
+                name = sent.get((layer_of(path), _leaf(path), _sum(live[path])), path)
+                # A second name of the parameter has the same list.
+                parts[:] = [self._engine_name(name)]
 
     @on_bare_model
     def abandon(self) -> None:
@@ -241,6 +259,7 @@ class AuditedReload:
             self._finalize()
             problems = [] if self._addresses is None else self._addresses.restore()
             live = live_fingerprints(self.model, self._rows)
+            self._own_in_place(expected, live)
             self._loaded += [(name, live[rows]) for rows, name in self._filled.items()]
             problems += self._problems(expected) + self._live_problems(expected, live)
         else:
@@ -360,7 +379,7 @@ class AuditedReload:
             for path, source in self._tied.items():
                 if source in kept:
                     parameter = self.model.get_parameter(path)
-                    parameter.weight_loader(parameter, kept[source])
+                    getattr(parameter, "weight_loader", default_weight_loader)(parameter, kept[source])
             return loaded
 
         dtype = set_default_torch_dtype(self.model_config.dtype)
@@ -381,7 +400,13 @@ class AuditedReload:
             if own_name in sources:
                 kept[own_name] = tensor
             self._unknown = None if own_name in self._owned or own_name in self._parts else own_name
-            yield name, tensor
+            if EACH not in name:
+                yield name, tensor
+                continue
+            # Loaders take a checkpoint's names, and few take the matrices of all experts together.
+            for names, rows in zip(names_of_experts(name, len(tensor)), tensor, strict=True):
+                parts = rows if name.endswith(_SHARED_BY_SHARDS) else rows.chunk(len(names))
+                yield from zip(names, parts, strict=True)
         self._unknown = None
 
     def _watch_layers(self) -> Iterator[str]:
@@ -432,13 +457,22 @@ class AuditedReload:
 
 
 def _in_order(names: Mapping[Any, str]) -> list[str]:
-    """Return names by the shards of a fused parameter that they fill, in the order of its rows."""
+    """Return names by the shards of a fused parameter that they fill, in the order of its rows. One name can fill
+    several: the gate and up projections of experts."""
     order = {"q": 0, "k": 1, "v": 2}
-    return [names[shard] for shard in sorted(names, key=lambda shard: order.get(shard, shard or 0))]
+    return list(dict.fromkeys(names[shard] for shard in sorted(names, key=lambda shard: order.get(shard, shard or 0))))
 
 
 def _dtype_and_shape(fingerprint: str) -> str:
     return fingerprint.rpartition(" ")[0]
+
+
+def _sum(fingerprint: str) -> str:
+    return fingerprint.rpartition(" ")[2]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @dataclass

@@ -126,6 +126,9 @@ def describe_model(config) -> dict[str, Any]:
     }
     # Engines drop and add some, such as `mrope_section` of a model of text. Angles are compared too.
     settings |= _flat("rope_parameters", settings.pop("rope_parameters", None))
+    # vLLM's own names of DeepSeek's kinds.
+    if str(settings.get("rope_parameters.rope_type")).startswith("deepseek_"):
+        del settings["rope_parameters.rope_type"]
     if settings.get("sliding_window") == 0:
         # 0 and `None` both stand for no window, and vLLM replaces one by the other.
         settings["sliding_window"] = None

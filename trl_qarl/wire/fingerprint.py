@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .protocol import EACH
+
 
 _BLOCK = 1 << 15
 # Blocks per step on a GPU, and words per step on a CPU: half a block, 128 KiB, stays in the cache while it is mixed.
@@ -128,7 +130,7 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, str, str]]:
     """Yield `name` and two fingerprints if they differ; for tensors of three dimensions each differing entry, such as
-    `name[3]` for the matrix of expert 3."""
+    `name[3]`, or the name of the matrices of expert 3."""
     if value == other:
         return
     (kind, _, sums), (other_kind, _, other_sums) = value.rpartition(" "), other.rpartition(" ")
@@ -137,7 +139,8 @@ def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, 
         return
     for index, (ours, theirs) in enumerate(zip(sums.split("-"), other_sums.split("-"), strict=True)):
         if ours != theirs:
-            yield f"{name}[{index}]", f"{kind} {ours}", f"{kind} {theirs}"
+            entry = name.replace(EACH, f".{index}.") if EACH in name else f"{name}[{index}]"
+            yield entry, f"{kind} {ours}", f"{kind} {theirs}"
 
 
 def fingerprint_differences(expected: Mapping[str, str], received: Mapping[str, str], limit: int = 5) -> list[str]:

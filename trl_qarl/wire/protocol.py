@@ -1,4 +1,7 @@
-"""Names, paths, replies and the error of a weight sync, for trainer, server and vLLM's processes. No imports."""
+"""Names, paths, replies and the error of a weight sync, for trainer, server and vLLM's processes. Imports nothing."""
+
+from collections.abc import Sequence
+
 
 SESSION_PATH = "/qarl/session"
 STATE_PATH = "/qarl/state"
@@ -45,12 +48,29 @@ def is_adapter_tensor(name: str) -> bool:
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
+EACH = ".*."
+"""Stands for the number of an expert in the name of a tensor `(E, ...)` that stacks a tensor of all `E` experts."""
+
+
+def stacked_name(matrices: Sequence[str], key: str) -> str:
+    """Return the name of the tensor that stacks `key` of the matrices of all experts, from the names of these:
+    `mlp.experts.*.gate_proj|up_proj.weight_scale` has `mlp.experts.0.gate_proj.weight_scale` in its first rows."""
+    prefix = matrices[0].rsplit(".", 2)[0]
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
+    return f"{prefix}{EACH}{'|'.join(leaves)}.{key}"
+
+
+def names_of_experts(name: str, num_experts: int) -> list[list[str]]:
+    """Return the names in a checkpoint of the tensors that a [`stacked_name`] stands for, by expert and row."""
+    prefix, _, rest = name.partition(EACH)
+    leaves, _, key = rest.rpartition(".")
+    return [[f"{prefix}.{expert}.{leaf}.{key}" for leaf in leaves.split("|")] for expert in range(num_experts)]
+
+
 def load_order(name: str) -> int:
     """Return a sort key for the tensors of a layer. vLLM counts the shapes of the experts' gate and up projections
     twice and would consider the layer complete too early, so they are loaded last."""
-    return 2 * name.endswith(("gate_up_proj_shape", "w13_shape")) or int(
-        name.endswith(("down_proj_shape", "w2_shape"))
-    )
+    return 1 + ("|" in name) if EACH in name and name.endswith("weight_shape") else 0
 
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -31,6 +31,16 @@ _QWEN_LINEAR = {
 
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_EIGHT = {**_EXPERTS, "num_experts": 8}
+_EIGHT_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,14 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
     "ernie4_5": {},
-    "deepseek_v3": {
-        **_EXPERTS,
-        **_LATENT,
-        **_GROUPS,
-        "head_dim": 32,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 3,
-    },
     "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
     "gemma": {"tie_word_embeddings": True},
@@ -86,8 +88,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
     "gpt_neox": {},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
-    "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
-    "gpt_oss": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "granite": {
         "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
@@ -104,10 +104,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmoe": {**_EXPERTS, "num_experts": 8, "intermediate_size": 64, "head_dim": 32},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
-    "phimoe": {**_EXPERTS, "num_local_experts": 8, "intermediate_size": 64},
     "phi3": {"sliding_window": None},
     "phi3 long": {
         "sliding_window": None,
@@ -189,14 +187,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
     },
     "qwen3_5_text": {**_QWEN_LINEAR, "head_dim": 128},
-    "qwen3_next": {
-        **_QWEN_LINEAR,
-        "head_dim": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-    },
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"],
         "mamba_d_state": 16,
@@ -207,6 +197,82 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "adapter_rank": 32,
         "chunk_size": 16,
     },
+    # Mixtures of experts
+    "deepseek_v2": {
+        **_EXPERTS,
+        **_LATENT,
+        **_GROUPS,
+        "rope_parameters": _YARN,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+    },
+    "deepseek_v3": {
+        **_EXPERTS,
+        **_LATENT,
+        **_GROUPS,
+        "n_group": 2,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_parameters": _YARN,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+    },
+    "deepseek_v32": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2, "index_topk": 16},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 64,
+        "moe_k": 2,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "flex_olmo": {**_EIGHT_LOCAL, "num_experts": 8},
+    "gemma4_text moe": {
+        **_EIGHT,
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 128,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+    },
+    "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
+    "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "granitemoe": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
+    "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},
+    "lfm2_moe": {**_EIGHT, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "llama4_text": {**_EIGHT_LOCAL, "intermediate_size_mlp": 256, "num_experts_per_tok": 1},
+    "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+    "minimax_m2": {
+        **_EIGHT_LOCAL,
+        "router_aux_loss_coef": 0.0,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "rotary_dim": 64,
+    },
+    "mixtral": {**_EIGHT_LOCAL, "sliding_window": None},
+    "nemotron_h moe": {
+        **_EXPERTS,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "hybrid_override_pattern": "M*E",
+        "num_hidden_layers": 3,
+        "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "olmoe": {**_EIGHT, "intermediate_size": 64},
+    "phimoe": {**_EIGHT_LOCAL},
+    "qwen2_moe": {**_EIGHT, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**_EIGHT},
+    "qwen3_5_moe_text": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
+    "qwen3_next": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
 }
 
 WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
@@ -215,7 +281,7 @@ WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
 FAMILIES |= {kind: {} for kind in WITH_TOWER}
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
-IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_text"}
+IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon"}
@@ -223,7 +289,7 @@ WITHOUT_HEAD_DIM = {"falcon"}
 REFUSED: dict[str, str] = {
     "bamba": "only if all its layers attend",
     "bloom": "reorders the rows",
-    "deepseek_v3": "takes the experts of a layer one by one",
+    "deepseek_v32": "sparse attention",
     "falcon": "FalconLinear has its own forward",
     "falcon_mamba": "selective_scan_fwd",
     "gemma3n_text": "leaves out the embeddings of each layer",
@@ -231,32 +297,49 @@ REFUSED: dict[str, str] = {
     "gpt_neox": "reorders the rows",
     "gpt_oss": "leaves the sinks of its attention",
     "jamba": "selective_scan_fwd",
+    "jetmoe": "interface for the computation of experts",
+    "llama4_text": "interface for the computation of experts",
     "mamba": "selective_scan_fwd",
-    "phimoe": "under the name of its first release",
-    "qwen3_next": "weight sync with vLLM is untested",
+    "minimax_m2": "so a scheme that names experts does not reach them",
+    "minimax": "only if all its layers attend",
+    "nemotron_h moe": "experts have no gate",
+    "phimoe": "makes its router a plain linear layer",
     "zamba2": "names its shared blocks",
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
 
 _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
+    # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
+    **{
+        (family, "vllm"): "No WNA16 MoE backend"
+        for family, fields in FAMILIES.items()
+        if fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
+    },
     ("falcon_h1", "vllm"): _SIZES,
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,
     # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have (modeling_mamba2.py).
     ("mamba2", "transformers"): "weight",
-    # vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
-    ("glm4_moe", "vllm"): "No WNA16 MoE backend",
-    ("olmoe", "vllm"): "No WNA16 MoE backend",
+    # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
+    ("gemma4_text moe", "transformers"): "random values",
+    ("granitemoe", "transformers"): "random values",
+    ("granitemoeshared", "transformers"): "random values",
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
 
-LOOSE = {"nemotron_h": 1e-4}
-"""Limits of exports in transformers, which limits Nemotron-H's step sizes; vLLM does not."""
+# The norms of GLM's latent attention add 1e-6 in transformers and `rms_norm_eps`, 1e-5, in vLLM.
+LOOSE = {"glm4_moe_lite": 3e-5, "nemotron_h": 1e-4}
+"""Limits of families whose operations enlarge rounding, such as a squared ReLU, or differ: transformers limits the
+step sizes of Nemotron-H."""
 
 NOTES: dict[str, str] = {
     "cohere2": "sequences within the window",
-    "granitemoehybrid": "`router_aux_loss_coef=0`",
+    "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        "`router_aux_loss_coef=0`",
+    ),
     "phi3 long": "sequences within `original_max_position_embeddings`",
 }

@@ -15,7 +15,10 @@ def score_with_transformers(export, texts):
 
     config = transformers.AutoConfig.from_pretrained(export)
     cls = getattr(transformers, config.architectures[0])
-    model = cls.from_pretrained(export, dtype="auto", attn_implementation="eager").eval()
+    model, info = cls.from_pretrained(export, dtype="auto", attn_implementation="eager", output_loading_info=True)
+    if info["missing_keys"]:
+        raise ValueError(f"transformers has given random values to {sorted(info['missing_keys'])}")
+    model.eval()
     ids = torch.tensor(texts)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1].float()

@@ -36,6 +36,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Its kernels for latent attention on CPUs take only the sizes of DeepSeek's releases.
+    "VLLM_MLA_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
 }

@@ -102,18 +102,3 @@ def test_vllm_takes_it_on_cpus_and_registers_once():
 def test_an_engine_says_whether_all_its_layers_have_it(is_ours, says):
     groups = [[SimpleNamespace(metadata_builders=[make_builder(value)])] for value in is_ours]
     assert describe_attention(SimpleNamespace(attn_groups=groups)) == says
-
-
-def test_heads_with_a_dimension_of_their_own_are_rotated():
-    """As latent attention gives them: the last features of each head of the queries, and one head of the keys."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    register()
-    with set_current_vllm_config(VllmConfig()):
-        rotary = RotaryEmbedding(32, 32, 64, 1e4, False, torch.float32)
-    positions, queries, keys = torch.arange(5), torch.rand(5, 4, 96)[..., 64:], torch.rand(5, 1, 80)[..., 48:]
-    wanted = rotary.forward_native(positions, queries.flatten(1), keys.flatten(1))
-    rotated = rotary.forward_cpu(positions, queries, keys)
-    for heads, rows in zip(rotated, wanted, strict=True):
-        torch.testing.assert_close(heads.flatten(1), rows)

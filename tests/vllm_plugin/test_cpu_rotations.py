@@ -30,3 +30,17 @@ def test_queries_with_an_axis_of_heads_are_rotated_by_token(monkeypatch):
     assert all(torch.equal(each.flatten(1), rows) for each, rows in zip(ours, expected, strict=True))
     alone, _ = theirs(rope, positions, query.clone(), key.clone())
     assert not torch.equal(alone.flatten(1), expected[0])
+
+
+def test_heads_with_a_dimension_of_their_own_are_rotated():
+    """As latent attention gives them: the last features of each head of the queries, and one head of the keys."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    register_rotations()
+    with set_current_vllm_config(VllmConfig()):
+        rotary = RotaryEmbedding(32, 32, 64, 1e4, False, torch.float32)
+    positions, queries, keys = torch.arange(5), torch.rand(5, 4, 96)[..., 64:], torch.rand(5, 1, 80)[..., 48:]
+    wanted = rotary.forward_native(positions, queries.flatten(1), keys.flatten(1))
+    rotated = rotary.forward_cpu(positions, queries, keys)
+    for heads, rows in zip(rotated, wanted, strict=True):
+        torch.testing.assert_close(heads.flatten(1), rows)

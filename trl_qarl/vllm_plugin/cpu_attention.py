@@ -1,19 +1,14 @@
 """
 Attention of vLLM on a CPU with the same bits in prefill and decoding, for any length, chunks and cached prefix: an
 engine that receives its weights from [`trl_qarl.vllm_plugin.weight_transfer`] splits requests into parts of one pass
-each ([`~trl_qarl.bitwise.cpu.one_pass_requests`]; docs/alignment.md says why). Other engines change only in
-the rotation of heads that have a dimension of their own.
+each ([`~trl_qarl.bitwise.cpu.one_pass_requests`]; docs/alignment.md says why). Other engines do not change.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
-import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -22,23 +17,8 @@ from .linear_kernels import is_our_engine
 
 
 def register_attention() -> None:
-    """Replace vLLM's attention backend for CPUs, and its rotation of heads; calling it again changes nothing."""
+    """Replace vLLM's attention backend for CPUs; calling it again changes nothing."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OnePassBackend.__name__}")
-    if not hasattr(RotaryEmbedding.forward_cpu, "__wrapped__"):
-        RotaryEmbedding.forward_cpu = _rotate_each_head(RotaryEmbedding.forward_cpu)
-
-
-def _rotate_each_head(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of vLLM's rotary embedding to rotate queries and keys `(T, H, D)`, as of latent attention.
-    Its kernel for CPUs finds heads and tokens only in `(T, H * D)` (csrc/cpu/pos_encoding.cpp in 0.31)."""
-
-    @wraps(rotate)
-    def forward_cpu(embedding: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key=None):
-        if query.ndim == 3:
-            return embedding.forward_native(positions, query, key)
-        return rotate(embedding, positions, query, key)
-
-    return forward_cpu
 
 
 def describe_attention(model_runner: Any) -> str | None:

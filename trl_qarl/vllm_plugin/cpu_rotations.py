@@ -1,8 +1,8 @@
 """
 Rotary embeddings of queries and keys with an axis of heads on a CPU.
 
-vLLM's kernel for CPUs takes rows of all heads. LFM2 gives it `(N, heads, head_dim)` (models/lfm2.py in vLLM 0.31), of
-which it would rotate the first N heads as if they were N tokens.
+vLLM's kernel for CPUs takes rows of all heads (csrc/cpu/pos_encoding.cpp in 0.31). LFM2 and latent attention give it
+`(N, heads, head_dim)`, of which it would rotate the first N heads as if they were N tokens.
 """
 
 from functools import wraps

@@ -75,7 +75,7 @@ STUDIES = {
     "muon_8bit_150": Study("benchmarks/study/start_150", f"{SMALL} --band_scale 13.4 --optimizer muon_8bit", MUON[:1]),
     "bf16_gradients_150": Study(
         "benchmarks/study/start_150",
-        f"{SMALL} --band_scale 13.4 --optimizer muon --gradient_dtype bfloat16",
+        f"{SMALL} --band_scale 13.4 --optimizer muon_8bit --gradient_dtype bfloat16",
         MUON[:1],
     ),
     "muon_400": Study("benchmarks/study/start_400", f"{SMALL} --band_scale 2.8 --optimizer muon", MUON),

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, shell_commands
 
 from trl_qarl.engines.server_process import free_port
 from trl_qarl.quantization.schemes import SCHEMES
@@ -108,21 +107,3 @@ def test_a_killed_trainer_starts_its_server_again(user):
     user.write_recipe(**ENGINE, vllm_mode="server", vllm_server_autostart=True, vllm_server_port=free_port())
     train_killed_and_resumed(user)
     user.assert_deployed("out/w4a16")
-
-
-@pytest.mark.nightly
-def test_server_and_training_of_the_page_deploy_an_adapter(user):
-    ours = {"MODEL": "model", "DATASET": "problems.json", "accuracy_reward": "rewards.digits"}
-    serve, train = (
-        [ours.get(word, word) for word in words]
-        for words in shell_commands(ROOT / "docs" / "vllm.md")
-        if {"--max_lora_rank", "--lora_r"} & {*words}
-    )
-    port = str(free_port())
-    server = user.start(*serve, "--max-model-len", "64", "--port", port, log="server", kind="engines")
-    user.wait_for(f"http://127.0.0.1:{port}/health", server)
-    user.write_recipe(vllm_server_port=int(port), vllm_max_model_length=64, learning_rate=3e-2)
-    user.run(*train, "--config", "recipe.yaml", kind="engines")
-    user.assert_deployed("out/w4a16")
-    server.send_signal(15)
-    server.wait(60)

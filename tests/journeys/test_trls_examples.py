@@ -22,7 +22,6 @@ pytestmark = [
 
 WORDS = "--model_name_or_path model --output_dir out --learning_rate 3e-2 --max_steps 2 --num_generations 2 "
 WORDS += "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --steps_per_generation 1 --report_to none "
-ENGINE = "--use_vllm True --vllm_mode colocate --vllm_max_model_length 4096 --log_completions True"
 
 START = """
 from datasets import Dataset
@@ -154,14 +153,13 @@ def make_agent(user):
 def run_script(user, text, words=""):
     """Run a script; returns the rows of its log."""
     (user.folder / "train.py").write_text(text)
-    user.run(sys.executable, "train.py", *words.split(), kind="engines" if "--use_vllm" in words else "commands")
+    user.run(sys.executable, "train.py", *words.split())
     return [json.loads(line) for line in (user.folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("engine", ["", pytest.param(ENGINE, marks=pytest.mark.nightly)], ids=["own", "vllm"])
-def test_an_agent_with_tools_trains_and_deploys(user, engine):
+def test_an_agent_with_tools_trains_and_deploys(user):
     make_agent(user)
-    rows = run_script(user, AGENT, f"{WORDS} --max_completion_length 160 --max_tool_calling_iterations 1 {engine}")
+    rows = run_script(user, AGENT, f"{WORDS} --max_completion_length 160 --max_tool_calling_iterations 1")
     assert max(row.get("tools/call_frequency", 0) for row in rows) > 0
     user.assert_deployed("policy", engines=("transformers",))
 
@@ -208,17 +206,14 @@ trainer = GRPOTrainer(
 
 
 @needs_torchvision
-@pytest.mark.parametrize(
-    "words",
-    ["--use_peft --lora_target_modules q_proj v_proj --dtype bfloat16", "--eval_strategy steps --eval_steps 1"],
-    ids=["adapter", "masters"],
-)
-def test_a_script_with_pictures_trains(user, words):
+def test_a_script_with_pictures_trains_an_adapter(user):
     pytest.importorskip("math_verify")
     make_tiny_picture_model(user.folder, "qwen2_5_vl")
     # The answers that journeys compare have no pictures.
     del user.environment["JOURNEY_TOKENS"]
-    words += " --max_completion_length 8 --log_completions --per_device_eval_batch_size 2"
+    words = (
+        "--use_peft --lora_target_modules q_proj v_proj --dtype bfloat16 --max_completion_length 8 --log_completions"
+    )
     rows = run_script(user, PICTURES, WORDS.replace("path model", "path qwen2_5_vl") + words)
     assert any(row.get("reward_std") for row in rows)
     assert (user.folder / "policy" / "processor_config.json").is_file()

@@ -20,7 +20,7 @@ def assigned(plan, skipped=HEAD):
 
 def test_name_of_a_scheme_is_a_plan_of_one():
     plan = get_plan("w4a16", 64)
-    assert plan.is_uniform and plan.name == "w4a16" and (plan.written, plan.group_size) == ("w4a16", 64)
+    assert plan.is_uniform and plan.name == "w4a16" and (plan.option_value, plan.group_size) == ("w4a16", 64)
     assert plan.schemes == (get_scheme("w4a16", 64),)
     assert set(assigned(plan).values()) == {"w4a16"} and len(assigned(plan)) == 21
     assert get_plan(plan) is not None and get_plan(plan) == plan
@@ -104,7 +104,7 @@ def test_group_size_is_for_schemes_with_groups_that_say_none():
     ],
 )
 def test_what_is_written_is_read_again(plan):
-    assert get_plan(json.loads(json.dumps(plan.written)), plan.group_size) == plan
+    assert get_plan(json.loads(json.dumps(plan.option_value)), plan.group_size) == plan
 
 
 @pytest.mark.parametrize("pattern", ["lm_head", "re:lm_.*"])
@@ -141,7 +141,7 @@ def test_fused_layers_may_differ_between_layers_and_may_be_fewer():
 def test_plan_of_layers_is_one_scheme_or_one_each():
     w4, w8 = get_scheme("w4a16"), get_scheme("w8a8")
     assert QuantPlan.of_layers({"a": w4, "b": w4}) == get_plan("w4a16")
-    assert QuantPlan.of_layers({"a": w4, "b": w8}).written == {
+    assert QuantPlan.of_layers({"a": w4, "b": w8}).option_value == {
         "a": {"scheme": "w4a16", "group_size": 128},
         "b": "w8a8",
     }

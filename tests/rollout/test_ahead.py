@@ -321,7 +321,7 @@ def test_a_servers_log_probs_are_of_the_drawing_weights(make_exact_trainer):
     backend.vllm_client.control("/pause?mode=abort")
     with pytest.raises(EngineLost, match="completions short: it was told to abort them") as cut:
         backend.collect(in_flight, [[5, 6]] * 256, 4)
-    assert cut.value.can_be_filled
+    assert cut.value.is_recoverable
     backend.vllm_client.control("/resume")
     backend.max_completion_length = usual
     batches, states = record(trainer)

@@ -19,7 +19,7 @@ from ..checkpoint.export import is_export
 from ..checkpoint.load import holds_shards, is_low_bit_checkpoint, load_frozen_model, load_masters, load_shards
 from ..checkpoint.scales import keep_scales
 from ..quantization.experts import QuantizedExperts
-from ..quantization.inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
+from ..quantization.inventory import Inventory, layer_format, layers_outside_decoder, reasons_to_skip, split_experts
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model
 from ..quantization.plan import QuantPlan, get_plan
@@ -199,8 +199,8 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
         ours = dict.fromkeys(layers, plan.schemes[0])
     else:
         candidates = {name: m for name, m in inventory.modules.items() if name in {**layers, **inventory.quantizable}}
-        reasons, around = reasons_to_skip(inventory, None), layers_around(inventory)
-        ours, _ = plan.assign(candidates, reasons, parts_of_experts(candidates), around)
+        reasons, around = reasons_to_skip(inventory, None), layers_outside_decoder(inventory)
+        ours, _ = plan.assign(candidates, reasons, split_experts(candidates), around)
     differing = [name for name in dict.fromkeys([*layers, *ours]) if not _has_scheme(layers, name, ours, scale_dtype)]
     if differing:
         layer = layers.get(differing[0]) or next(iter(layers.values()))
@@ -208,7 +208,7 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
         names = "', '".join(dict.fromkeys(layer.scheme.name for layer in layers.values()))
         raise ValueError(
             f"The base is a low-bit checkpoint of scheme '{names}' with group sizes {sorted(map(str, sizes))} and "
-            f"scales in {layer.scale_dtype}; this run has scheme={plan.written!r}, group_size={plan.group_size} and scales in "
+            f"scales in {layer.scale_dtype}; this run has scheme={plan.option_value!r}, group_size={plan.group_size} and scales in "
             f"{scale_dtype} (`bf16`), and {len(differing)} layers differ, such as {differing[0]!r}. Use the same, or start from "
             "the high-precision checkpoint."
         )

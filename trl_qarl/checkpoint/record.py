@@ -26,7 +26,7 @@ def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str
     """Return the quantization settings of a checkpoint."""
     excluded = args.exclude_modules
     return {
-        "scheme": plan.written,
+        "scheme": plan.option_value,
         "grids": plan.grids,
         "quantize_learner": args.quantize_learner,
         "group_size": plan.group_size,

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..adapters.tensors import ADAPTER_NAME
 from ..hub import ENGINE_RANKS
-from ..quantization.inventory import Inventory, layers_around
+from ..quantization.inventory import Inventory, layers_outside_decoder
 from ..quantization.names import base_model, base_modules
 from .refused import PATTERNS_OF_LORA, REFUSED_BY_LORA
 
@@ -142,7 +142,7 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
     base = base_model(model)
     outside = {id(base.get_output_embeddings()), *(id(m) for m in base.modules() if isinstance(m, nn.Embedding))}
     wrapped = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
-    around = layers_around(Inventory.of(base))
+    around = layers_outside_decoder(Inventory.of(base))
     if adapted := [name for name in wrapped if name in around]:
         decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
         yield (

@@ -109,7 +109,7 @@ def _differences(folder: Path, args: Any, model: Any, config: Any, peft_config: 
         theirs = read_json(folder / RESUME_FILE)
         problems += differing([name for name in theirs if name in ours], theirs, ours)
     if (folder / SCHEME_FILE).is_file():
-        ours = {"scheme": args.plan.written, "quantize_learner": args.quantize_learner}
+        ours = {"scheme": args.plan.option_value, "quantize_learner": args.quantize_learner}
         ours |= {"group_size": args.plan.group_size, "exclude_modules": _plain(args.exclude_modules)}
         problems += differing(ours, read_json(folder / SCHEME_FILE), ours)
     return problems

@@ -126,7 +126,7 @@ def start_command(args, spec: EngineSpec) -> str:
     options = {
         "model": spec.model,
         "revision": revision if revision != "main" else None,
-        "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
+        "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.option_value),
         "group_size": args.group_size if isinstance(args.scheme, str) else None,
         "exclude_modules": args.exclude_modules,
         "dtype": spec.dtype,

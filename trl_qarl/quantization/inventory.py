@@ -184,7 +184,7 @@ class Inventory:
             yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
 
 
-def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
+def split_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
     """Return the names of the matrices in each module of experts among `layers`, one by one and stacked. A pattern
     that matches only some of them does not match the module."""
     return {
@@ -205,7 +205,7 @@ def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, i
     return experts_format(module, scheme)
 
 
-def layers_around(inventory: Inventory) -> dict[str, str]:
+def layers_outside_decoder(inventory: Inventory) -> dict[str, str]:
     """Return the quantizable layers outside the language model, such as those of a vision tower and its connector,
     with the reason why they stay in high precision unless a plan names them."""
     model = inventory.model
@@ -265,7 +265,7 @@ def _steers_recurrence(inventory: Inventory, name: str, module: nn.Linear) -> bo
 def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[str]:
     if not patterns:
         return set()
-    parts = parts_of_experts(layers)
+    parts = split_experts(layers)
     excluded = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         said = f"exclude_modules: {pattern!r}"

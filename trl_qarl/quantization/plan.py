@@ -66,7 +66,7 @@ class QuantPlan:
         return self.rules[0][1].group_size if self.is_uniform else None
 
     @property
-    def written(self) -> str | dict[str, Any]:
+    def option_value(self) -> str | dict[str, Any]:
         """The plan without `group_size` in a form for JSON, from which [`get_plan`] makes it again."""
         if self.is_uniform:
             return self.rules[0][1].name
@@ -76,9 +76,9 @@ class QuantPlan:
         }
 
     @property
-    def described(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Entries `scheme`, `grids` and, for a mapping, `layers`, for reports and cards."""
-        layers = {} if self.is_uniform else {"layers": self.written}
+        layers = {} if self.is_uniform else {"layers": self.option_value}
         return {"scheme": self.name, **layers, "grids": self.grids}
 
     def scheme_of(self, name: str) -> QuantScheme:
@@ -97,7 +97,7 @@ class QuantPlan:
 
         `skipped` has the reasons of layers that are never quantized. `outside` has those of layers around a language
         model, which stay in high precision unless a pattern matches only such layers. `parts` are as in
-        [`covered_names`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
+        [`matching_names`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
         quantized scheme only skipped layers.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
@@ -105,7 +105,7 @@ class QuantPlan:
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
                 continue
-            found = hits[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
+            found = hits[pattern] = matching_names(pattern, "scheme", names, "linear layers", parts)
             if scheme.is_quantized and all(name in skipped for name in found):
                 left = sorted({skipped[name] for name in found})
                 raise ValueError(
@@ -250,7 +250,7 @@ def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]
     return next(matching, DEFAULT if DEFAULT in patterns else None)
 
 
-def covered_names(
+def matching_names(
     pattern: str,
     option: str,
     names: Sequence[str],

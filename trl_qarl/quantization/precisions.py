@@ -15,7 +15,7 @@ from dataclasses import replace
 from operator import mul
 from typing import Any
 
-from .plan import QuantPlan, check_pattern, covered_names, pattern_of
+from .plan import QuantPlan, check_pattern, matching_names, pattern_of
 from .schemes import SCHEMES, QuantScheme
 
 
@@ -102,7 +102,7 @@ def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantSche
     nesting = [name for name, scheme in schemes.items() if scheme.nests]
     for pattern in _patterns(precisions):
         try:
-            covered_names(pattern, "precisions", nesting, "layers whose bits can change")
+            matching_names(pattern, "precisions", nesting, "layers whose bits can change")
         except ValueError as error:
             yield str(error)
 

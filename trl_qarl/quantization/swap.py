@@ -24,7 +24,7 @@ from .experts import QuantizedExperts, has_stacked_matrices
 from .fixed_scales import FixedScale, attach_fixed_scales, check_scale_dtype, fixed_scales, fixed_schemes
 from .formats.registry import format_of
 from .gemm import low_bit_linear
-from .inventory import Inventory, layer_format, layers_around, parts_of_experts, reasons_to_skip
+from .inventory import Inventory, layer_format, layers_outside_decoder, reasons_to_skip, split_experts
 from .linear import QuantizedLinear
 from .names import base_model
 from .plan import QuantPlan, check_fused, fused_layers, get_plan
@@ -206,7 +206,7 @@ def assign_schemes(
     reasons = reasons_to_skip(inventory, exclude_modules)
     if scales:
         reasons = _reasons_with(scales, candidates, reasons)
-    schemes, kept = plan.assign(candidates, reasons, parts_of_experts(candidates), layers_around(inventory))
+    schemes, kept = plan.assign(candidates, reasons, split_experts(candidates), layers_outside_decoder(inventory))
     reasons |= kept
     if scales:
         schemes = fixed_schemes(schemes, scales)

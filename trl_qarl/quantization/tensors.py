@@ -85,10 +85,10 @@ class LowBitTensor(TorchAOBaseTensor):
         scale: torch.Tensor | None = None,
     ) -> "LowBitTensor":
         """Quantize a master weight; errors are those of [`~trl_qarl.quantization.quantize.quantize_weight`]."""
-        return cls.of_parts(quantize_weight(weight, scheme, scale_dtype, global_scale, scale), scheme, weight.dtype)
+        return cls.from_parts(quantize_weight(weight, scheme, scale_dtype, global_scale, scale), scheme, weight.dtype)
 
     @classmethod
-    def of_parts(cls, parts: Iterable[torch.Tensor], scheme: QuantScheme, *attributes: Any) -> "LowBitTensor":
+    def from_parts(cls, parts: Iterable[torch.Tensor], scheme: QuantScheme, *attributes: Any) -> "LowBitTensor":
         """Return the inverse of [`~LowBitTensor.parts`]; `attributes` follow `scheme` in the constructor."""
         codes, scale, *operands = parts
         names = (operand.name for operand in format_of(scheme.container).operands)
@@ -113,7 +113,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     def take(self, rows: Any) -> "LowBitTensor":
         """Return the rows of an index tensor or a slice."""
-        return self.of_parts((part[rows] for part in self.parts()), self.scheme, self.orig_dtype)
+        return self.from_parts((part[rows] for part in self.parts()), self.scheme, self.orig_dtype)
 
     def codes(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the codes `(N, K)` in `dtype`."""
@@ -129,7 +129,7 @@ class LowBitTensor(TorchAOBaseTensor):
         if len(matrices) == 1:
             return matrices[0]
         parts = map(torch.cat, zip(*(m.parts() for m in matrices), strict=True))
-        return cls.of_parts(parts, matrices[0].scheme, matrices[0].orig_dtype)
+        return cls.from_parts(parts, matrices[0].scheme, matrices[0].orig_dtype)
 
     @property
     def group_size(self) -> int | None:
@@ -203,7 +203,7 @@ class LowBitTensor(TorchAOBaseTensor):
         cls, tensors: Mapping[str, torch.Tensor], scheme: QuantScheme, orig_dtype: torch.dtype
     ) -> "LowBitTensor":
         """Return the inverse of [`~LowBitTensor.checkpoint_tensors`]."""
-        return cls.of_parts(format_of(scheme.container).from_checkpoint(tensors), scheme, orig_dtype)
+        return cls.from_parts(format_of(scheme.container).from_checkpoint(tensors), scheme, orig_dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
@@ -223,7 +223,8 @@ class _RowBlocks(NamedTuple):
         parts = (tensor.split(num_rows) if num_rows else () for tensor in weight.parts())
         shape = (num_rows, weight.shape[-1]) if weight.gathered_shape is not None else None
         return tuple(
-            LowBitTensor.of_parts(block, weight.scheme, weight.orig_dtype, shape) for block in zip(*parts, strict=True)
+            LowBitTensor.from_parts(block, weight.scheme, weight.orig_dtype, shape)
+            for block in zip(*parts, strict=True)
         )
 
 
@@ -306,7 +307,7 @@ def _to_copy(func, types, args, kwargs):
     if not to["dtype"].is_floating_point:
         raise TypeError(f"A low-bit tensor has no {to['dtype']} form. Its codes are `qdata`.")
     parts = (t.to(to["device"], non_blocking=to.get("non_blocking", False)) for t in self.parts())
-    moved = LowBitTensor.of_parts(parts, self.scheme, to["dtype"])
+    moved = LowBitTensor.from_parts(parts, self.scheme, to["dtype"])
     return return_and_correct_aliasing(func, args, kwargs, moved)
 
 

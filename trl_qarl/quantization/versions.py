@@ -37,7 +37,7 @@ class KeptVersion(NamedTuple):
         low_bit = {}
         for name, parts in state["low_bit"].items():
             like = weights[name].low_bit_weight()
-            low_bit[name] = LowBitTensor.of_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)
+            low_bit[name] = LowBitTensor.from_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)
         return cls(low_bit, state["others"])
 
 

@@ -20,15 +20,15 @@ MAX_ATTEMPTS = 4
 class EngineLost(RuntimeError):
     """
     The engine could not take the weights or did not generate; a server failed in all of [`MAX_ATTEMPTS`] attempts.
-    `can_be_filled` is true if another publication may bring the engine back.
+    `is_recoverable` is true if another publication may bring the engine back.
 
     Iterating over this error raises it: the main process sends it to the others in place of completions, so that all
     of them stop at the same line instead of waiting for each other.
     """
 
-    def __init__(self, *args, can_be_filled: bool = False):
+    def __init__(self, *args, is_recoverable: bool = False):
         super().__init__(*args)
-        self.can_be_filled = can_be_filled
+        self.is_recoverable = is_recoverable
 
     def __iter__(self):
         raise self
@@ -58,17 +58,17 @@ def all_or_none(accelerator):
         raise failure if culprit == accelerator.process_index else failures[culprit]
 
 
-def as_lost(error: Exception, doing: str) -> EngineLost:
+def to_engine_lost(error: Exception, doing: str) -> EngineLost:
     """Return the error that ended `doing` as [`EngineLost`]; an unexpected error is logged with its traceback."""
     if isinstance(error, EngineLost):
         return error
     if not isinstance(error, (ServerLost, PublishError, ValueError)):
         logger.error("%s unexpectedly", doing, exc_info=error)
         return EngineLost(f"{doing}: {type(error).__name__}: {error}")
-    return EngineLost(f"{doing}: {error}", can_be_filled=isinstance(error, (ServerLost, PublishError)))
+    return EngineLost(f"{doing}: {error}", is_recoverable=isinstance(error, (ServerLost, PublishError)))
 
 
-def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
+def with_retries(doing: str, attempt: Callable[[int], Any]) -> Any:
     """
     Return the result of the first `attempt` that does not lose the engine. Each attempt gets the number of earlier
     failures, and has to get the engine back if there are any. [`EngineLost`] is raised after [`MAX_ATTEMPTS`], or at
@@ -79,8 +79,8 @@ def persistently(doing: str, attempt: Callable[[int], Any]) -> Any:
             return attempt(failed)
         except Exception as error:
             # Not only of a lost engine: a server started in its place may not fit the learner.
-            lost = as_lost(error, f"{doing} failed")
-            if not lost.can_be_filled:
+            lost = to_engine_lost(error, f"{doing} failed")
+            if not lost.is_recoverable:
                 raise lost from error
             logger.warning("Attempt %d of %d: %s", failed + 1, MAX_ATTEMPTS, lost)
     last = str(lost).removeprefix(f"{doing} failed: ")

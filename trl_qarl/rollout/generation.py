@@ -32,7 +32,7 @@ from ..quantization.names import base_model
 from ..quantization.storage import is_sharded, writes_to
 from ..sync.channels import choose_channel
 from ..sync.publisher import Publisher, check_ranks, largest_chunk
-from .failures import EngineLost, PromptTooLong, all_or_none, as_lost, persistently
+from .failures import EngineLost, PromptTooLong, all_or_none, to_engine_lost, with_retries
 
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         if self.mode == "colocate":
             self._publish_directly()
         else:
-            persistently(_PUBLISHING, self._publish_to_server)
+            with_retries(_PUBLISHING, self._publish_to_server)
         self._published = self._learner_state()
 
     def is_published(self) -> bool:
@@ -223,7 +223,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self._publish_to_server(failed)
             return self._generate_once(prompts, images, num_generations, profiler)
 
-        return attempt(0) if self.mode == "colocate" else persistently(_GENERATING, attempt)
+        return attempt(0) if self.mode == "colocate" else with_retries(_GENERATING, attempt)
 
     def launch(self, prompts: list[list[int]], num_generations: int) -> BackgroundCall:
         """Have a thread of the main process ask the server for the completions of all processes, which all have to
@@ -264,7 +264,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self._check_answer(answer, prompts, num_generations=1)
                 self._check_weight_version()
         except Exception as error:
-            raise as_lost(error, f"{_GENERATING} failed") from error
+            raise to_engine_lost(error, f"{_GENERATING} failed") from error
         finally:
             self._is_generating = False
         return output
@@ -321,7 +321,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         try:
             self._publish()
         except Exception as error:
-            raise as_lost(error, f"{_PUBLISHING} failed") from error
+            raise to_engine_lost(error, f"{_PUBLISHING} failed") from error
 
     def _publish_to_server(self, failed: int) -> None:
         """Publish from the main process, after getting the server back if attempts have failed. All processes gather
@@ -340,7 +340,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self._publish()
                 outcome = [self.publication]
             except Exception as error:
-                outcome = [as_lost(error, f"{_PUBLISHING} failed")]
+                outcome = [to_engine_lost(error, f"{_PUBLISHING} failed")]
         broadcast_object_list(outcome, from_process=0)
         if outcome[0] == _GATHERS:
             self.publisher.join()
@@ -356,7 +356,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         request = partial(self._ask, is_own, *args, **kwargs)
         try:
             if not is_own:
-                return persistently(_GENERATING, partial(self._ask_alone, request))
+                return with_retries(_GENERATING, partial(self._ask_alone, request))
             if in_flight is None:
                 return request()
             if in_flight.is_started:
@@ -365,7 +365,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self._launched = in_flight
             return dict.fromkeys(_ANSWER, ())
         except Exception as error:
-            return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
+            return dict.fromkeys(_ANSWER, to_engine_lost(error, f"{_GENERATING} failed"))
 
     def _ask_alone(self, request: Callable[[], dict[str, Any]], failed: int) -> dict[str, Any]:
         """Send the request of a `rollout_func`, in which other processes take no part."""

@@ -85,7 +85,7 @@ class MasterShard(torch.Tensor):
             outputs = [held[0][start:][:size].view(dtype).view(shape) for start, size, dtype, shape in metadata]
         shape = self.weight.source.shape(self.weight.parameter)
         parts = (tensor[: shape[:-1].numel()] for tensor in outputs)
-        return LowBitTensor.of_parts(parts, self.weight.scheme, param_dtype, shape), held
+        return LowBitTensor.from_parts(parts, self.weight.scheme, param_dtype, shape), held
 
     @override
     def to(self, *args, **kwargs):
@@ -225,7 +225,7 @@ class FrozenRows(MasterSource):
         rows = weight.to_local() if isinstance(weight, DTensor) else weight
         parts = rows.split([width for _, width in self._parts], 1)
         parts = (part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, self._parts, strict=True))
-        return LowBitTensor.of_parts(parts, *self._of_all)
+        return LowBitTensor.from_parts(parts, *self._of_all)
 
 
 def as_bytes(model: nn.Module) -> None:

@@ -114,7 +114,7 @@ class RunLog(TrainerCallback):
         }
         return {
             "loss_type": args.loss_type,
-            **args.plan.described,
+            **args.plan.summary,
             "quantize_learner": args.quantize_learner,
             "group_size": args.plan.group_size,
             "seed": args.seed,

@@ -296,7 +296,7 @@ class Policy:
     def card_facts(self) -> dict[str, Any]:
         """Return the settings for a model card."""
         settings = {"loss_type": self.args.loss_type, **self.record(), "temperature": self.args.temperature}
-        settings |= self.swap_report.plan.described | {"precisions": self.args.precisions}
+        settings |= self.swap_report.plan.summary | {"precisions": self.args.precisions}
         return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:

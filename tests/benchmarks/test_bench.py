@@ -91,7 +91,7 @@ def test_every_cell_of_the_study_gives_a_command(study):
     parser = study.long_study.make_parser()
     for name, of_study in study.cells.STUDIES.items():
         commands = [study.cells.command_of(of_study, cell, Path("out")) for cell in of_study.cells()]
-        assert len(set(map(tuple, commands))) == len(commands) > 5
+        assert len(set(map(tuple, commands))) == len(commands) >= 3
         for command in commands:
             args = parser.parse_args(command[2:])
             assert name == "long" or (ROOT / args.model / "config.json").is_file()

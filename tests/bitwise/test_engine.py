@@ -201,7 +201,7 @@ def test_chunks_and_cached_prefixes_have_the_same_bits(tmp_path):
     assert [output.num_cached_tokens for output in outputs] == [0, 256, 256, 256, 256]
     attach_engine_numerics(model)
     [table] = llm.apply_model(lambda engine: engine.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
-    assert torch.equal(model.model.rotary_emb.forward.table, table)
+    assert torch.equal(model.model.rotary_emb.forward.tables[None], table)
     for output in outputs:
         completion = output.outputs[0]
         ids = torch.tensor([output.prompt_token_ids + list(completion.token_ids)])

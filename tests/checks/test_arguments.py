@@ -180,7 +180,7 @@ def test_unsupported_arguments_raise_before_a_model_is_loaded(tmp_path, kwargs, 
     ("variables", "match"),
     [
         ({"ACCELERATE_DYNAMO_BACKEND": "aot_eager"}, "'AOT_EAGER'"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "tp_size.*DDP"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2.*DDP"),
     ],
 )
 def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypatch, variables, match):

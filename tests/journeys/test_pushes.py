@@ -28,7 +28,7 @@ def prepare(user, hub, name, **options):
     ("name", "options"),
     [
         ("fsdp2", {}),
-        ("deepspeed_zero3", {}),
+        pytest.param("deepspeed_zero3", {}, marks=pytest.mark.nightly),
         pytest.param("ddp", {}, marks=pytest.mark.nightly),
         pytest.param("fsdp2", LORA, marks=pytest.mark.nightly),
     ],

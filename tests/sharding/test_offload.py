@@ -44,7 +44,7 @@ class OnHost(Storage):
     def device(self, tensor):
         return torch.device("cuda", 0)
 
-    def whole(self, tensor, dtype=None):
+    def whole(self, tensor, dtype=None, to_main=False):
         return tensor.to(dtype)
 
 

@@ -32,10 +32,14 @@ def make_model(family: str, folder: Path) -> None:
         model, processor = _make_text_model(family), make_tiny_tokenizer()
         # Some configurations need the number of one.
         processor.bos_token = "<|im_start|>"
+    head = model.get_output_embeddings()
+    # A tied one that large repeats the last token, so that completions, and with them rewards, do not differ.
+    is_tied = head is None or head.weight is model.get_input_embeddings().weight
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.ndim > 1 and tensor.shape[-1] > 8:
-                tensor.copy_(torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5 * (2.0 if "lm_head" in name else 1.0))
+                size = 2.0 if "lm_head" in name and not is_tied else 1.0
+                tensor.copy_(torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5 * size)
             elif tensor.is_floating_point():
                 tensor.add_(torch.randn(tensor.shape) * 0.1)
     model.save_pretrained(folder)

@@ -5,6 +5,7 @@ plain vLLM, in a process that cannot import trl_qarl.
 
 import json
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -58,6 +59,10 @@ def hidden(tmp_path_factory):
     """The environment of a process in which trl_qarl cannot be imported, nor its plugin of vLLM loaded."""
     folder = tmp_path_factory.mktemp("hidden")
     (folder / "trl_qarl.py").write_text('raise ImportError("hidden")')
+    if platform.machine() == "x86_64":
+        # Asks Linux for AMX (`arch_prctl`), in the processes of an engine too: plain vLLM's INT4 kernel does not, and
+        # ends with "illegal instruction" (docs/vllm.md).
+        (folder / "sitecustomize.py").write_text("import ctypes\n\nctypes.CDLL(None).syscall(158, 0x1023, 18)\n")
     path = os.pathsep.join([str(folder), os.path.join(sys.prefix, "pictures")])
     return os.environ | {"PYTHONPATH": path, "VLLM_PLUGINS": ""}
 

@@ -184,7 +184,8 @@ class AuditedReload:
         self._owned = dict(owned_names(self.model))
         for path, source in self._tied.items():
             self._owned[path] = self._owned[source]
-        self._owned |= {path: _in_order(names) for path, names in self._found.items()}
+        for path in self._found:
+            self._own_found(path)
         self._parts = {part for parts in self._owned.values() for part in parts}
         self._names_of_parameters = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._read_when_loaded = set(self._watch_layers()) if self._is_whole else set()
@@ -200,6 +201,10 @@ class AuditedReload:
                 if self._read_when_loaded.issuperset(parts):
                     self._read_when_loaded.add(name)
                 self._owned[name] = [name]
+
+    def _own_found(self, path: str) -> None:
+        # A second name of the parameter, such as Marlin's `w13_weight` of `w13_weight_packed`, has the same list.
+        self._owned.setdefault(path, [])[:] = _in_order(self._found[path])
 
     def _own_in_place(self, expected: Mapping[str, str], live: Mapping[str, str]) -> None:
         """Find what fills parameters that vLLM loads in place and its loader renames, such as the bias of ERNIE's
@@ -362,7 +367,7 @@ class AuditedReload:
             if self._unknown is not None and name is not None:
                 shard = args.arguments.get("loaded_shard_id", args.arguments.get("shard_id"))
                 self._found.setdefault(name, {})[shard] = self._unknown
-                self._owned[name] = _in_order(self._found[name])
+                self._own_found(name)
             return count(loader, args)
 
         def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -44,6 +46,16 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
     # out.
     newer = ours | {"new_setting": 1, "rope_parameters.factor": None}
     assert differences("model.", ours, newer) == []
+
+
+def test_renamed_kinds_of_layers_are_the_same():
+    """transformers renames them in vLLM's own configuration of LFM2's mixture."""
+
+    def described(*kinds):
+        return describe_model(SimpleNamespace(to_dict=lambda: {"layer_types": [*kinds]}))
+
+    assert described("conv", "full_attention") == described("linear_attention", "full_attention")
+    assert described("conv", "full_attention") != described("full_attention", "conv")
 
 
 def test_rotary_embeddings_are_compared_by_their_angles():

@@ -115,6 +115,8 @@ _NOT_NUMERIC = frozenset(
     ]
 )
 
+_KINDS_OF_LAYERS = {"attention": "full_attention", "conv": "linear_attention", "mamba": "linear_attention"}
+
 
 def describe_model(config) -> dict[str, Any]:
     """Return the settings of a text model (`get_text_config()`), or of a vision tower, that affect its numbers, in a
@@ -132,6 +134,9 @@ def describe_model(config) -> dict[str, Any]:
     if settings.get("sliding_window") == 0:
         # 0 and `None` both stand for no window, and vLLM replaces one by the other.
         settings["sliding_window"] = None
+    if kinds := settings.get("layer_types"):
+        # transformers renames them in configurations that it does not know, such as vLLM's of LFM2's mixture.
+        settings["layer_types"] = [_KINDS_OF_LAYERS.get(kind, kind) for kind in kinds]
     return json.loads(json.dumps(settings, default=str))
 
 

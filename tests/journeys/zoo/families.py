@@ -245,7 +245,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
     "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},
-    "lfm2_moe": {**_EIGHT, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {
+        **_EIGHT,
+        "tie_word_embeddings": True,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"],
+    },
     "llama4_text": {**_EIGHT_LOCAL, "intermediate_size_mlp": 256, "num_experts_per_tok": 1},
     "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "minimax_m2": {

@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import time
 
 import pytest
 import requests
@@ -50,6 +51,20 @@ def two_servers(tmp_path_factory, warm_servers):
         yield processes, folder / "token"
 
 
+def restart(process, url):
+    """Start a killed server again, once its engine has let go of the port."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            process.start()
+            break
+        except ValueError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    process.wait(url, 900)
+
+
 def test_a_training_goes_on_without_a_server_until_it_returns(tmp_path, monkeypatch, caplog, two_servers):
     processes, token = two_servers
     kept, killed = processes
@@ -70,8 +85,7 @@ def test_a_training_goes_on_without_a_server_until_it_returns(tmp_path, monkeypa
             processes[killed]._process.kill()
             processes[killed]._process.wait()
         if step == 2:
-            processes[killed].start()
-            processes[killed].wait(killed, 900)
+            restart(processes[killed], killed)
         return count_digits(completions)
 
     monkeypatch.setattr(ServerEngine, "generate", generate)

@@ -31,6 +31,10 @@ NIGHTLY = (
     "replicas_of_shards_train_what_they_train_with_whole_masters",
     "engine_numerics_beside_an_adapter_or_a_reference",
     "zero_trains_an_adapter_a_reference_and_engine_numerics",
+    "one_process_goes_on_from_a_checkpoint_of_two",
+    "two_processes_go_on_from_a_checkpoint_of_one",
+    "zero_resumes_its_own_checkpoints_alone",
+    "zero_fills_colocated_engines",
     "a_killed_process_leaves_a_checkpoint",
     "zero_leaves_a_checkpoint_when_a_process_is_killed",
 )

@@ -1,5 +1,6 @@
 """docs/models.md: a row for each family of the zoo."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,9 @@ def row(family: str, dtype: str, visit) -> str:
     gguf = "yes" if family in gguf_architectures() else ""
     if visit.found is None:
         last = visit.log.strip().splitlines()[-1]
-        return f"| {family} | {dtype} | **refused**: {last.partition(': ')[2].removeprefix('use_vllm=True: ')} | | | | | {gguf} |"
+        # One problem follows the name of the error; the last of several is an item of a list.
+        reason = re.sub(r"^(\w+Error: |- |\d+[.] )?(use_vllm=True: )?", "", last)
+        return f"| {family} | {dtype} | **refused**: {reason} | | | | | {gguf} |"
     found = visit.found
     kept = [
         f"{', '.join(f'`{name}`' for name in sorted({n.rpartition('.')[2] for n in names}))} ({reason})"

@@ -391,8 +391,10 @@ def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
 
 def _problems_of_template(model: Any, processing_class: Any, *datasets: Any) -> Iterator[str]:
     """Yield a problem if prompts are messages, and the tokenizer, as far as it is on this machine, has no template."""
-    prompts = (_prompts_of(data)[0] for data in datasets if _prompts_of(data))
-    if any(isinstance(prompt, list) for prompt in prompts) and not _has_template(model, processing_class):
+    columns = map(_prompts_of, datasets)
+    if any(len(prompts) and isinstance(prompts[0], list) for prompts in columns) and not _has_template(
+        model, processing_class
+    ):
         yield (
             "The prompts are lists of messages, and the tokenizer has no chat template. Set `tokenizer.chat_template` and give the "
             "tokenizer as `processing_class`, or save it with the model; or give prompts that are texts."

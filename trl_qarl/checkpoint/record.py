@@ -124,7 +124,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
 def differing(names: Iterable[str], theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return a text for each of these settings that has another value in the two."""
     pairs = {name: (theirs.get(name), ours.get(name)) for name in names}
-    # Compared as text, because the order of patterns of layers matters.
+    # Compare JSON text: the order of patterns matters.
     return [f"{name}={a!r} there, {b!r} here" for name, (a, b) in pairs.items() if json.dumps(a) != json.dumps(b)]
 
 

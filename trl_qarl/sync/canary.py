@@ -1,11 +1,11 @@
 """
-Compares the log-probs of a fixed text in engine and learner after each publication. Fingerprints reach neither copies
-inside kernels nor the memory that a CUDA graph reads.
+Compares the log-probs of a fixed text in engine and learner after each publication. This finds errors in kernels' own
+copies of weights and in CUDA graphs, which fingerprints do not cover.
 
-The allowed difference depends on the weights: one model amplifies a rounding error of its first layer to a tenth of a
-nat, another does not change at all. Hence the learner scores the text again, with other rounding. The difference
-between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to 1.6 times
-as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain undetected.
+The limit is a multiple of the learner's own rounding: the learner scores the text again, with other rounding, and the
+difference between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to
+1.6 times as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain
+undetected.
 
 A text does not reach a vision tower, so a model that takes pictures has a second text, after a fixed picture.
 """

@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from bench.command import make_parser
 from trl_qarl import cli
 from trl_qarl.scripts import train
-from trl_qarl.scripts.command_line import check_names, option_names, spell
+from trl_qarl.scripts.command_line import option_names, spell, unknown_options
 
 
 ROOT = Path(__file__).parent.parent
@@ -132,7 +132,7 @@ def parse_train(argv):
     """The training script takes the arguments, and `accelerate launch` what it leaves over."""
     *_, rest = train.make_parser().parse_args_and_config(argv, return_remaining_strings=True)
     # The command finds the launch file by its name.
-    check_names(rest, option_names(launch_command_parser()) | {"--accelerate_config"})
+    assert unknown_options(rest, option_names(launch_command_parser()) | {"--accelerate_config"}) == {}
 
 
 def check_install(arguments):

@@ -61,7 +61,6 @@ save_strategy: "epoch"
 save_total_limit: 1
 seed: 42
 warmup_ratio: 0.1
-beta: none of it
 # One of our own, too.
 torch_compile: true
 """
@@ -76,14 +75,11 @@ WRONG = {
     "torch_compile=True is not supported",
     "push_to_hub was given, but HF_HUB_OFFLINE is set",
     "The masters are bfloat16",
-    "attn_implementation='flash_attention_2' runs on GPUs only",
     "report_to='wandb': its package is not installed",
     "Unknown reward function 'accuracy'",
     "Could not import reward function 'format_of.answers'",
     "--dataset_name='./problems.jsonl': there is no such file",
     "learning_rates='3': unknown option. Did you mean `learning_rate`?",
-    "--num_generations: invalid int value: 'four'",
-    "--beta: invalid float value: 'none of it'",
 }
 
 
@@ -97,7 +93,7 @@ def run(folder, *words):
 @pytest.mark.slow
 def test_one_start_names_all_that_is_wrong_in_a_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    result = run(tmp_path, "--use_cpu", "true", "--learning_rates", "3", "--num_generations", "four")
+    result = run(tmp_path, "--use_cpu", "true", "--learning_rates", "3")
     assert result.returncode == 2
     text = result.stderr[result.stderr.index("trl-qarl: error:") :]
     problems = [line.removeprefix("- ") for line in text.splitlines() if line.startswith("- ")]
@@ -111,7 +107,7 @@ def test_the_mended_recipe_trains(tiny_model, tmp_path):
     recipe = yaml.safe_load(RECIPE)
     for name in (
         *("torch_dtype", "dataset_prompt_column", "system_prompt", "vllm_device", "max_prompt_length"),
-        *("overwrite_output_dir", "torch_compile", "beta", "push_to_hub", "attn_implementation"),
+        *("overwrite_output_dir", "torch_compile", "push_to_hub", "attn_implementation"),
     ):
         del recipe[name]
     recipe |= {"warmup_steps": recipe.pop("warmup_ratio"), "report_to": "none", "model_name_or_path": tiny_model}

@@ -145,7 +145,7 @@ def set_engine_environment(patch) -> None:
 def start_engines_quickly(patch) -> None:
     """
     [`set_engine_environment`], and engines in this process that start and end in a third of the time, until the
-    monkeypatch `patch` is undone. They compute what they compute.
+    monkeypatch `patch` is undone. Results are unchanged.
     """
     import gc
     import sys

@@ -26,7 +26,7 @@ from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
 from ..quantization.swap import SwapReport, assign_schemes, freeze_model, prepare_model, report_frozen
 from ..quantization.tensors import LowBitTensor
-from .tensors import ADAPTER_NAME, is_adapter_folder
+from .tensors import is_adapter_folder
 
 
 if TYPE_CHECKING:
@@ -221,42 +221,6 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
     is_same_scale = scheme.scale_dtype is not None or layer.scale_dtype == scale_dtype
     is_same_scheme = layer.scheme.name == scheme.name and layer.group_size == layer_format(layer, scheme)[1]
     return is_same_scheme and is_same_scale
-
-
-@torch.no_grad()
-def merge_adapter(model: nn.Module) -> tuple[nn.Module, float, float]:
-    """
-    Add the adapter `D` of `model`, a `PeftModel`, to the masters `W` of its prepared base, and to layers in high
-    precision. Return the base model without adapters, prepared as before, and the effect of quantizing the sum on an
-    adapter that was trained next to `Q(W)`: its relative error `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized
-    layers, 0 if the merged policy is the trained one and 1 if nothing is left of the adapter, and the share of codes
-    of `Q(W)` that change. `ValueError` is raised if the masters are gone.
-    """
-    inventory = Inventory.of(model)
-    frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]
-    if frozen:
-        raise ValueError(
-            f"An adapter is merged into masters, which are gone here ({frozen[0]!r} has only low-bit weights). Load the adapter on the "
-            "high-precision base."
-        )
-    sums = torch.zeros(4, dtype=torch.float64)
-    layers = {id(layer) for layer in inventory.layers.values()}
-    for wrapper in inventory.model.modules():
-        if ADAPTER_NAME not in getattr(wrapper, "lora_A", ()):
-            continue
-        delta, layer = wrapper.get_delta_weight(ADAPTER_NAME).float(), wrapper.base_layer
-        before = layer.low_bit_weight() if id(layer) in layers else None
-        layer.weight.add_(delta.to(layer.weight.dtype))
-        if before is not None:
-            after = layer.low_bit_weight()
-            trained = before.gemm_weight().dequantize(torch.float32) + delta
-            error = after.gemm_weight().dequantize(torch.float32) - trained
-            flips = before.format.count_flips(before.qdata, after.qdata)
-            sums += torch.tensor(
-                [error.square().sum(), delta.square().sum(), flips, delta.numel()], dtype=torch.float64
-            )
-    error, size, flips, count = sums.tolist()
-    return model.unload(), (error / size) ** 0.5 if size else 0.0, flips / count if count else 0.0
 
 
 @torch.no_grad()

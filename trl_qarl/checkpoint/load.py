@@ -222,27 +222,6 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     return model.requires_grad_(True)
 
 
-def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Load a model in `dtype`, by default its checkpoint's, with transformers, or with [`load_frozen_model`] if
-    transformers cannot read it (INT8 experts, and experts that a checkpoint in 16 bits stacks)."""
-    config = AutoConfig.from_pretrained(name_or_path)
-    if is_low_bit_checkpoint(name_or_path):
-        folder = Path(name_or_path)
-        folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config)
-        names = Inventory.of(model).names
-        if names.experts.keys() & names.tensors.keys() or any(map(_has_unread_experts, weight_files(folder))):
-            return load_frozen_model(str(folder), dtype)
-    return auto_class(config).from_pretrained(name_or_path, dtype=dtype).eval()
-
-
-def _has_unread_experts(path: Path) -> bool:
-    with safe_open(path, "pt") as file:
-        names = filter(re.compile(r"\.experts\.\d+\.\w+\.weight$").search, file.keys())
-        return any(file.get_slice(name).get_dtype() == "I8" for name in names)
-
-
 @torch.no_grad()
 def load_renamed(model: nn.Module, folder: str | Path) -> None:
     """

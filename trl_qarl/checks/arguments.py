@@ -337,10 +337,6 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         )
 
 
-def _count(number: int) -> str:
-    return "is 1 reward function" if number == 1 else f"are {number} reward functions"
-
-
 def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
     """Yield a problem for the first row of a dataset whose prompt is neither text nor messages. Streams and formats of
     the user's own are not read."""
@@ -477,12 +473,6 @@ def problems_of_arguments(
             )
         elif isinstance(reward, str) and (problem := _problem_of_reward_model(reward)):
             yield problem
-    num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
-    if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
-        yield (
-            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
-            "one for each."
-        )
     if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
     if args.rollout_ahead:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -47,6 +47,12 @@ def base_model(model: nn.Module) -> nn.Module:
 def architecture(model: nn.Module) -> str:
     """Return the name of the base model's class, without the prefix of the class that FSDP2 derives from it."""
     return type(base_model(model)).__name__.removeprefix("FSDP")
+
+
+def has_tower(model: nn.Module) -> bool:
+    """Return whether the language model is a part of the base model, next to a vision tower."""
+    config = getattr(base_model(model), "config", None)
+    return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -104,7 +104,7 @@ class AuditedReload:
         self.rotations = rotations(self.model)
         # Persistent buffers, which checkpoints may hold.
         self._buffers = self.model.state_dict().keys() - dict(self.model.named_parameters()).keys()
-        # Buffers that dummy loading has filled with noise, and that quantized layers do not make themselves.
+        # Buffers with random values from dummy loading.
         self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":
             for prefix, layer in self.model.named_modules():

@@ -37,6 +37,8 @@ NIGHTLY = (
     "zero_fills_colocated_engines",
     "a_killed_process_leaves_a_checkpoint",
     "zero_leaves_a_checkpoint_when_a_process_is_killed",
+    "zero_1_trains_what_it_trains_with_whole_state",
+    "two_processes_share_a_server_that_draws_ahead",
 )
 CLAIMS = [
     claim
@@ -53,8 +55,11 @@ AFTER = {
     ],
     "one_process_trains_with_engine_numerics_what_two_did": ["two_processes_train_with_engine_numerics"],
     "a_killed_process_leaves_a_checkpoint": ["a_run_goes_on_from_its_checkpoint"],
-    "zero_resumes_its_own_checkpoints_alone": ["zero_trains_what_it_trains_with_whole_state"],
-    "zero_leaves_a_checkpoint_when_a_process_is_killed": ["zero_trains_what_it_trains_with_whole_state"],
+    "zero_resumes_its_own_checkpoints_alone": ["zero_1_trains_what_it_trains_with_whole_state"],
+    "zero_leaves_a_checkpoint_when_a_process_is_killed": [
+        "zero_1_trains_what_it_trains_with_whole_state",
+        "zero_trains_what_it_trains_with_whole_state",
+    ],
 }
 """Claims that go on from the files of others."""
 BY_FOUR = ("replicas_of_shards_train_what_they_train_with_whole_masters",)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
     ("scheme", "arch", "has_engine_process"),
     [
         ("w8a8", "qwen2", False),
-        ("bf16", "qwen3", False),
+        pytest.param("bf16", "qwen3", False, marks=pytest.mark.nightly),
         # The default, with a process for each part of it, whose message queues it must not leave behind.
         pytest.param("fp8", "gemma", True, id="as users start it", marks=pytest.mark.nightly),
     ],

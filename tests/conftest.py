@@ -84,15 +84,11 @@ def quick_engines():
 
 
 @pytest.fixture(scope="session")
-def warm_servers():
+def warm_servers(tmp_path_factory):
     """The process from which servers are forked; one test group uses it, so that there is only one."""
-    from testing_utils.warm_servers import WarmServers
+    from testing_utils.warm import Warm
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        # vLLM's sampler is compiled in each process that has one, for seconds; what it computes stays the same.
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        servers = WarmServers()
+    servers = Warm("servers", tmp_path_factory.mktemp("warm"))
     yield servers
     servers.close()
 

@@ -2,7 +2,8 @@
 
 import pytest
 from journeys import User
-from warm import IMPORTED, Warm
+
+from testing_utils.warm import IMPORTED, Warm
 
 
 @pytest.fixture(scope="package")

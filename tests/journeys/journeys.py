@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from warm import Warm
 
 from testing_utils import make_tiny_config, make_tiny_tokenizer
+from testing_utils.warm import Warm
 from trl_qarl.engines.server_process import free_port
 
 

@@ -34,6 +34,7 @@ def test_a_second_stage_starts_from_masters(user):
         user.assert_deployed("first", engines=("transformers",))
 
 
+@pytest.mark.nightly
 def test_the_export_of_a_first_stage_gets_an_adapter(user):
     user.run("trl-qarl", "train", "--config", "recipe.yaml")
     lora = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}

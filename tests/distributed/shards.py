@@ -38,7 +38,6 @@ NIGHTLY = (
     "a_killed_process_leaves_a_checkpoint",
     "zero_leaves_a_checkpoint_when_a_process_is_killed",
     "zero_1_trains_what_it_trains_with_whole_state",
-    "two_processes_share_a_server_that_draws_ahead",
 )
 CLAIMS = [
     claim

@@ -188,7 +188,7 @@ def test_rollouts_of_a_function_are_scored(tiny_model, tmp_path, caplog):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not kernels.has_engine_kernels(), reason=str(kernels.reason_against()))
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("objective", ["tbpo", pytest.param("grpo", marks=pytest.mark.nightly)])
 def test_a_stale_bias_ends_the_run_before_an_update(tmp_path, monkeypatch, objective):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     # One update of each batch, so that no sequence is left out and scored alone.

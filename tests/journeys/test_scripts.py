@@ -65,6 +65,8 @@ GSM8K = {
     "vllm_device": "cuda:0",
     "report_to": "none",
 }
+
+
 def write_script(user, options) -> None:
     (user.folder / "train.py").write_text(SCRIPT.replace("**OPTIONS", f"**{options!r}"))
 

@@ -11,7 +11,7 @@ from trl_qarl.objectives.tbpo import TBPO
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
-MY_LOSSES = '''
+MY_LOSSES = """
 from dataclasses import dataclass
 
 from trl_qarl.objectives.objective import Objective
@@ -30,7 +30,7 @@ class Sharp(Objective):
 
 
 SOMETHING = Sharp()
-'''
+"""
 
 
 @pytest.fixture

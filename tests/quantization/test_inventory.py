@@ -114,7 +114,9 @@ def test_a_module_that_occurs_twice_is_named_once():
     assert [name for name, _ in base_modules(nn.Sequential(layer, layer))] == ["", "0"]
 
 
-@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate", "gate.wg", "router.proj", "altup.modality_router"])
+@pytest.mark.parametrize(
+    "name", ["gate", "router", "shared_expert_gate", "gate.wg", "router.proj", "altup.modality_router"]
+)
 def test_routers_stay_and_gate_proj_does_not(name):
     model = nn.Module()
     model.mlp = nn.Module()

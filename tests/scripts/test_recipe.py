@@ -3,7 +3,6 @@ A recipe for another script, open-r1's GRPO on Qwen2.5-1.5B-Instruct: one start 
 it that has to change.
 """
 
-import json
 import os
 import subprocess
 import sys

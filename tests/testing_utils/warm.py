@@ -141,7 +141,11 @@ class Warm:
 
         known = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
         patch.setattr(server_process, "subprocess", SimpleNamespace(Popen=popen, **known))
-        options = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": server_process.free_port()}
+        options = {
+            "vllm_mode": "server",
+            "vllm_server_autostart": True,
+            "vllm_server_port": server_process.free_port(),
+        }
         # Where many share the cores, vLLM takes long to start.
         return options | {"vllm_server_timeout": 900}
 

@@ -281,9 +281,7 @@ def checkpoint_of(tiny_model, tmp_path_factory):
     "changed",
     [{"steps_per_generation": 8}, {"per_device_train_batch_size": 8}, {"num_generations": 2}, {"num_iterations": 2}],
 )
-def test_resuming_with_other_generation_batches_starts_a_new_one(
-    tiny_model, tmp_path, caplog, checkpoint_of, changed
-):
+def test_resuming_with_other_generation_batches_starts_a_new_one(tiny_model, tmp_path, caplog, checkpoint_of, changed):
     resumed = make(tiny_model, tmp_path, **(WITHIN | changed))
     generated, seen = [], []
     generate, loss = resumed._generate_and_score_completions, resumed._compute_loss
@@ -317,9 +315,7 @@ def one_reward(completions, **kwargs):
         ({}, {"scale_rewards": "batch"}),
     ],
 )
-def test_resuming_with_other_options_draws_a_new_batch(
-    tiny_model, tmp_path, caplog, checkpoint_of, before, changed
-):
+def test_resuming_with_other_options_draws_a_new_batch(tiny_model, tmp_path, caplog, checkpoint_of, before, changed):
     resumed = make(tiny_model, tmp_path, **(WITHIN | before | changed))
     generated, generate = [], resumed._generate_and_score_completions
     resumed._generate_and_score_completions = lambda rows: generated.append(rows) or generate(rows)

@@ -108,6 +108,7 @@ trainer.export_model("policy")
 """
 
 
+@pytest.mark.nightly
 def test_a_script_in_the_form_of_trls_examples_trains_lora(user):
     (user.folder / "train.py").write_text(TRLS_SCRIPT)
     words = (
@@ -128,6 +129,7 @@ AutoTokenizer.from_pretrained("model").save_pretrained("reward")
 """
 
 
+@pytest.mark.nightly
 def test_a_reward_model_from_disk_teaches_a_policy(user):
     (user.folder / "make.py").write_text(MAKES_REWARD_MODEL)
     user.run(sys.executable, "make.py")

@@ -74,4 +74,4 @@ def test_a_cell_runs_twice_once_the_model_is_restored(user):
     (user.folder / "train.py").write_text(CELL)
     output = user.run("python", "train.py")
     assert "The second time: The model has been prepared already. Call `restore_model(model)` before" in output
-    user.assert_deployed("out/w4a16")
+    user.assert_deployed("out/w4a16", engines=("transformers",))

@@ -44,11 +44,11 @@ def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
     [
         {"loss_type": "tbpo", "beta": 0.1, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
         {"loss_type": "grpo", "steps_per_generation": 2, "num_iterations": 2},
-        {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
         {"optim": "adamw_torch", "peft": {"r": 4}, "lora_mode": "merged"},
         *(
             pytest.param(options, marks=pytest.mark.nightly)
             for options in (
+                {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
                 {"loss_type": "tbpo", "steps_per_generation": 4},
                 {
                     "loss_type": "grpo",

@@ -28,7 +28,7 @@ os.environ["WANDB_MODE"] = "disabled"
 def pytest_collection_modifyitems(items):
     """
     Without vLLM its tests are skipped. One worker runs all tests of a file, which imports and prepares once what they
-    share; groups that have a name stay.
+    share; groups that have a name stay. These take longest and come first, so that no worker is alone at the end.
     """
     has_vllm = find_spec("vllm") is not None
     for item in items:
@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip("needs vLLM"))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] == item.path.stem)
 
 
 @pytest.fixture(scope="module", autouse=True)

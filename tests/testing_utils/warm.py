@@ -32,8 +32,15 @@ from testing_utils.hub_stand_in import use
 from trl_qarl.processes import end_with_parent
 
 
+SERVER = (
+    *("vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"),
+    *("vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "trl_qarl.vllm_plugin.worker"),
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.qwen3",
+)
 IMPORTED = {
-    "commands": (
+    # Our commands, and scripts that train.
+    "engines": (
         *(
             "trl_qarl.cli",
             "trl_qarl.scripts.train",
@@ -43,23 +50,18 @@ IMPORTED = {
         ),
         *("accelerate.commands.launch", "torch.distributed.run", "trl.cli.commands.training", "deepspeed"),
         *("transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "pandas", "pyarrow"),
+        *SERVER,
     ),
+    # Readers of an export, without our package.
     "plain": (
         *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.lora.request", "peft"),
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
         *("vllm.model_executor.models.qwen3", "transformers.models.qwen3.modeling_qwen3"),
         *("transformers.quantizers.quantizer_compressed_tensors", "compressed_tensors"),
     ),
+    # Servers whose trainer is in the process of a test.
+    "servers": (*SERVER, "vllm.model_executor.models.qwen2"),
 }
-SERVER = (
-    *("vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"),
-    *("vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "trl_qarl.vllm_plugin.worker"),
-    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.models.qwen3",
-)
-# Those of a trainer with an engine, and of a server whose trainer is in the process of the test.
-IMPORTED["engines"] = (*IMPORTED["commands"], *SERVER)
-IMPORTED["servers"] = (*SERVER, "vllm.model_executor.models.qwen2")
 SCRIPTS = {"trl-qarl": "trl_qarl.cli", "accelerate": "accelerate.commands.accelerate_cli"}
 SOCKET_VARIABLE = "JOURNEY_SOCKET"
 TESTS = Path(__file__).parents[1]
@@ -231,7 +233,7 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
         os.dup2(descriptor, output)
     if "HF_ENDPOINT" in env:
         use(SimpleNamespace(endpoint=env["HF_ENDPOINT"]), pytest.MonkeyPatch(), Path(env["HF_HOME"]))
-    if kind in ("commands", "engines"):
+    if kind == "engines":
         replace_starts(place)
     leave(argv)
 

@@ -8,6 +8,8 @@ QUICKSTART_EXTRAS ?= quickstart
 CHECK_EXTRAS = dev,math,peft,report,gguf
 VENV = .venv-test
 LINT_EXTRAS = $(TEST_EXTRAS)
+# In the order of tests/conftest.py.
+PARALLEL = -n 2 --dist loadgroup --no-loadscope-reorder
 RUFF = $(VENV)/bin/ruff
 PYREFLY = $(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python $(MISSING)
 PURE = trl_qarl/objectives/tbpo.py trl_qarl/objectives/ratios.py trl_qarl/quantization/quantize.py trl_qarl/quantization/schemes.py trl_qarl/quantization/plan.py trl_qarl/telemetry/codes.py trl_qarl/telemetry/mismatch.py trl_qarl/telemetry/run_files.py trl_qarl/telemetry/text.py
@@ -22,17 +24,17 @@ quickstart:  ## train a small pretrained model with QaRL; ARGS="--help" lists th
 check:  ## lint and the tests that need no vLLM, one process and seconds each; ARGS="-k swap" selects some
 	.ci/setup .venv-check $(CHECK_EXTRAS)
 	$(MAKE) lint VENV=.venv-check LINT_EXTRAS=$(CHECK_EXTRAS) MISSING="--ignore-missing-imports='*'"
-	.venv-check/bin/python -m pytest -q -n 2 --dist loadgroup -m "not vllm and not distributed and not slow and not nightly and not gpu" $(ARGS)
+	.venv-check/bin/python -m pytest -q $(PARALLEL) -m "not vllm and not distributed and not slow and not nightly and not gpu" $(ARGS)
 
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
 	.ci/pictures .venv-test
-	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu and not nightly" --durations=25 --durations-min=5 $(ARGS)
+	.venv-test/bin/python -m pytest $(PARALLEL) -m "not gpu and not nightly" --durations=25 --durations-min=5 $(ARGS)
 
 nightly:  ## run what `make test` leaves out: further cases of what it proves, for most of an hour
 	.ci/setup .venv-test $(TEST_EXTRAS)
 	.ci/pictures .venv-test
-	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "nightly and not gpu" --durations=25 $(ARGS)
+	.venv-test/bin/python -m pytest $(PARALLEL) -m "nightly and not gpu" --durations=25 $(ARGS)
 
 models:  ## train a tiny model of each family with vLLM and write docs/models.md; ARGS="olmo2 glm4" prints some
 	.ci/setup .venv-test $(TEST_EXTRAS)

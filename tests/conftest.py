@@ -28,7 +28,7 @@ os.environ["WANDB_MODE"] = "disabled"
 def pytest_collection_modifyitems(items):
     """
     Without vLLM its tests are skipped. One worker runs all tests of a file, which imports and prepares once what they
-    share; groups that have a name stay.
+    share; groups that have a name stay. These take longest and come first, so that no worker is alone at the end.
     """
     has_vllm = find_spec("vllm") is not None
     for item in items:
@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip("needs vLLM"))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] == item.path.stem)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,15 +85,11 @@ def quick_engines():
 
 
 @pytest.fixture(scope="session")
-def warm_servers():
+def warm_servers(tmp_path_factory):
     """The process from which servers are forked; one test group uses it, so that there is only one."""
-    from testing_utils.warm_servers import WarmServers
+    from testing_utils.warm import Warm
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        # vLLM's sampler is compiled in each process that has one, for seconds; what it computes stays the same.
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        servers = WarmServers()
+    servers = Warm("servers", tmp_path_factory.mktemp("warm"))
     yield servers
     servers.close()
 

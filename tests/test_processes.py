@@ -144,8 +144,8 @@ def test_sigterm_to_the_command_ends_both_ranks(train, tmp_path, prefix):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="one process", marks=pytest.mark.nightly),
-        pytest.param(["--multi_gpu", "--num_processes", "2"], id="two"),
+        pytest.param([], id="one process"),
+        pytest.param(["--multi_gpu", "--num_processes", "2"], id="two", marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_is_left_of_a_killed_train_command(train, options):

@@ -437,5 +437,6 @@ CHOSEN = (
     "two ranks gone /v1/completions",
     "kill trainer on rank 1 of two",
     "two ranks, half a model on rank 0",
+    "two ranks, ahead, undisturbed",
 )
 """Scenarios of all families that run every time; the whole families run each night."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 MODULES = ("sharded_codes", "sharded_checkpoints", "sharded_trainers", "zero", "ddp", "fail_ddp", "sharded_pictures")
 NIGHTLY = (
+    "zero_1_trains_what_it_trains_with_whole_state",
     "batches_drawn_ahead_train_what_they_train_with_whole_masters",
     "zero_trains_batches_drawn_ahead",
     "pictures_train_what_they_train_with_whole_masters",
@@ -53,8 +54,11 @@ AFTER = {
     ],
     "one_process_trains_with_engine_numerics_what_two_did": ["two_processes_train_with_engine_numerics"],
     "a_killed_process_leaves_a_checkpoint": ["a_run_goes_on_from_its_checkpoint"],
-    "zero_resumes_its_own_checkpoints_alone": ["zero_trains_what_it_trains_with_whole_state"],
-    "zero_leaves_a_checkpoint_when_a_process_is_killed": ["zero_trains_what_it_trains_with_whole_state"],
+    "zero_resumes_its_own_checkpoints_alone": ["zero_1_trains_what_it_trains_with_whole_state"],
+    "zero_leaves_a_checkpoint_when_a_process_is_killed": [
+        "zero_1_trains_what_it_trains_with_whole_state",
+        "zero_trains_what_it_trains_with_whole_state",
+    ],
 }
 """Claims that go on from the files of others."""
 BY_FOUR = ("replicas_of_shards_train_what_they_train_with_whole_masters",)

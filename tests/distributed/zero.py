@@ -179,9 +179,9 @@ RUNS = {1: {"bf16": False, "gradient_accumulation_steps": 2}, 2: {"bf16": True} 
 RUNS = {stage: {"optim": "adamw_torch"} | options for stage, options in RUNS.items()}
 
 
-def zero_trains_what_it_trains_with_whole_state(folder):
-    for stage, options in RUNS.items():
-        options = {"save_strategy": "steps", "save_steps": 2} | options
+def train_as_with_whole_state(folder, *stages):
+    for stage in stages:
+        options = {"save_strategy": "steps", "save_steps": 2} | RUNS[stage]
         adds_up = [AddsUpAsDeepSpeed()] if stage == 3 else []
         [ddp] = train(folder, f"zero{stage}-ddp", callbacks=adds_up, **options)
         launch = launched(stage, options["bf16"])
@@ -202,6 +202,14 @@ def zero_trains_what_it_trains_with_whole_state(folder):
         for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
             assert_offloads(trainer.model_wrapped.optimizer, stage)
             assert all(map(torch.equal, map(whole, trainer.model.parameters()), masters))
+
+
+def zero_trains_what_it_trains_with_whole_state(folder):
+    train_as_with_whole_state(folder, 2, 3)
+
+
+def zero_1_trains_what_it_trains_with_whole_state(folder):
+    train_as_with_whole_state(folder, 1)
 
 
 def zero_keeps_the_last_finite_checkpoint(folder):

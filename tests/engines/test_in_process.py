@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model, make_trainer, set_engine_environment, start_engines_quickly
+from testing_utils import make_tiny_model, make_trainer, set_engine_environment
 from trl_qarl import QaRLConfig, export_checkpoint, load_engine, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.doctor.memory import shapes_of
@@ -54,38 +54,6 @@ def test_a_plans_command_serves_the_learners_layers(tmp_path):
     assert config == quantization_config(Inventory.of(model)) and config["format"] == "mixed-precision"
     groups = [(group["format"], group["weights"].get("group_size")) for group in config["config_groups"].values()]
     assert groups == [("int-quantized", None), ("pack-quantized", 64)]
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
-def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, scheme):
-    from vllm import SamplingParams
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    from trl_qarl.vllm_plugin.cpu_sampling import random_sample
-
-    start_engines_quickly(monkeypatch)
-    model, folder = export(tmp_path, scheme)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = load_engine(folder, max_model_len=64, max_num_seqs=4)
-    prompt, temperature = [5, 6, 7, 8, 9], 0.7
-    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    (answer,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
-    expected = loaded.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    assert list(answer.outputs[0].token_ids) == expected[0, len(prompt) :].tolist()
-    # Log-probs are those after temperature, in float32 on both sides. Compared with the model that was exported:
-    # transformers rounds activations by compressed-tensors' rule, in steps of 2/255 of the largest, and vLLM in steps
-    # of 1/127.
-    sampled = SamplingParams(max_tokens=8, temperature=temperature, logprobs=0, ignore_eos=True)
-    (answer,) = engine.generate([{"prompt_token_ids": prompt}], sampled, use_tqdm=False)
-    ids = list(answer.outputs[0].token_ids)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-    ours = torch.tensor([entry[token].logprob for token, entry in zip(ids, answer.outputs[0].logprobs, strict=True)])
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
-    assert topk_topp_sampler.compiled_random_sample is random_sample
 
 
 @pytest.mark.vllm

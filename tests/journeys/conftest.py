@@ -2,14 +2,15 @@
 
 import pytest
 from journeys import User
-from warm import IMPORTED, Warm
+
+from testing_utils.warm import Warm
 
 
 @pytest.fixture(scope="package")
 def warm(tmp_path_factory):
     """The processes that commands, and plain engines, are forked from."""
     folder = tmp_path_factory.mktemp("warm")
-    processes = {kind: Warm(kind, folder) for kind in IMPORTED}
+    processes = {kind: Warm(kind, folder) for kind in ("engines", "plain")}
     yield processes
     for process in processes.values():
         process.close()

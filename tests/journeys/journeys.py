@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from warm import Warm
 
 from testing_utils import make_tiny_config, make_tiny_tokenizer
+from testing_utils.warm import Warm
 from trl_qarl.engines.server_process import free_port
 
 
@@ -96,9 +96,9 @@ class User:
         (self.folder / name).write_text(yaml.safe_dump(RECIPE | changes))
         return name
 
-    def start(self, *argv: str, log: str = "log", kind: str = "commands", **environment: str):
+    def start(self, *argv: str, log: str = "log", kind: str = "engines", **environment: str):
         """Start a command with its output in the file `log`; returns the process. `kind` is that of the process which
-        has imported what the command needs: `commands`, `engines` for those with vLLM, or `plain`."""
+        has imported what the command needs: `engines`, or `plain` for programs without our package."""
         path = self.folder / log
         path.touch()
         env = self.environment | {"JOURNEY_LOG": str(path)} | environment

@@ -16,7 +16,7 @@ pytestmark = [
     *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
     *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
 ]
-OFTEN = ("deepseek_v3", "gemma3", "lfm2", "qwen3_5_text", "smollm3", "gpt2")
+OFTEN = ("deepseek_v3", "qwen3_5_text", "smollm3", "gpt2")
 
 
 @pytest.mark.parametrize(

@@ -251,19 +251,3 @@ def test_models_and_functions_reward_with_weights(user):
     names = {name.split("/")[1] for row in rows for name in row if name.startswith("rewards/")}
     assert {"reward", "digits", "brevity", "some"} <= names and any(row.get("reward_std") for row in rows)
     user.assert_deployed("policy", engines=("transformers",))
-
-
-def test_options_set_on_a_configuration_are_checked_too(user):
-    """As TRL's script for continuous batching sets them."""
-    text = AGENT.replace(
-        "trainer = GRPOTrainer(",
-        "training_args.use_transformers_continuous_batching = True\n"
-        "training_args.torch_compile = True\ntrainer = GRPOTrainer(",
-    )
-    make_agent(user)
-    (user.folder / "train.py").write_text(text)
-    output = user.run(sys.executable, "train.py", *WORDS.split(), code=1)
-    message = output[output.rindex(" problems:") :]
-    assert message.count("\n- ") == 2
-    for name in ("use_transformers_continuous_batching", "torch_compile"):
-        assert f"{name}=True is not supported" in message

@@ -1,8 +1,6 @@
-"""`examples/objectives.py`: equal to naive loops, and trained with from the command line."""
+"""`examples/objectives.py`: equal to naive loops, and trained with."""
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from reference.objectives_naive import EPSILON, EPSILON_HIGH, OPTIONS, naive_objective
-from testing_utils import path_without
 from testing_utils.batches import make_batch
 from testing_utils.trainings import make, parameters, rows
 from trl_qarl.forward import Batch
@@ -76,17 +73,6 @@ def test_an_example_objective_trains(tiny_model, tmp_path, name):
     first, last = rows(trainer)
     assert 0 <= first[f"{name.lower()}/dropped_tokens"] <= 1 and first["grad_norm"] > 0 and last["kl"] > 0
     assert any(not before[name].equal(value) for name, value in parameters(trainer).items())
-
-
-@pytest.mark.nightly
-def test_the_command_line_trains_with_an_example(train_argv, tmp_path):
-    options = ["--loss_type", "objectives:IcePop", "--objective_kwargs", '{"high": 3}', "--steps_per_generation", "1"]
-    command = [sys.executable, "-m", "trl_qarl.cli", "train", *train_argv, *options, "--export_dir", "none"]
-    environment = os.environ | {"PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert any("icepop/dropped_tokens" in row for row in rows)
 
 
 def test_bounds_that_exclude_one_are_refused(tmp_path):

@@ -5,22 +5,20 @@ import sys
 
 import pytest
 
-from testing_utils.trainings import config, make, parameters, rows
+from testing_utils.trainings import config
 from trl_qarl.objectives.registry import OBJECTIVES, find_objective, get_objective
 from trl_qarl.objectives.tbpo import TBPO
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
-MY_LOSSES = '''
+MY_LOSSES = """
 from dataclasses import dataclass
 
-from trl_qarl.objectives.objective import Loss, Objective
+from trl_qarl.objectives.objective import Objective
 
 
 @dataclass
 class Sharp(Objective):
-    """REINFORCE with the sampler's ratio raised to a power."""
-
     tau: float = 1.0
 
     def problems(self, config):
@@ -28,14 +26,11 @@ class Sharp(Objective):
             yield f"tau={self.tau} must be greater than 0."
 
     def loss(self, config, batch):
-        mask = batch.mask.bool() & ~batch.sampling_per_token_logps.isnan()
-        ratio = (self.tau * (batch.per_token_logps - batch.sampling_per_token_logps)).exp().where(mask, 0.0)
-        value = -(ratio * batch.advantages.unsqueeze(1)).sum() / mask.sum()
-        return Loss(value, {"sharp/ratio": ratio.detach().mean(-1)})
+        raise NotImplementedError
 
 
 SOMETHING = Sharp()
-'''
+"""
 
 
 @pytest.fixture
@@ -53,17 +48,6 @@ def test_an_objective_of_your_own_is_named_by_its_place(my_losses, kwargs):
     assert get_objective(made).tau == 0.5 and made.objective_kwargs == {"tau": 0.5}
     assert made.loss_type == "my_losses:Sharp" and made.vllm_importance_sampling_correction is False
     assert get_objective(copy.deepcopy(made)) == get_objective(made)
-
-
-def test_a_training_takes_an_objective_of_your_own(my_losses, tiny_model, tmp_path):
-    args = {"loss_type": "my_losses:Sharp", "objective_kwargs": {"tau": 0.5}, "max_steps": 2}
-    trainer = make(tiny_model, tmp_path / "out", **args)
-    before = parameters(trainer)
-    trainer.train()
-    first = rows(trainer)[0]
-    # Learner and sampler are the same policy before the first update, so its loss is the mean advantage of a token.
-    assert 0.9 < first["sharp/ratio"] <= 1.1 and first["grad_norm"] > 0
-    assert any(not before[name].equal(value) for name, value in parameters(trainer).items())
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)

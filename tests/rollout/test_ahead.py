@@ -110,14 +110,14 @@ def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer,
 
 @pytest.mark.slow
 def test_a_run_resumed_anywhere_reaches_the_same_weights(make_played_trainer):
-    """Within a generation batch and after one, in three epochs, with evaluations."""
+    """Within a generation batch and at the end of an epoch, of three, with evaluations."""
     options = EPOCHS | {"eval_strategy": "steps", "eval_steps": 3}
     whole, _ = make_played_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
     ages = logged(whole, "rollout/age_updates")
     assert ages == [0, 2, 2, 2, 2, 2]
-    for step in (1, 2, 5, 8, 11):
+    for step in (5, 8):
         resumed, server = make_played_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)
         resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{step}")

@@ -45,7 +45,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # Three bits are also in "INT8 below three bits".
+        pytest.param(*case, id=name, marks=pytest.mark.nightly if name == "three bits in INT4" else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_a_policy_trains_exactly_and_its_export_agrees(tmp_path, options, expected):
     # Bands that drop nothing: an update without a gradient would flip no code.
     options = options | dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 1.0)

@@ -42,9 +42,9 @@ class TestColocated:
     @pytest.mark.parametrize(
         ("scheme", "arch", "options"),
         [
-            ("w4a16", "gemma", {"temperature": 0.7}),
             ("w8a8", "llama", {"loss_type": "dapo"}),
-            ("fp8", "qwen3", {"loss_type": "grpo", "beta": 0.1}),
+            pytest.param("w4a16", "gemma", {"temperature": 0.7}, marks=pytest.mark.nightly),
+            pytest.param("fp8", "qwen3", {"loss_type": "grpo", "beta": 0.1}, marks=pytest.mark.nightly),
             pytest.param("bf16", "llama", {}, marks=pytest.mark.nightly),
         ],
         ids=str,

@@ -12,7 +12,7 @@ def run(tmp_path, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+@pytest.mark.parametrize("scheme", ["w4a16", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_short_run_writes_masters_export_and_report(tmp_path, capsys, scheme):
     run(tmp_path, "--scheme", scheme, "--max_steps", "2")
     printed, output_dir = capsys.readouterr().out, tmp_path / "out"

@@ -3,15 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from argparse import Namespace
 
 import pytest
-import yaml
 from trl import GRPOConfig
 
-from testing_utils import path_without
 from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.problems import raise_problems
@@ -165,32 +162,10 @@ def test_adapter_training_ends_with_base_and_adapter(train_argv, tmp_path, capsy
     assert not (run / "model.safetensors").exists() and (folder / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
-def test_a_failed_push_is_reported_after_training(train_argv, tmp_path, hub, capsys):
-    from trl_qarl.checkpoint.export import is_export
-
-    options = ["--max_steps", "1", "--push_to_hub", "true", "--hub_model_id", "policy", "--hub_strategy", "end"]
-    run_training([*train_argv, *options])
-    output = capsys.readouterr().out
-    assert "Pushed to someone/policy.\n" in output and f"exported to {tmp_path / 'run' / 'w4a16'}" in output
-    assert (
-        hub.repos["someone/policy"].files["model.safetensors"]
-        == (tmp_path / "run/w4a16/model.safetensors").read_bytes()
-    )
-    assert len(hub.repos["someone/policy"].messages) == 1
-
-    hub.fault = lambda method, path: 500 if "/commit/" in path else None
-    with pytest.raises(SystemExit, match="3"):
-        # Equal files would need no commit.
-        run_training([*train_argv, *options, "--seed", "7", "--output_dir", str(tmp_path / "other")])
-    output, error = capsys.readouterr()
-    assert f"Training completed.\nMaster weights saved to {tmp_path / 'other'}.\n" in output
-    assert "error: Training is complete, but not its push.\nThe push to someone/policy failed" in error
-    assert f"\n  hf upload someone/policy {tmp_path / 'other' / 'w4a16'} . " in error
-    assert is_export(tmp_path / "other" / "w4a16") and (tmp_path / "other" / "model.safetensors").is_file()
-
+def test_a_push_without_an_export_is_refused(train_argv, hub, capsys):
+    options = ["--push_to_hub", "true", "--hub_model_id", "policy", "--export_dir", "none"]
     with pytest.raises(SystemExit, match="2"):
-        run_training([*train_argv, *options, "--export_dir", "none"])
+        run_training([*train_argv, *options])
     assert "--export_dir=none with --push_to_hub: " in capsys.readouterr().err
 
 
@@ -220,26 +195,6 @@ def test_an_unresumable_checkpoint_is_one_line(train_argv, capsys):
             run_training([*train_argv, *options])
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-qarl: error:")]
         assert re.search(message, line)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
-    names = [name.removeprefix("--") for name in train_argv[::2]]
-    config = {name: yaml.safe_load(value) for name, value in zip(names, train_argv[1::2], strict=True)}
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({**config, "reward_funcs": "rewards.digits", "scheme": "w8a8"})
-    )
-    (tmp_path / "rewards.py").write_text(
-        "def digits(completions, **kwargs):\n    return [float(sum(map(str.isdigit, text))) for text in completions]\n"
-    )
-    # The package may be a checkout that is on this process's path only.
-    environment = {**os.environ, "PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
-    command = [sys.executable, "-m", "trl_qarl.cli", "train", "--config", "config.yaml", "--num_machines", "1"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "Training completed." in result.stdout
-    assert json.loads((tmp_path / "run" / "qarl.json").read_text())["scheme"] == "w8a8"
 
 
 def test_rewards_are_found_beside_the_command_and_in_a_yaml(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def widen(model, size=2.0):
         ("qwen2", "w4a16", torch.bfloat16),
         pytest.param("qwen2", "w4a16", torch.float32, marks=pytest.mark.nightly),
         pytest.param("qwen2_moe", "w4a16", torch.bfloat16, marks=pytest.mark.nightly),
-        ("qwen2_moe", "w4a16", torch.float32),
+        pytest.param("qwen2_moe", "w4a16", torch.float32, marks=pytest.mark.nightly),
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )

@@ -95,7 +95,7 @@ def workers(trainer, method):
     return trainer.vllm_generation.vllm_client.call_workers(method)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_weights_reach_both_replicas(server, make_trainer, ahead):
     trainer = make_trainer(rollout_ahead=ahead)
     assert trainer.vllm_generation.description["replicas"] == 2

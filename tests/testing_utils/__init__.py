@@ -9,7 +9,7 @@ other modules:
 | `engines` | engines in this process, and the learners that publish to them |
 | `pictures` | tiny models that take pictures |
 | `played_server` | an object in place of a server and its engine, which fails on command |
-| `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |
+| `warm`, `faulty_replica` | commands, and real vLLM servers, that start at once; one whose second replica goes wrong |
 | `web_servers`, `failing_server` | web servers in this process; one that fails on command |
 | `hub_stand_in` | a web server in place of the Hub |
 | `children` | processes that end with the test run |

@@ -8,13 +8,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_cards import make_own_code
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from testing_utils import make_tiny_model, make_trainer, run_export
-from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.files import name_disk_errors
-from trl_qarl.quantization.swap import prepare_model
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.6, "top_p": 0.9}, {"length_penalty": 2.0}])
@@ -47,6 +44,7 @@ def test_no_file_of_a_training_has_the_token(tiny_model, tmp_path):
     assert trainer.args.hub_token == "hf_secret_of_the_user"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_full_disk_is_named(tiny_model, tmp_path):
     """A file system of its own, in memory, on which the masters fit and not the optimizer."""
@@ -65,15 +63,6 @@ def test_a_full_disk_is_named(tiny_model, tmp_path):
     done = subprocess.run(["unshare", "-rm", "sh", "-c", mount], cwd=tests, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and "No space left" in last and "checkpoint-1" in last, done.stderr[-3000:]
-
-
-def test_an_export_has_the_models_own_code(tmp_path):
-    path = make_own_code(tmp_path, "qwen2")
-    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-    prepare_model(model, "w4a16")
-    export_checkpoint(model, tmp_path / "export")
-    assert (tmp_path / "export" / "modeling_own.py").is_file()
-    assert (tmp_path / "export" / "configuration_own.py").is_file()
 
 
 @pytest.mark.parametrize(

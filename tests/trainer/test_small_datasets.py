@@ -2,15 +2,13 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 from datasets import Dataset, DatasetDict
 
-from testing_utils import TRAINING, make_problems, path_without, spread
+from testing_utils import TRAINING, make_problems, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.scripts import train
 
 
 def trainer_of(model, folder, dataset, **options):
@@ -102,29 +100,25 @@ def test_a_stream_trains_if_it_fills_a_batch(tiny_model, tmp_path):
         short.train()
 
 
-def run_command(train_argv, tmp_path, rows, **options):
-    """Run `trl-qarl train` in a process on a file of `rows`."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def run_command(train_argv, tmp_path, num_rows, **options):
+    """Do in this process what `trl-qarl train` does on a file of so many rows."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_problems(num_rows)))
     options = {"dataset_name": str(tmp_path / "rows.jsonl"), **options}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "trl_qarl.cli", "train", *train_argv, *words]
-    environment = os.environ | {"PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    argv = [*train_argv, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    train.main(*train.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
 
 
-@pytest.mark.slow
-def test_the_command_trains_and_exports_seven_prompts(train_argv, tmp_path):
-    result = run_command(train_argv, tmp_path, [*make_problems(7)], max_steps=10, save_strategy="no")
-    assert result.returncode == 0, result.stderr
-    assert "exported to" in result.stdout and "steps_per_generation=7 in place of" in result.stderr
+def test_the_command_trains_and_exports_seven_prompts(train_argv, tmp_path, capsys, caplog):
+    run_command(train_argv, tmp_path, 7, max_steps=10, save_strategy="no")
+    assert "exported to" in capsys.readouterr().out and "steps_per_generation=7 in place of" in caplog.text
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert max(row["step"] for row in rows) == 10
 
 
-@pytest.mark.nightly
-def test_the_command_fails_if_nothing_was_trained(train_argv, tmp_path):
-    result = run_command(train_argv, tmp_path, [*make_problems(3)], dataset_streaming="true")
-    assert result.returncode not in (0, 2) and "The training made no update" in result.stderr
-    assert "exported" not in result.stdout and not (tmp_path / "run" / "w4a16").exists()
-    result = run_command(train_argv, tmp_path, [*make_problems(3)], steps_per_generation=4)
-    assert result.returncode == 2 and "steps_per_generation=4 (generation_batch_size=16) needs 4" in result.stderr
+def test_the_command_fails_if_nothing_was_trained(train_argv, tmp_path, capsys):
+    with pytest.raises(RuntimeError, match="The training made no update"):
+        run_command(train_argv, tmp_path, 3, dataset_streaming="true")
+    assert "exported" not in capsys.readouterr().out and not (tmp_path / "run" / "w4a16").exists()
+    with pytest.raises(SystemExit, match="2"):
+        run_command(train_argv, tmp_path, 3, steps_per_generation=4)
+    assert "steps_per_generation=4 (generation_batch_size=16) needs 4" in capsys.readouterr().err

@@ -44,11 +44,11 @@ def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
     [
         {"loss_type": "tbpo", "beta": 0.1, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
         {"loss_type": "grpo", "steps_per_generation": 2, "num_iterations": 2},
-        {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
         {"optim": "adamw_torch", "peft": {"r": 4}, "lora_mode": "merged"},
         *(
             pytest.param(options, marks=pytest.mark.nightly)
             for options in (
+                {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
                 {"loss_type": "tbpo", "steps_per_generation": 4},
                 {
                     "loss_type": "grpo",
@@ -188,7 +188,7 @@ def test_rollouts_of_a_function_are_scored(tiny_model, tmp_path, caplog):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not kernels.has_engine_kernels(), reason=str(kernels.reason_against()))
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("objective", ["tbpo", pytest.param("grpo", marks=pytest.mark.nightly)])
 def test_a_stale_bias_ends_the_run_before_an_update(tmp_path, monkeypatch, objective):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     # One update of each batch, so that no sequence is left out and scored alone.

@@ -63,8 +63,8 @@ CASES = {
     "w4a16": Case({"beta": 0.1, "optim": "muon"}),
     "a release in w4a16": Case({"beta": 0.1}, is_release=True),
     "w4a16 in float32": Case({"bf16": False, "beta": 0.1}, mismatch=1e-6),
-    "w8a16": Case({"scheme": "w8a16", "loss_type": "grpo", "optim": "adamw_torch"}, stop=2),
-    "w8a8": Case({"scheme": "w8a8", "loss_type": "grpo", "optim": "adamw_torch_fused"}),
+    "w8a16": Case({"scheme": "w8a16", "loss_type": "cispo", "optim": "adamw_torch"}, stop=2),
+    "w8a8": Case({"scheme": "w8a8", "loss_type": "dr_grpo", "optim": "adamw_torch_fused"}),
     "fp8": Case({"scheme": "fp8", "steps_per_generation": 1}),
     "w4a8": Case({"scheme": "w4a8", "loss_type": "grpo", "delta": 3.0}, stop=2),
     "w4a8-int8": Case(
@@ -74,8 +74,8 @@ CASES = {
         {"scheme": "w3a16", "loss_type": "grpo", "importance_sampling_level": "sequence", "optim": "adafactor"}
     ),
     "w2a16": Case({"scheme": "w2a16", "loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "mxfp4a16": Case({"scheme": "mxfp4a16", "loss_type": "grpo"}, stop=2),
-    "nvfp4a16": Case({"scheme": "nvfp4a16", "loss_type": "grpo"}, stop=2),
+    "mxfp4a16": Case({"scheme": "mxfp4a16", "loss_type": "vespo"}, stop=2),
+    "nvfp4a16": Case({"scheme": "nvfp4a16", "loss_type": "luspo"}, stop=2),
     "bf16": Case({"scheme": "bf16"}),
     "several schemes": Case({"scheme": PLAN, "exclude_modules": ["re:model[.]layers[.]1[.].*"], "group_size": 64}),
     "layers left out": Case(
@@ -87,8 +87,6 @@ CASES = {
     ),
     "engine numerics, bf16": Case(ENGINE | {"scheme": "bf16", "loss_type": "bnpo", "beta": 0.1}, mismatch=0),
     "engine numerics, w4a16": Case(ENGINE | {"temperature": 0.7}, mismatch=0, stop=2),
-    "engine numerics, w8a8": Case(ENGINE | {"scheme": "w8a8", "loss_type": "dr_grpo"}, mismatch=0),
-    "engine numerics, fp8": Case(ENGINE | {"scheme": "fp8", "loss_type": "cispo"}, mismatch=0),
     "4 bits, then 3": Case(
         ENGINE | {"scheme": SIGNED[4], "precisions": {0: 4, 2: 3}, "beta": 0.1}, mismatch=0, stop=3
     ),
@@ -96,9 +94,7 @@ CASES = {
         f"experts, {scheme}": Case({"scheme": scheme, "router_aux_loss_coef": 0.01}, has_experts=True)
         for scheme in ("w4a16", "w8a8", "fp8")
     },
-    "LoRA": Case({"loss_type": "sapo", "beta": 0.1}, lora={}, stop=2),
-    "LoRA, w8a8": Case({"scheme": "w8a8", "loss_type": "luspo"}, lora={"use_rslora": True}),
-    "LoRA, fp8": Case({"scheme": "fp8", "loss_type": "vespo"}, lora={"use_rslora": True}),
+    "LoRA": Case({"loss_type": "sapo", "beta": 0.1}, lora={"use_rslora": True}, stop=2),
     "LoRA, other formats": Case({"scheme": ADAPTED_PLAN}, lora={}, stop=2),
     "LoRA, engine numerics": Case(ENGINE, mismatch=0, lora=SOME_LAYERS),
     "merged LoRA": Case(MERGED | {"beta": 0.1}, lora=SOME_LAYERS, stop=2),

@@ -20,8 +20,8 @@ JOURNEYS, ROOT = FOLDER.parent, FOLDER.parents[2]
 sys.path[:0] = [str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)]
 
 from families import FAMILIES, IN_BFLOAT16  # noqa: E402
-from warm import Warm  # noqa: E402
 
+from testing_utils.warm import Warm  # noqa: E402
 from trl_qarl.models import FAMILIES as ROWS  # noqa: E402
 
 

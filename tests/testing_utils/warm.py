@@ -1,16 +1,18 @@
 """
-Commands of a journey that start at once: forked from a process that has imported what they need, which is most of what
-a start takes. Everything else is the user's: the command line, files, environment, working directory, launcher, exit
-code. `JOURNEYS_COLD=1` starts each of them as a new interpreter instead.
+Commands of journeys, and servers, that start at once: forked from a process that has imported what they need, which is
+most of what a start takes. Everything else is the user's: the command line, files, environment, working directory,
+launcher, exit code. Servers that are started as users start them, whose engines are spawned, are in
+test_vllm_server.py and in tests/distributed.
 
-`python warm.py SOCKET KIND` is that process. It takes requests over the socket, one JSON object a connection: `start`
-a command, `poll` one that it has started, or `end` all of them.
+`python -m testing_utils.warm SOCKET KIND` is that process. It takes requests over the socket, one JSON object a
+connection: `start` a command, `poll` one that it has started, or `end` all of them.
 """
 
 import atexit
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -30,8 +32,15 @@ from testing_utils.hub_stand_in import use
 from trl_qarl.processes import end_with_parent
 
 
+SERVER = (
+    *("vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"),
+    *("vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "trl_qarl.vllm_plugin.worker"),
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.qwen3",
+)
 IMPORTED = {
-    "commands": (
+    # Our commands, and scripts that train.
+    "engines": (
         *(
             "trl_qarl.cli",
             "trl_qarl.scripts.train",
@@ -41,24 +50,21 @@ IMPORTED = {
         ),
         *("accelerate.commands.launch", "torch.distributed.run", "trl.cli.commands.training", "deepspeed"),
         *("transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "pandas", "pyarrow"),
+        *SERVER,
     ),
+    # Readers of an export, without our package.
     "plain": (
         *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.lora.request", "peft"),
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
         *("vllm.model_executor.models.qwen3", "transformers.models.qwen3.modeling_qwen3"),
         *("transformers.quantizers.quantizer_compressed_tensors", "compressed_tensors"),
     ),
+    # Servers whose trainer is in the process of a test.
+    "servers": (*SERVER, "vllm.model_executor.models.qwen2"),
 }
-# Those of a trainer with an engine, and of servers.
-IMPORTED["engines"] = (
-    *IMPORTED["commands"],
-    *("vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"),
-    *("vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "trl_qarl.vllm_plugin.worker"),
-    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.models.qwen3",
-)
 SCRIPTS = {"trl-qarl": "trl_qarl.cli", "accelerate": "accelerate.commands.accelerate_cli"}
 SOCKET_VARIABLE = "JOURNEY_SOCKET"
+TESTS = Path(__file__).parents[1]
 
 
 def ask(place: str, **request):
@@ -94,6 +100,12 @@ class Command:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
 
 class Warm:
     """The process that commands of a kind are forked from, started when the first one is."""
@@ -105,15 +117,39 @@ class Warm:
     def start(self, argv, env, log, cwd) -> Command:
         if self.process is None:
             with self.log.open("w") as output:
-                command = [sys.executable, __file__, self.place, self.kind]
+                command = [sys.executable, "-m", "testing_utils.warm", self.place, self.kind]
                 # Commands of one journey may have a Hub, and [`run`] gives it to them.
                 shared = {name: value for name, value in env.items() if not name.startswith("HF_")}
                 shared["HF_HUB_OFFLINE"] = "1"
-                self.process = start(command, env=shared, stdout=output, stderr=output, cwd=cwd)
+                self.process = start(command, env=shared, stdout=output, stderr=output, cwd=TESTS)
             while not Path(self.place).exists():
                 assert self.process.poll() is None, self.log.read_text()
                 time.sleep(0.1)
         return Command(self.place, argv, env | {SOCKET_VARIABLE: self.place}, log, cwd)
+
+    def serve(self, patch, in_one_process: bool = True) -> dict:
+        """
+        Have trainers of this process start their servers here, until the monkeypatch `patch` is undone. Returns
+        options of such a trainer, whose server has the engine in its own process or in another one.
+        """
+        from trl_qarl.engines import server_process
+
+        if in_one_process:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+        def popen(argv, env, stdout, **options):
+            # Without the launcher, which would end it with this process.
+            return self.start(argv[4:], env, stdout.name, os.getcwd())
+
+        known = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+        patch.setattr(server_process, "subprocess", SimpleNamespace(Popen=popen, **known))
+        options = {
+            "vllm_mode": "server",
+            "vllm_server_autostart": True,
+            "vllm_server_port": server_process.free_port(),
+        }
+        # Where many share the cores, vLLM takes long to start.
+        return options | {"vllm_server_timeout": 900}
 
     def end_commands(self) -> None:
         """Kill the commands that still run, with those that they have started."""
@@ -197,9 +233,22 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
         os.dup2(descriptor, output)
     if "HF_ENDPOINT" in env:
         use(SimpleNamespace(endpoint=env["HF_ENDPOINT"]), pytest.MonkeyPatch(), Path(env["HF_HOME"]))
-    if kind != "plain":
+    if kind == "engines":
         replace_starts(place)
     leave(argv)
+
+
+def fork_engines_quickly() -> None:
+    """Have servers start their engines in forked processes, and these in a third of the time."""
+    from vllm.platforms import current_platform
+
+    from testing_utils import start_engines_quickly
+
+    start_engines_quickly(pytest.MonkeyPatch())
+    current_platform.register_triton_kernel_overrides()
+    for module in list(sys.modules.values()):
+        if "get_mp_context" in getattr(module, "__dict__", {}):
+            module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def main(place: str, kind: str) -> None:
@@ -214,6 +263,8 @@ def main(place: str, kind: str) -> None:
     for name in IMPORTED[kind]:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    if kind == "servers":
+        fork_engines_quickly()
     # A collection in a child must not walk, and copy, all of it.
     gc.collect()
     gc.freeze()

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.experts import DOWN, QuantizedExperts
 from ..quantization.fixed_scales import fix_scales, held_scale, weight_name
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
@@ -37,6 +37,7 @@ from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
+from ..wire.protocol import tensor_name
 from . import gptq
 
 
@@ -214,7 +215,7 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
             scales[weight_name(name, leaf)] = held_scale(weight)
             shape = (layer.num_experts, -1) if isinstance(layer, QuantizedExperts) else (-1,)
             masters = weight.low_bit_weight().dequantize(torch.float32)
-            setattr(layer, leaf, nn.Parameter(masters.unflatten(0, shape)))
+            setattr(layer, leaf, nn.Parameter(weight.source.stored(masters.unflatten(0, shape))))
     restore_model(model)
     fix_scales(model, scales)
     groups = " and ".join(f"scheme={name!r}, group_size={size}" for name, size in settings)
@@ -305,9 +306,10 @@ def _fill(
             f"{folder} was quantized with reordered columns (actorder: group), given by {reordered[0]!r}. No kernel here supports "
             "that. Quantize it again with `actorder='static'`."
         )
-    scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
+    suffix = "weight_scale"
+    scales = {name.removesuffix(suffix)[:-1]: t for name, t in tensors.items() if name.endswith(suffix)}
     low_bit = {
-        name: {leaf: tensors.pop(f"{name}.{leaf}") for leaf in CHECKPOINT_NAMES if f"{name}.{leaf}" in tensors}
+        name: {leaf: tensors.pop(of) for leaf in CHECKPOINT_NAMES if (of := tensor_name(name, leaf)) in tensors}
         for name in scales
     }
     inventory = Inventory.of(model)
@@ -322,7 +324,9 @@ def _fill(
 
     for name, module in inventory.quantizable.items():
         parts = {
-            leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
+            leaf: names.experts[f"{name}.{leaf}"]
+            for leaf, _ in module.named_parameters(recurse=False)
+            if f"{name}.{leaf}" in names.experts and not leaf.endswith("_bias")
         }
         stored = [parts[DOWN][0]] if parts else [name, *(each.of_tensor(name) for each in known)]
         if not (first := next(filter(low_bit.__contains__, stored), None)):

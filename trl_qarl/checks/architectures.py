@@ -25,6 +25,12 @@ def problems_with_vllm(
     inventory, name = Inventory.of(model), architecture(model)
     if problem := family_of(name).problem_with_vllm or problem_of_mixture(inventory, schemes):
         yield problem
+    shares, wants = inventory.model.config.get_text_config().tie_word_embeddings, family_of(name).shares_head
+    if wants is not None and shares is not wants:
+        yield (
+            f"{name} with tie_word_embeddings={shares}: vLLM 0.31 {'always' if wants else 'never'} shares the weight of embedding and "
+            "output head in its class, whatever the configuration says"
+        )
     if (problem := family_of(name).problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
     mixers = [path for path, module in inventory.modules.items() if len(shapes_of(module).get("A_log", ())) == 2]

@@ -37,7 +37,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from ..bitwise.low_bit import multiply
-from ..quantization.experts import experts_product
+from ..quantization.experts import clamped_swiglu, experts_product, gated
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 from .linear_kernels import is_our_engine
@@ -83,6 +83,8 @@ class _LowBitExperts(FusedMoEMethodBase):
 
     scheme: str
     is_monolithic = False
+    # With it vLLM's loader of gpt-oss copies an expert's codes as they are, instead of transposing them.
+    weight_dtype = "mxfp4"
 
     def __init__(self, weights: Any, activations: Any, moe: Any):
         FusedMoEMethodBase.__init__(self, moe)
@@ -108,20 +110,27 @@ class _LowBitExperts(FusedMoEMethodBase):
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
         activation = _ACTIVATIONS[layer.activation.value]
-        return experts_product(x, topk_ids, topk_weights, *self._low_bit, multiply, activation)
+        return experts_product(x, topk_ids, topk_weights, *self._low_bit, lambda x, w: multiply(x, *w), activation)
 
-    def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
+    def _experts_of(self, layer: RoutedExperts, matrix: str) -> list[tuple[LowBitTensor, torch.Tensor | None]]:
         tensors = {
             name.removeprefix(f"{matrix}_"): parameter.data.flatten(0, 1)
             for name, parameter in layer.named_parameters()
             if name.startswith(f"{matrix}_") and parameter.ndim == 3
         }
         low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), tensors["weight_scale"].dtype)
-        return low_bit.row_blocks(layer.local_num_experts)
+        biases = getattr(layer, f"{matrix}_bias", [None] * layer.local_num_experts)
+        return list(zip(low_bit.row_blocks(layer.local_num_experts), biases, strict=True))
 
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-"""Activations of the gate by vLLM's names; those of transformers are the same functions."""
+_ACTIVATIONS = {
+    "silu": gated(F.silu),
+    "gelu": gated(F.gelu),
+    "gelu_tanh": gated(partial(F.gelu, approximate="tanh")),
+    "relu2_no_mul": lambda rows: F.relu(rows).square(),
+    "swigluoai": clamped_swiglu,
+}
+"""Functions between the two products, by vLLM's names; those of transformers are the same."""
 
 _METHODS = {
     weights_and_activations: type(name, (_LowBitExperts, base), {"scheme": scheme})
@@ -163,7 +172,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             return None
         for is_met, what in (
             (layer.activation.value in _ACTIVATIONS, f"activation {layer.activation.value!r}"),
-            (not layer.moe_config.has_bias, "biases"),
+            (not layer.moe_config.has_bias or issubclass(method, CompressedTensorsWNA16MoEMethod), "biases"),
             (layer.swiglu_limit is None, "a limit of their activation"),
             (not layer.apply_router_weight_on_input, "weights of the router on their input"),
             (not layer.use_ep, "expert parallelism"),

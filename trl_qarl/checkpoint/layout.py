@@ -19,7 +19,7 @@ from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name
-from ..wire.protocol import ENGINES_OWN, stacked_name, tensor_name
+from ..wire.protocol import is_parameter, stacked_name, tensor_name
 
 
 def iter_checkpoint_layers(
@@ -53,7 +53,7 @@ def _checkpoint_tensors(
                 continue
             for matrix, low_bit in zip(matrices, tensor.row_blocks(len(matrices)), strict=True):
                 for key, value in low_bit.checkpoint_tensors().items():
-                    if key != "weight_shape" or not matrix.endswith(ENGINES_OWN):
+                    if key != "weight_shape" or not is_parameter(matrix):
                         yield tensor_name(matrix, key), value.detach()
             continue
         # All sharded tensors have the same address.
@@ -77,7 +77,7 @@ def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterat
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
     for key, value in tensors.items():
         if key == "weight_shape":
-            if matrices[0].endswith(ENGINES_OWN):
+            if is_parameter(matrices[0]):
                 continue
             shape = value // value.new_tensor([len(matrices), 1])
             value = shape.repeat(num_experts, len(matrices) // num_experts, 1)

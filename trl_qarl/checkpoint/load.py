@@ -307,7 +307,7 @@ def _fill(
             "that. Quantize it again with `actorder='static'`."
         )
     suffix = "weight_scale"
-    scales = {name.removesuffix(suffix)[:-1]: t for name, t in tensors.items() if name.endswith(suffix)}
+    scales = {name.removesuffix(suffix).removesuffix("."): t for name, t in tensors.items() if name.endswith(suffix)}
     low_bit = {
         name: {leaf: tensors.pop(of) for leaf in CHECKPOINT_NAMES if (of := tensor_name(name, leaf)) in tensors}
         for name in scales

@@ -183,11 +183,11 @@ def has_stacked_matrices(name: str, module: nn.Module) -> bool:
 def matrices_of_experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the names in a checkpoint of the matrices of one expert, in order, by the parameter of a module of
     experts that stacks them. Where rows of gate and up projection alternate, both are one matrix, with the names of
-    vLLM's loader of gpt-oss (models/gpt_oss.py)."""
+    vLLM's loader of gpt-oss ([`~trl_qarl.wire.protocol.is_parameter`])."""
     if not module.has_gate:
         return {"up_proj": ("up_proj",), DOWN: (DOWN,)}
     if not module.is_concatenated:
-        return {"gate_up_proj": ("w13",), DOWN: ("w2",)}
+        return {"gate_up_proj": ("w13_",), DOWN: ("w2_",)}
     return {"gate_up_proj": ("gate_proj", "up_proj"), DOWN: (DOWN,)}
 
 

@@ -52,14 +52,15 @@ EACH = ".*."
 """Stands for the number of an expert in the name of a tensor `(E, ...)` that stacks a tensor of all `E` experts."""
 
 
-ENGINES_OWN = (".w13", ".w2")
-"""Last components of the names of an expert's matrices that vLLM's loader of gpt-oss reads under the names of its own
-parameters, without their shapes."""
+def is_parameter(matrix: str) -> bool:
+    """Return whether the name of a matrix is the beginning of parameters' names in vLLM, whose loader of gpt-oss reads
+    `experts.0.w13_weight_packed`, and no shapes."""
+    return matrix.endswith("_")
 
 
 def tensor_name(matrix: str, key: str) -> str:
     """Return the name in a checkpoint of a tensor of a matrix, such as `weight_packed`."""
-    return f"{matrix}{'_' if matrix.endswith(ENGINES_OWN) else '.'}{key}"
+    return f"{matrix}{'' if is_parameter(matrix) else '.'}{key}"
 
 
 def stacked_name(matrices: Sequence[str], key: str) -> str:

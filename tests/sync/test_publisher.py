@@ -351,9 +351,12 @@ def test_gpt_oss_sends_experts_and_biases_under_the_engines_names():
     of_layer = {name: tuple(t.shape) for name, t in sent.items() if name.startswith("model.layers.1.mlp.experts.")}
     prefix = "model.layers.1.mlp.experts.*."
     assert of_layer == {
-        **{f"{prefix}w13_weight_packed": (8, 128, 16), f"{prefix}w13_weight_scale": (8, 128, 2)},
-        **{f"{prefix}w2_weight_packed": (8, 128, 8), f"{prefix}w2_weight_scale": (8, 128, 1)},
-        **{f"{prefix}w13_bias": (8, 128), f"{prefix}w2_bias": (8, 128)},
+        f"{prefix}w13_weight_packed": (8, 128, 16),
+        f"{prefix}w13_weight_scale": (8, 128, 2),
+        f"{prefix}w2_weight_packed": (8, 128, 8),
+        f"{prefix}w2_weight_scale": (8, 128, 1),
+        f"{prefix}w13_bias": (8, 128),
+        f"{prefix}w2_bias": (8, 128),
     }
     assert names_of_experts(f"{prefix}w2_bias", 2)[1] == ["model.layers.1.mlp.experts.1.w2_bias"]
 

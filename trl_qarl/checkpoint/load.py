@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -49,18 +50,32 @@ SHARDS_FOLDER = "pytorch_model_fsdp_0"
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
     """Return whether a folder, or a model on the Hub, is a checkpoint of compressed-tensors or of GPTQ."""
+    return is_low_bit(_quantization_of(name_or_path, revision))
+
+
+def dequantizing(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the arguments with which transformers loads a checkpoint in MXFP4, as gpt-oss is released, in high
+    precision on any device; none for other checkpoints."""
+    is_mxfp4 = method_of(_quantization_of(name_or_path, revision)) == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+
+
+def _quantization_of(name_or_path: str, revision: str | None) -> dict[str, Any] | None:
     path = cached_file(
         name_or_path, "config.json", revision=revision or "main", _raise_exceptions_for_missing_entries=False
     )
-    if path is None:
-        return False
-    return is_low_bit(json.loads(Path(path).read_text()).get("quantization_config"))
+    return None if path is None else json.loads(Path(path).read_text()).get("quantization_config")
 
 
 def is_low_bit(described: Any) -> bool:
     """Return whether a `quantization_config` is that of a checkpoint of compressed-tensors or GPTQ."""
+    return method_of(described) in ("compressed-tensors", "gptq")
+
+
+def method_of(described: Any) -> str | None:
+    """Return the `quant_method` of a `quantization_config`, `None` without one."""
     method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
-    return getattr(method, "value", method) in ("compressed-tensors", "gptq")
+    return getattr(method, "value", method)
 
 
 def auto_class(config: PreTrainedConfig) -> type:

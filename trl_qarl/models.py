@@ -40,6 +40,8 @@ _REORDERED = (
     "numbers (models/{}.py)"
 )
 
+_MISSING = "vLLM 0.31 reads `{}` of its configuration, which transformers' does not have (models/{}.py)"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -85,9 +87,19 @@ _ROWS = (
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
+    Family(
+        "AXK1ForCausalLM",
+        "axk1",
+        problem_with_vllm="vLLM 0.31 gives its dense layers a norm that checkpoints do not have (`post_mlp_layernorm` in models/AXK1.py)",
+    ),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
+    Family(
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        problem_with_vllm=_MISSING.format("sliding_windows", "exaone_moe"),
+    ),
     Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
@@ -108,9 +120,24 @@ _ROWS = (
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
+    Family(
+        "LagunaForCausalLM",
+        "laguna",
+        problem_with_vllm="vLLM 0.31 leaves out the bias of its router, a parameter of `routed_experts` there, without a word (models/laguna.py: "
+        "`ignore_unexpected_suffixes`)",
+    ),
     Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
+    Family(
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash", problem_with_vllm=_MISSING.format("hybrid_layer_pattern", "mimo_v2")
+    ),
+    Family(
+        "MiniCPM3ForCausalLM",
+        "minicpm3",
+        problem_with_vllm="vLLM 0.31 gives layers of its latent attention no name (models/minicpm3.py), so a low-bit layer cannot be told from "
+        "others",
+    ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),

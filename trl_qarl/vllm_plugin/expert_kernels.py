@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from typing_extensions import override
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -50,6 +51,7 @@ def register_experts() -> None:
         CustomOp.register_oot(RepackedExperts, name=UnquantizedFusedMoEMethod.__name__)
     if not hasattr(CPURouter.__init__, "__wrapped__"):
         CPURouter.__init__ = _in_one_group(CPURouter.__init__)
+        FusedMoEConfig.__post_init__ = _with_or_without_gate(FusedMoEConfig.__post_init__)
 
 
 def _in_one_group(make: Callable[..., None]) -> Callable[..., None]:
@@ -65,6 +67,21 @@ def _in_one_group(make: Callable[..., None]) -> Callable[..., None]:
             router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
     return make_router
+
+
+def _with_or_without_gate(check: Callable[..., None]) -> Callable[..., None]:
+    """Decorate vLLM's last step of making a configuration, which refuses experts without a gate on a CPU, where it has
+    no kernel of its own for them (config.py in 0.31)."""
+
+    @wraps(check)
+    def __post_init__(config: FusedMoEConfig) -> None:
+        try:
+            check(config)
+        except NotImplementedError:
+            if config.is_act_and_mul or not is_our_engine():
+                raise
+
+    return __post_init__
 
 
 class RepackedExperts(UnquantizedFusedMoEMethod):

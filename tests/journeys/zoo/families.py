@@ -260,7 +260,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "hy_v3": {**_EIGHT, "num_shared_experts": 1},
+    "hy_v3": {**_EIGHT, "num_shared_experts": 1, "expert_hidden_dim": 64},
     "laguna": {
         **_EIGHT,
         "shared_expert_intermediate_size": 64,
@@ -286,7 +286,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "layer_types": ["full_attention", "sliding_attention"],
     },
-    "mistral4": {**_EXPERTS, **_LATENT, **_GROUPS, "num_key_value_heads": 2},
     "solar_open": {**_EXPERTS, "n_routed_experts": 8},
     "deepseek_v2": {
         **_EXPERTS,
@@ -376,12 +375,19 @@ WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
 FAMILIES |= {kind: {} for kind in WITH_TOWER}
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
-IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon"}
 
 REFUSED: dict[str, str] = {
+    "axk1": "gives its dense layers a norm",
+    "exaone_moe": "reads `sliding_windows`",
+    "kimi_linear": "checkpoints hold the matrices of experts in another form",
+    "laguna": "leaves out the bias of its router",
+    "longcat_flash": "interface for the computation of experts",
+    "mimo_v2_flash": "reads `hybrid_layer_pattern`",
+    "minicpm3": "no name",
     "bamba": "only if all its layers attend",
     "bloom": "reorders the rows",
     "deepseek_v32": "sparse attention",
@@ -416,7 +422,9 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("mamba2", "transformers"): "weight",
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
+    ("gpt_oss", "transformers"): "random values",
     ("granitemoe", "transformers"): "random values",
+    ("granitemoe_swa", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
@@ -430,7 +438,7 @@ NOTES: dict[str, str] = {
     "cohere2": "sequences within the window",
     "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
         "`router_aux_loss_coef=0`",
     ),
     "phi3 long": "sequences within `original_max_position_embeddings`",

@@ -437,6 +437,7 @@ MIXTURES = {
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
     },
+    "gpt_oss": {"num_local_experts": 8},
     "glm4_moe": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "qwen3_next": {
         "num_experts": 8,
@@ -464,7 +465,7 @@ def make_mixture(arch: str = "qwen3_moe", seed: int = 0, **overrides):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **(sizes | MIXTURES[arch] | overrides)))
         for name, parameter in model.named_parameters():
-            if name.endswith(("gate.weight", ".bias")):
+            if name.endswith(("gate.weight", "bias")):
                 torch.nn.init.normal_(parameter, std=0.2)
     return model
 

@@ -16,7 +16,14 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import create_model_from_path
 
 from ..checkpoint.export import is_export
-from ..checkpoint.load import holds_shards, is_low_bit_checkpoint, load_frozen_model, load_masters, load_shards
+from ..checkpoint.load import (
+    dequantizing,
+    holds_shards,
+    is_low_bit_checkpoint,
+    load_frozen_model,
+    load_masters,
+    load_shards,
+)
 from ..checkpoint.scales import keep_scales
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory, layer_format, layers_outside_decoder, reasons_to_skip, split_experts
@@ -53,7 +60,8 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
     if holds_shards(name_or_path):
         model = load_shards(name_or_path, **_given(model_init_kwargs, _OPTIONS))
     else:
-        model = create_model_from_path(name_or_path, **model_init_kwargs)
+        kwargs = model_init_kwargs | dequantizing(name_or_path, model_init_kwargs.get("revision"))
+        model = create_model_from_path(name_or_path, **kwargs)
     if peft_config is None:
         keep_scales(model, name_or_path, model_init_kwargs.get("revision"))
     return model
@@ -71,7 +79,7 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
     # TRL would choose a missing `device_map`, which several processes must not have.
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
-        return create_model_from_path(name_or_path, **kwargs)
+        return create_model_from_path(name_or_path, **kwargs | dequantizing(name_or_path, kwargs.get("revision")))
     kwargs.pop("device_map", None)
     return load_frozen_model(name_or_path, **kwargs)
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.files import check_writable
-from ..checkpoint.load import is_low_bit, skeleton
+from ..checkpoint.load import is_low_bit, method_of, skeleton
 from ..engines.pictures import problem_of_class
 from ..models import family_of
 from ..objectives.registry import get_objective
@@ -596,6 +596,11 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
     if cls is not None and not cls.can_generate():
         yield f"The model is a {cls.__name__}, which generates no text. Give a causal language model."
         return
+    if method_of(getattr(config, "quantization_config", None)) == "mxfp4" and args.use_vllm and not args.is_quantized:
+        yield (
+            f"scheme={args.scheme!r} with a checkpoint in MXFP4: vLLM would make its experts in MXFP4 too. Use scheme='w4a16', or save the "
+            "model in high precision (`Mxfp4Config(dequantize=True)`) and start from that."
+        )
     if is_low_bit(getattr(config, "quantization_config", None)):
         # Its tensors tell which layers are in low bits.
         return

@@ -14,9 +14,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
-from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
+from .experts import (
+    DOWN,
+    QuantizedExperts,
+    experts_format,
+    has_stacked_matrices,
+    matrices_of_experts,
+    problem_of_experts,
+)
 from .names import (
-    EXPERT_LEAVES,
     CheckpointNames,
     base_model,
     base_modules,
@@ -174,8 +180,13 @@ def split_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]
     that matches only some of them does not match the module."""
     return {
         name: [
-            [f"{name}.{expert}.{leaf}" for expert in range(module.num_experts) for leaf in EXPERT_LEAVES],
-            [f"{name}.{leaf}" for leaf in (GATE_UP, DOWN)],
+            [
+                f"{name}.{expert}.{leaf}"
+                for expert in range(module.num_experts)
+                for leaves in matrices_of_experts(module).values()
+                for leaf in leaves
+            ],
+            [f"{name}.{leaf}" for leaf in matrices_of_experts(module)],
         ]
         for name, module in layers.items()
         if isinstance(module, QuantizedExperts)
@@ -218,7 +229,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
                 reasons[name] = "exclude_modules"
             elif problem := problem_of_experts(module):
                 reasons[name] = f"{kind}: {problem}"
-            elif isinstance(model, PreTrainedModel) and f"{name}.{GATE_UP}" not in inventory.names.experts:
+            elif isinstance(model, PreTrainedModel) and f"{name}.{DOWN}" not in inventory.names.experts:
                 reasons[name] = f"{kind}: checkpoints hold the matrices of experts in another form"
         elif module is head or leaf == "lm_head":
             reasons[name] = "output head"

@@ -105,7 +105,7 @@ def served():
                 yield pytest.param(block, id=f"{page}-{number}", marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("block", served())
+@pytest.mark.parametrize("block", [*served()])
 def test_servers_of_a_page_take_weights(user, block):
     if "trl-qarl train" not in block:
         (words,) = commands_of(block)

@@ -85,15 +85,19 @@ def blocks(page, language):
 
 
 def shell_commands(page):
-    """Words of each command in the page's `sh` fences, without prompts, comments and variables set for it."""
-    for block in blocks(page, "sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            line = re.sub(r"^[\w-]*\$ ", "", line)
-            words = shlex.split(line, comments=True)
-            while words and re.match(r"[A-Z_0-9]+=", words[0]):
-                del words[0]
-            if words:
-                yield [word for word in words if word != "..."]
+    """Words of each command in the page's `sh` fences."""
+    return [words for block in blocks(page, "sh") for words in commands_of(block)]
+
+
+def commands_of(text):
+    """Words of each command in lines of a shell, without prompts, comments and variables set for it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"^[\w-]*\$ ", "", line)
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_0-9]+=", words[0]):
+            del words[0]
+        if words:
+            yield [word for word in words if word != "..."]
 
 
 @pytest.mark.parametrize(

@@ -435,6 +435,10 @@ def _problem_of_reward_model(name: str) -> str | None:
     )
 
 
+def _count(number: int) -> str:
+    return "is 1 reward function" if number == 1 else f"are {number} reward functions"
+
+
 def problems_of_arguments(
     policy: Any, *, model, args, train_dataset, eval_dataset, peft_config, optimizers=(None, None), **others
 ) -> Iterator[str]:
@@ -465,7 +469,7 @@ def problems_of_arguments(
     yield from problems_of_content(
         model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
     )
-    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
         if not (isinstance(reward, str) or callable(reward)):
             yield (
                 f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
@@ -473,6 +477,12 @@ def problems_of_arguments(
             )
         elif isinstance(reward, str) and (problem := _problem_of_reward_model(reward)):
             yield problem
+    num_rewards = len(rewards) if isinstance(rewards, list) else 1
+    if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
+        yield (
+            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
+            "one for each."
+        )
     if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
     if args.rollout_ahead:
@@ -554,7 +564,7 @@ def _problems_of_calls(reward_funcs: Any, columns: Iterable[str]) -> Iterator[st
         return
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
     given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
-    for function in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
+    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if not callable(function) or isinstance(function, nn.Module):
             continue
         with suppress(ValueError):

@@ -103,7 +103,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         args = config_for(model, args)
         given: dict[str, Any] = {
             "model": model,
-            "reward_funcs": reward_funcs,
+            # TRL would take another sequence for a model.
+            "reward_funcs": [*reward_funcs] if isinstance(reward_funcs, tuple) else reward_funcs,
             "args": args,
             "train_dataset": train_dataset,
             "eval_dataset": eval_dataset,

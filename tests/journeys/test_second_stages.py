@@ -1,5 +1,6 @@
 """A training that begins where another one, or another tool, ended."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -49,10 +50,19 @@ def test_a_second_stage_starts_from_the_parts_that_fsdp2_saved(user):
 
 
 @pytest.mark.nightly
-def test_a_training_starts_from_gptq(user):
+@pytest.mark.parametrize("launch", [None, "fsdp2"])
+def test_a_training_starts_from_gptq(user, launch):
     shutil.copytree(GPTQ, user.folder / "gptq")
     make_tokenizer_of_16().save_pretrained(user.folder / "gptq")
-    train(user, model_name_or_path="gptq")
+    # Keys and values in low bits, without effect here.
+    config = json.loads((user.folder / "gptq" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    (user.folder / "gptq" / "config.json").write_text(json.dumps(config))
+    if launch is None:
+        train(user, model_name_or_path="gptq")
+    else:
+        user.write_recipe(model_name_or_path="gptq", output_dir="second")
+        user.launch(launch)
     user.assert_deployed("second/w4a16")
     # Masters keep the scales of the file.
     user.run("trl-qarl", "export", "--model_name_or_path", "second/checkpoint-2", "--output_dir", "again")

@@ -58,8 +58,8 @@ def test_a_module_that_was_replaced_is_noticed(model):
     assert Inventory.of(model) is first
     restore_model(model)
     assert not Inventory.of(model).layers and first.layers
-    prepare_model(model, {"re:.*up_proj": "w8a16"})
-    names = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
+    prepare_model(model, {"re:.*down_proj": "w8a16"})
+    names = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
     assert [*Inventory.of(model).layers] == names
     model.set_submodule(names[0], nn.Identity())
     assert [*Inventory.of(model).layers] == names[1:]

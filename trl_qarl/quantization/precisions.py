@@ -42,7 +42,8 @@ def parse_precisions(value: Any) -> Precisions | None:
             raise ValueError(f"precisions={written!r}: keys are numbers of updates, as in {{0: 4, 60: 3}}.") from None
         if 0 not in value or min(value) < 0:
             raise ValueError(f"precisions={written!r} must say the precision from update 0 on, as in {{0: 4, 60: 3}}.")
-    if not isinstance(value, list | tuple | dict) or not value or any(type(bits) is not int for bits in _bits(value)):
+    bits = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, list | tuple | dict) or not value or any(type(number) is not int for number in bits):
         raise ValueError(
             f"precisions={written!r} is neither a list of bits, [4, 3], nor bits by updates, {{0: 4, 60: 3}}. Write one of them."
         )

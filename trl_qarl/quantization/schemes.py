@@ -151,7 +151,7 @@ class QuantScheme:
             )
         if self.group_size not in (self.group_sizes or (None,)):
             raise ValueError(
-                f"Scheme {self.name!r}: group_size={self.group_size} is not supported: its kernels take "
+                f"Scheme {self.name!r}: group_size={self.group_size!r} is not supported: its kernels take "
                 f"{sorted(self.group_sizes) or 'one scale per output channel (`None`)'}."
             )
 

@@ -12,7 +12,7 @@ import pytest
 # of torch.
 sys.path.append(os.path.join(sys.prefix, "pictures"))
 
-# Set by some container images: every process that a test starts would compile all that it imports, for a minute.
+# As the Makefile does, however tests are started: every process of theirs would compile all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # One thread per process: xdist runs several, and sums come out in the same order on every machine.

@@ -46,7 +46,7 @@ def gpu_pieces() -> dict[str, list[str]]:
     """Return command and arguments by piece: the most informative ones first, and those without vLLM before others."""
     products = [*_PYTEST, "-m", "gpu and not vllm"]
     pieces = {
-        "env": ["env"],
+        "doctor": ["doctor"],
         "tests-products": [*products, "tests/quantization/test_gpu.py", "-k", "not grouped"],
         "tests-grouped": [*products, "tests/quantization/test_gpu.py", "-k", "grouped"],
         "tests-release": [
@@ -96,7 +96,7 @@ def dry_pieces() -> dict[str, list[str]]:
     tiny, few = ["--shapes", "tiny"], ["--repeats", "1"]
     pair = ["--schemes", "bf16", "w4a16"]
     return {
-        "env": ["env"],
+        "doctor": ["doctor"],
         "learner-tiny-w4a16": ["bench", "learner", *tiny, *few, "--schemes", "w4a16", "--tokens", "64"],
         "decode-tiny-w4a16": ["bench", "decode", *tiny, *few, "--schemes", "w4a16", "--tokens", "4"],
         "alignment-tiny-bf16": [
@@ -112,7 +112,7 @@ def run_piece(name: str, argv: list[str], out: Path) -> None:
     """Run one piece, replace its earlier rows, and leave a `.done` file."""
     if argv[0] == "pytest":
         subprocess.run([sys.executable, "-m", *argv], check=True)
-    elif argv[0] == "env":
+    elif argv[0] == "doctor":
         if status := trl_qarl(argv):
             raise SystemExit(status)
         if _gpu():

@@ -220,7 +220,12 @@ def compete(contender: str, options) -> None:
                 reward=(metrics["reward"] or [rows[-1]["reward"]])[-1],
                 length=(metrics["completions/mean_length"] or [rows[-1]["completions/mean_length"]])[-1],
                 mismatch=max(
-                    metrics["mismatch/abs_logp_max"] or [row.get("mismatch/abs_logp_max", 0.0) for row in rows[-1:]],
+                    (
+                        value
+                        for value in metrics["mismatch/abs_logp_max"]
+                        or [row.get("mismatch/abs_logp_max") for row in rows[-1:]]
+                        if value is not None
+                    ),
                     default=0.0,
                 ),
                 gigabytes=peak_gigabytes(),

@@ -63,9 +63,9 @@ def visit_math(self, node):
 
 
 def unlink_lab_notebooks(app, docname, source):
-    """Keep only the text of links to pages under benchmarks/, which a reader of the repository can follow and a site
-    does not have."""
-    source[0] = re.sub(r"\[([^]]+)\]\(\.\./benchmarks/[\w./-]+\.md(?:#[\w-]+)?\)", r"\1", source[0])
+    """Keep only the text of links to pages outside docs/, which a reader of the repository can follow and a site does
+    not have."""
+    source[0] = re.sub(r"\[([^]]+)\]\(\.\./(?:benchmarks/[\w./-]+|CONTRIBUTING)\.md(?:#[\w-]+)?\)", r"\1", source[0])
 
 
 def setup(app):

@@ -144,7 +144,7 @@ def _rules() -> str:
         ],
     }
     lines = [row.replace("%", " %") for rule in advisor.RULES.values() for row in rows[rule.__name__]]
-    head = "| card | fine | look at it | not healthy | what helps |\n|---|---|---|---|---|\n"
+    head = "| metric | fine | look at it | not healthy | what helps |\n|---|---|---|---|---|\n"
     return head + "".join(f"| {line} |\n" for line in lines)
 
 

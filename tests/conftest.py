@@ -19,7 +19,7 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
-# accelerate imports DeepSpeed where it is installed, which says what it found unless it is told.
+# accelerate imports DeepSpeed where it is installed, which prints its findings unless this is set.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # No test needs a network, and none reports to a tracker.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def keep_what_is_imported():
-    """The collection at the end of each training need not walk a million objects of modules."""
+    """The collection at the end of each training skips the objects of imported modules."""
     gc.collect()
     gc.freeze()
 

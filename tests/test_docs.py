@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from bench.command import make_parser
 from trl_qarl import cli
 from trl_qarl.scripts import train
-from trl_qarl.scripts.command_line import check_names, option_names, spell
+from trl_qarl.scripts.command_line import option_names, spell, unknown_options
 
 
 ROOT = Path(__file__).parent.parent
@@ -85,15 +85,19 @@ def blocks(page, language):
 
 
 def shell_commands(page):
-    """Words of each command in the page's `sh` fences, without prompts, comments and variables set for it."""
-    for block in blocks(page, "sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            line = re.sub(r"^[\w-]*\$ ", "", line)
-            words = shlex.split(line, comments=True)
-            while words and re.match(r"[A-Z_0-9]+=", words[0]):
-                del words[0]
-            if words:
-                yield [word for word in words if word != "..."]
+    """Words of each command in the page's `sh` fences."""
+    return [words for block in blocks(page, "sh") for words in commands_of(block)]
+
+
+def commands_of(text):
+    """Words of each command in lines of a shell, without prompts, comments and variables set for it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"^[\w-]*\$ ", "", line)
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_0-9]+=", words[0]):
+            del words[0]
+        if words:
+            yield [word for word in words if word != "..."]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def parse_train(argv):
     """The training script takes the arguments, and `accelerate launch` what it leaves over."""
     *_, rest = train.make_parser().parse_args_and_config(argv, return_remaining_strings=True)
     # The command finds the launch file by its name.
-    check_names(rest, option_names(launch_command_parser()) | {"--accelerate_config"})
+    assert unknown_options(rest, option_names(launch_command_parser()) | {"--accelerate_config"}) == {}
 
 
 def check_install(arguments):

@@ -14,7 +14,6 @@ from .packages import problem_of_torchvision, quiet_torchao
 __all__ = [
     "QaRLConfig",
     "QaRLTrainer",
-    "QaRLWeightConfig",
     "QuantScheme",
     "QuantizedLinear",
     "SwapReport",
@@ -30,7 +29,6 @@ __all__ = [
 _MODULES = {
     "QaRLConfig": "trainer.qarl_config",
     "QaRLTrainer": "trainer.qarl_trainer",
-    "QaRLWeightConfig": "quantization.swap",
     "QuantScheme": "quantization.schemes",
     "QuantizedLinear": "quantization.linear",
     "SwapReport": "quantization.swap",
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from .engines.in_process import load_engine
     from .quantization.linear import QuantizedLinear
     from .quantization.schemes import QuantScheme, get_scheme
-    from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model
+    from .quantization.swap import SwapReport, convert_model, prepare_model, restore_model
     from .trainer.qarl_config import QaRLConfig
     from .trainer.qarl_trainer import QaRLTrainer
 

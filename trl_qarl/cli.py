@@ -10,15 +10,14 @@ import logging
 import os
 import select
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 
 from ._version import __version__
 from .packages import problem_of_torchvision
 from .processes import become, exit_on_signals
-from .scripts.command_line import check_names, configuration_errors, option_names, spell
+from .scripts.command_line import configuration_errors, option_names, spell
 
 
 COMMANDS = {
@@ -27,9 +26,8 @@ COMMANDS = {
     "export": "Write the low-bit checkpoint of trained master weights",
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
     "report": "Draw training runs on one HTML page",
-    "doctor": "Check versions, hardware, memory for a model, and with --engine vLLM, before training",
+    "doctor": "Print and check versions, hardware, kernels, a model, and with --engine vLLM",
     "estimate": "Estimate the memory of a training on each GPU, and name the launches that fit",
-    "env": "Print versions, hardware and the kernel of each scheme",
 }
 
 
@@ -72,8 +70,6 @@ def _run(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 0
-    if argv[0] not in COMMANDS and (matches := get_close_matches(argv[0], COMMANDS, n=1)):
-        parser.error(f"argument command: invalid choice: {argv[0]!r}. Did you mean `{matches[0]}`?")
     # The command parses its own arguments.
     command, argv = parser.parse_args(argv[:1]).command, argv[1:]
     if command == "train":
@@ -85,8 +81,6 @@ def _run(argv: list[str]) -> int:
     if command == "vllm-serve":
         # Remaining arguments are vLLM's.
         return module.main(*parser.parse_known_args(argv))
-    with configuration_errors():
-        check_names(argv, known)
     return module.main(parser.parse_args(argv)) or 0
 
 
@@ -129,8 +123,6 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.commands.training import _subtract_subsequence
 
-    from .checks.launch import launched_with
-
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
     argv = spell(argv, known_options(parser, launch_parser))
     with configuration_errors(), _without_warnings():
@@ -146,9 +138,6 @@ def _train(argv: list[str]) -> int:
     args = launch_parser.parse_args(launch_args)
     with configuration_errors():
         _check_launch_file(args.config_file)
-    with configuration_errors(), _without_warnings(), launched_with(_precision_of(args)):
-        # Every process does so too, but the message of this one stands alone.
-        parser.parse_args_and_config(argv, return_remaining_strings=True)
     # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
     launch.simple_launcher = lambda args: become(*prepare_simple_launcher_cmd_env(args))
     try:
@@ -164,15 +153,6 @@ def _train(argv: list[str]) -> int:
         # The training process has reported the error.
         return error.returncode
     return 0
-
-
-def _precision_of(args: Namespace) -> str:
-    """Return the `mixed_precision` with which `accelerate launch` starts processes."""
-    from accelerate.commands.config import default_config_file, load_config_from_file
-
-    if args.mixed_precision is None and (args.config_file or (os.path.isfile(default_config_file) and not args.cpu)):
-        return str(load_config_from_file(args.config_file).mixed_precision or "no")
-    return args.mixed_precision or "no"
 
 
 def _check_launch_file(path: str | None) -> None:

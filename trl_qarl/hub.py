@@ -211,12 +211,8 @@ class PushesPolicy(_BaseTrainer):
         self._finish_current_push()
         self.save_model(_internal_call=True)
         self._remember(**kwargs)
-        if self.hub_model_id is None and self.is_world_process_zero():
-            self.hub_model_id = args.hub_model_id or Path(args.output_dir).absolute().name
-            # A Hub that cannot be reached fails at the upload, after the export.
-            with suppress(Exception):
-                if "/" not in self.hub_model_id:
-                    self.hub_model_id = f"{HfApi().whoami(token)['name']}/{self.hub_model_id}"
+        if self.hub_model_id is None:
+            self.init_hf_repo(token)
         return self._push(commit_message, blocking, token, revision or args.hub_revision)
 
     @override

@@ -40,6 +40,8 @@ _REORDERED = (
     "numbers (models/{}.py)"
 )
 
+_MISSING = "vLLM 0.31 reads `{}` of its configuration, which transformers' does not have (models/{}.py)"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -53,6 +55,8 @@ class Family:
       transformers' own code around vLLM's linear layers, norms and attention.
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
+    - `shares_head`: whether vLLM's class shares the weight of embedding and output head, whatever the configuration
+      says; `None` if it follows the configuration.
     - `has_longer_window`: whether vLLM's layers with a sliding window see one more token than transformers' (Cohere 2:
       https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/commandr.py).
     - `has_compared_pictures`: whether prompts, tensors and log-probs of its pictures were.
@@ -65,6 +69,7 @@ class Family:
     engine_layers: str | None = None
     problem_with_vllm: str | None = None
     problem_of_float32: str | None = None
+    shares_head: bool | None = None
     has_longer_window: bool = False
     has_compared_pictures: bool = False
     gguf: str | None = None
@@ -82,9 +87,19 @@ _ROWS = (
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
+    Family(
+        "AXK1ForCausalLM",
+        "axk1",
+        problem_with_vllm="vLLM 0.31 gives its dense layers a norm that checkpoints do not have (`post_mlp_layernorm` in models/AXK1.py)",
+    ),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
+    Family(
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        problem_with_vllm=_MISSING.format("sliding_windows", "exaone_moe"),
+    ),
     Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
@@ -96,32 +111,39 @@ _ROWS = (
     ),
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
+    Family("GPTJForCausalLM", "gptj", shares_head=False),
     Family(
         "GPTNeoXForCausalLM",
         "gpt_neox",
         problem_with_vllm=_REORDERED.format("gpt_neox"),
     ),
-    Family(
-        "GptOssForCausalLM",
-        "gpt_oss",
-        problem_with_vllm="vLLM 0.31 renames its experts within its loader (models/gpt_oss.py), and its reload leaves the sinks of its "
-        "attention as they were",
-    ),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
+    Family(
+        "LagunaForCausalLM",
+        "laguna",
+        problem_with_vllm="vLLM 0.31 leaves out the bias of its router, a parameter of `routed_experts` there, without a word (models/laguna.py: "
+        "`ignore_unexpected_suffixes`)",
+    ),
+    Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
+    Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family(
-        "MiniMaxM2ForCausalLM",
-        "minimax_m2",
-        problem_with_vllm="vLLM 0.31 calls its experts `mlp.experts` where checkpoints have `block_sparse_moe.experts` "
-        "(models/minimax_m2.py), so a scheme that names experts does not reach them",
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash", problem_with_vllm=_MISSING.format("hybrid_layer_pattern", "mimo_v2")
+    ),
+    Family(
+        "MiniCPM3ForCausalLM",
+        "minicpm3",
+        problem_with_vllm="vLLM 0.31 gives layers of its latent attention no name (models/minicpm3.py), so a low-bit layer cannot be told from "
+        "others",
     ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
+    Family("PhiForCausalLM", "phi", shares_head=False),
     Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
     Family(
         "PhimoeForCausalLM",

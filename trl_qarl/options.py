@@ -69,12 +69,10 @@ class QuantOptions:
         group_size (`int`, *optional*):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers that it does not divide get the next
             smaller one.
-        precisions (`list` or `dict[int, Any]`, *optional*):
+        precisions (`list[int]` or `dict[int, int]`, *optional*):
             Alternating bits of the low-bit weights, for `"w4a16"` and `"w3a16"`: `[4, 3]` generates, scores and
             learns one batch at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 bits and continues with 3 from
-            update 60. A number can be replaced by numbers for patterns of layers' names,
-            `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine does not change. Evaluation and export use the
-            bits of `scheme`.
+            update 60. The engine does not change. Evaluation and export use the bits of `scheme`.
         quantize_learner (`bool`, *optional*, defaults to `True`):
             Whether the learner and its reference model run the low-bit weights of `scheme`, like the rollout, which is
             QaRL. With `False` they run the high-precision master weights: quantized rollout training.
@@ -100,7 +98,7 @@ class QuantOptions:
 
     scheme: dict[str, Any] | str | None = "w4a16"
     group_size: int | None = None
-    precisions: list[Any] | str | dict[int, Any] | None = None
+    precisions: list[int] | str | dict[int, int] | None = None
     quantize_learner: bool = True
     exclude_modules: list[str] | None = None
     lora_mode: str = _one_of("lora_mode", "adapter")

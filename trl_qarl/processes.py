@@ -117,8 +117,8 @@ def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """
-    Have Linux send this process `number` once the thread that started it is gone, however that happens. Other programs
-    that this process becomes keep this, its own children do not. On other systems this does nothing.
+    Send this process the signal `number` when its parent thread ends (Linux only). Other programs that this process
+    becomes keep this, its own children do not.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1

@@ -16,7 +16,6 @@ from typing import Any
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.scripts.command_line import configuration_errors
 
-from .adapters import TRAINED
 from .learner import format_table, load_model, prepare_variants, run_benchmark
 from .shapes import SHAPES, SIZES
 
@@ -30,7 +29,6 @@ LEARNER_MODES = {
     "decode": ("forward of one token per sequence", [1, 4, 16, 64], "numbers of sequences"),
 }
 VLLM_MODES = {
-    "adapter": "LoRA against training of all weights (needs vLLM)",
     "alignment": "log-probs of learner against engine (needs vLLM)",
     "numerics": "training steps with engine numerics against fast ones (needs vLLM)",
     "publish": "bytes, seconds and memory of a weight sync (needs vLLM)",
@@ -95,9 +93,6 @@ def _add_learner_options(parser: ArgumentParser, mode: str, rows: list[int], row
 
 def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
     schemes, dtypes = ["bf16", "w4a16", "w8a8", "fp8"], ["float32", "bfloat16"]
-    # Without low-bit weights there is nothing for an adapter to be in.
-    choices = list(SCHEMES) if mode != "adapter" else [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
-    schemes = schemes if mode != "adapter" else ["w4a16"]
     parser.add_argument("--model_name_or_path", metavar="MODEL", help="default: the quickstart's model")
     if mode in ("alignment", "publish", "rollout"):
         _add_shapes(parser)
@@ -106,12 +101,12 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         "--schemes",
         nargs="+",
         metavar="SCHEME",
-        choices=choices,
+        choices=list(SCHEMES),
         default=schemes,
         help=f"default: {' '.join(schemes)}",
     )
-    if mode in ("adapter", "alignment", "numerics"):
-        samplers = ["colocate"] + ["server"] * (mode != "adapter") + ["transformers"] * (mode != "alignment")
+    if mode in ("alignment", "numerics"):
+        samplers = ["colocate", "server"] + ["transformers"] * (mode != "alignment")
         parser.add_argument(
             "--rollout",
             choices=samplers,
@@ -119,16 +114,7 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             help="who samples: vLLM in this process (colocate) or in a server, or the learner (transformers); default: "
             "%(default)s",
         )
-    if mode == "adapter":
-        parser.add_argument(
-            "--trained",
-            nargs="+",
-            choices=TRAINED,
-            default=TRAINED,
-            help="all weights, or an adapter; default: all of them",
-        )
-        parser.add_argument("--lora_r", type=int, metavar="N", default=16, help="rank; default: %(default)s")
-    if mode in ("adapter", "alignment"):
+    if mode == "alignment":
         parser.add_argument(
             "--dtypes",
             nargs="+",
@@ -152,12 +138,12 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             "--new_tokens", type=int, metavar="N", default=128, help="most per answer; default: %(default)s"
         )
         return
-    if mode not in ("adapter", "numerics"):
+    if mode != "numerics":
         parser.add_argument(
             "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
         )
     parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
-    if mode in ("adapter", "numerics", "rollout"):
+    if mode in ("numerics", "rollout"):
         rows = [1, 8, 32] if mode == "rollout" else [16]
         parser.add_argument(
             "--tokens",
@@ -200,7 +186,7 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
 
 def run(args: Namespace) -> None:
     with configuration_errors():
-        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r", "num_layers"):
+        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "num_layers"):
             value = getattr(args, name, 1)
             if value is not None and min(value if isinstance(value, list) else [value]) < 1:
                 raise ValueError(f"`--{name}` must be at least 1.")
@@ -213,7 +199,7 @@ def run(args: Namespace) -> None:
             raise ValueError(f"`--num_layers` of `bench {args.mode}` is for a random model. Give `--shapes` too.")
         if args.mode in VLLM_MODES:
             _check_vllm(args.mode)
-        if args.mode in ("adapter", "numerics") and any(number % 4 for number in args.tokens):
+        if args.mode == "numerics" and any(number % 4 for number in args.tokens):
             raise ValueError(
                 f"`--tokens {args.tokens}` of `bench {args.mode}`: groups have 4 sequences; give multiples of 4."
             )

@@ -1,10 +1,10 @@
 """
-The modes of `python -m benchmarks.bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`,
+The modes of `python -m benchmarks.bench` that need vLLM: `alignment`, `numerics`, `publish` and `rollout`,
 on a real model.
 
 `rollout` times decoding and the parts of one training step. Its
 engines run side by side in one process, and repeats alternate between them. The others are
-`adapters.py`, `alignment.py`, `numerics.py` and `publish.py`.
+`alignment.py`, `numerics.py` and `publish.py`.
 """
 
 import gc
@@ -16,7 +16,6 @@ from typing import Any
 
 from trl_qarl.packages import installed
 
-from .adapters import measure_adapters
 from .alignment import measure_alignment, summarize_alignment
 from .engines import (
     TOPICS,
@@ -103,12 +102,7 @@ def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any
     return measure_numerics(path, chats, schemes, args)
 
 
-def _measure_adapters(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    return measure_adapters(path, make_chats(len(TOPICS)), schemes, args)
-
-
 MODES = {
-    "adapter": _measure_adapters,
     "alignment": measure_alignment,
     "numerics": _measure_numerics,
     "publish": measure_publish,

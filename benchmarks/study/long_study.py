@@ -13,6 +13,7 @@ Rollouts come from the quantized modules, in the same process. `DIR/scores.json`
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -129,9 +130,9 @@ def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
     import torch
 
     from trl_qarl import get_scheme, prepare_model
+    from trl_qarl.quantization.inventory import Inventory
     from trl_qarl.quantization.swap import (
         disable_quantized_forward,
-        engine_precision,
         quantized_forward,
         restore_model,
     )
@@ -140,9 +141,23 @@ def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
     dtype = torch.bfloat16 if bf16 else torch.float32
     problems = chain_sums.make_problems(chain_sums.chain_steps(model))[1][:num_scored]
 
+    @contextmanager
+    def engine_precision():
+        """While open, tensors that are not quantized are rounded as in an export."""
+        masters = {id(weight.parameter) for _, weight in Inventory.of(model).weights()}
+        others = [p for p in model.parameters() if id(p) not in masters]
+        kept = [p.data for p in others]
+        for p in others:
+            p.data = p.data.to(dtype).to(p.dtype)
+        try:
+            yield
+        finally:
+            for p, data in zip(others, kept, strict=True):
+                p.data = data
+
     def solved(temperature: float) -> dict[str, int]:
         torch.manual_seed(0)
-        with engine_precision(model, dtype):
+        with engine_precision():
             texts = chain_sums.answer_problems(model, trainer.processing_class, problems, temperature, bf16)
         return {"correct": round(chain_sums.score(texts, problems) * len(problems)), "total": len(problems)}
 

@@ -8,14 +8,14 @@ from transformers import AutoModelForImageTextToText
 from testing_utils import layers, product_reference, relative_error, trainings
 from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import QUANTIZED, RECORD
-from trl_qarl.adapters.base import base_fingerprint, load_adapter, merge_adapter, prepare_base
+from trl_qarl.adapters.base import base_fingerprint, load_adapter, prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.record import check_record
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
+from trl_qarl.quantization.swap import prepare_model, quantized_layers
 
 
 peft = pytest.importorskip("peft")
@@ -168,38 +168,5 @@ def test_the_base_of_an_adapter_is_of_the_revision_that_it_names(tmp_path, monke
 def test_merging_into_codes_is_refused_with_what_to_do():
     model = tiny()
     prepare(model)
-    with pytest.raises(RuntimeError, match="--merge_adapter"):
+    with pytest.raises(RuntimeError, match="merge it into the high-precision base"):
         model.merge_and_unload()
-    with pytest.raises(ValueError, match="masters, which are gone"):
-        merge_adapter(model)
-
-
-@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
-def test_merging_measures_what_is_lost(scheme):
-    model, dense = tiny(), tiny()
-    prepare(model, scheme, keep_masters=True, exclude_modules=["o_proj"])
-    low_bit = {name: layer.low_bit_weight() for name, layer in quantized_layers(model).items()}
-    deltas = {
-        name: model.base_model.model.get_submodule(name).get_delta_weight("default").double() for name in low_bit
-    }
-    merged, relative_loss, flipped_share = merge_adapter(model)
-    expected = dense.merge_and_unload()
-    assert [name for name, _ in merged.named_modules()] == [name for name, _ in expected.named_modules()]
-    for name, p in expected.named_parameters():
-        torch.testing.assert_close(merged.get_parameter(name), p)
-    prepare_model(expected, scheme, exclude_modules=["o_proj"])
-    errors = sizes = flips = 0
-    for name, layer in quantized_layers(expected).items():
-        after, before = layer.low_bit_weight(), low_bit[name]
-        error = after.dequantize(torch.float64) - before.dequantize(torch.float64) - deltas[name]
-        errors, sizes = errors + error.square().sum(), sizes + deltas[name].square().sum()
-        flips += (codes(after) != codes(before)).sum()
-    assert relative_loss == pytest.approx((errors / sizes).sqrt().item(), rel=1e-3)
-    assert flipped_share == pytest.approx(flips.item() / sum(d.numel() for d in deltas.values()), rel=1e-3)
-    assert freeze_model(merged) > 0
-
-
-def codes(low_bit):
-    return (
-        low_bit.dequantize(torch.float64).view(*low_bit.scale.shape, -1) / low_bit.scale.double().unsqueeze(-1)
-    ).round()

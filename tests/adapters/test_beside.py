@@ -17,7 +17,6 @@ from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checkpoint.load import load_frozen_model
-from trl_qarl.hub import adapter_rank
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 
 
@@ -105,17 +104,6 @@ def test_the_export_command_writes_base_and_adapter(run, tmp_path, capsys):
     assert command in capsys.readouterr().out
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert_equal(load_file(folder / name), load_file(tmp_path / "ours" / name))
-
-
-def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
-    trainer, base, _ = run
-    export_checkpoint(trainer.model, tmp_path)
-    assert run_export(trainer.args.output_dir, tmp_path, "--merge_adapter") == 0
-    assert "Warning: The merged policy is not the trained one" in capsys.readouterr().out
-    merged = load_file(tmp_path / "model.safetensors")
-    assert adapter_rank(tmp_path) is None
-    assert not (tmp_path / "adapter").exists() and merged.keys() == base.keys()
-    assert any(not torch.equal(merged[name], base[name]) for name in base if name.endswith("weight_packed"))
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", ADAPTED_PLAN], ids=["w4a16", "other formats"])

@@ -251,8 +251,6 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
     assert run_export(folder, tmp_path / "command") == 0
     assert_equal(load_file(tmp_path / "command" / "model.safetensors"), tensors(trainer.model))
     assert not (tmp_path / "command" / "adapter").exists()
-    with pytest.raises(SystemExit):
-        run_export(folder, tmp_path / "command", "--merge_adapter")
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,20 @@ from testing_utils.layers import LAYERS, logits, tiny
 from testing_utils.pictures import KINDS, KINDS_OF_TEXT, make_picture_config, make_picture_model
 from testing_utils.releases import as_gptq, write_release
 from testing_utils.trainings import QUANTIZED, assert_equal
+from trl_qarl.adapters.base import load_policy
 from trl_qarl.checkpoint.export import export_checkpoint
-from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed, skeleton
+from trl_qarl.checkpoint.load import (
+    dequantizing,
+    is_low_bit_checkpoint,
+    load_frozen_model,
+    load_masters,
+    load_renamed,
+    skeleton,
+)
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, report_frozen
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 # One leaf with two schemes, two schemes in one container, and a layer in high precision.
@@ -143,6 +152,29 @@ def test_missing_tensors_of_a_mixture_are_loaded(tmp_path, arch, renamed):
         load_renamed(model, tmp_path)
 
 
+def test_a_release_in_mxfp4_is_loaded_in_high_precision(tmp_path):
+    model = make_mixture("gpt_oss")
+    model.save_pretrained(tmp_path)
+    tensors, masters = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        rows = tensors.pop(name).mT.contiguous()
+        low_bit = LowBitTensor.from_hp(rows.flatten(0, 1), get_scheme("mxfp4a16"), torch.float32)
+        stored = low_bit.checkpoint_tensors()
+        tensors[f"{name}_blocks"] = stored["weight_packed"].view(*rows.shape[:2], -1, 16)
+        tensors[f"{name}_scales"] = stored["weight_scale"].view(*rows.shape[:2], -1)
+        masters[name] = low_bit.dequantize(torch.float32).view_as(rows).mT
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_policy(str(tmp_path), None, {"dtype": torch.float32})
+    assert all(torch.equal(loaded.get_parameter(name), master) for name, master in masters.items())
+    report = prepare_model(loaded, "w4a16")
+    assert [*report.num_experts] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
+    # As on a GPU with kernels for it.
+    assert dequantizing(str(tmp_path))["quantization_config"].dequantize
+
+
 # Folder of a file of llm-compressor, or a preset of compressed-tensors and its group size, -1 for channels.
 RELEASES = {
     "gptq": (None, "w4a16"),
@@ -209,7 +241,8 @@ def test_fewer_bits_of_a_release_have_multiples_of_its_scales(tmp_path):
     prepare_model(coarse, "w3a16", scale_dtype=torch.bfloat16)
     for name, layer in quantized_layers(coarse).items():
         fine = quantized_layers(model)[name].low_bit_weight()
-        assert torch.equal(layer.low_bit_weight(), fine.coarser(layer.scheme))
+        assert torch.equal(layer.low_bit_weight().scale, 2 * fine.scale)
+        assert torch.equal(layer.low_bit_weight().codes(), (fine.codes() / 2).round().clamp(-4, 3))
 
 
 def test_experts_of_a_release_keep_their_scales(tmp_path):

@@ -56,6 +56,16 @@ def test_sparse_attention_is_refused_on_a_cpu_alone():
     assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes={})] == []
 
 
+@pytest.mark.parametrize(("arch", "is_tied"), [("lfm2", True), ("lfm2_moe", True), ("phi", False), ("gptj", False)])
+def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
+    fields = {"layer_types": ["conv", "full_attention"]} if is_tied else {}
+    tied, untied = (
+        [*problems_with_vllm(model_of(arch, tie_word_embeddings=ties, **fields), None, False, {})]
+        for ties in (is_tied, not is_tied)
+    )
+    assert tied == [] and f"tie_word_embeddings={not is_tied}: vLLM" in untied[0]
+
+
 def test_low_bit_layers_of_mamba_1_are_refused():
     model = model_of("mamba", state_size=16, time_step_rank=8)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))

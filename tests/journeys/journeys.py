@@ -127,14 +127,14 @@ class User:
         assert found == code if code is not None else found != 0, f"{argv} ended with {found}:\n{output[-6000:]}"
         return output
 
-    def launch(self, name: str, *options: str, code: int | None = 0) -> str:
+    def launch(self, name: str, *options: str, code: int | None = 0, kind: str = "commands") -> str:
         """Run `trl-qarl train` as a shipped file says, on two processes; return the output of the first machine."""
         argv = ["trl-qarl", "train", "--config", "recipe.yaml", "--accelerate_config", *two_processes(name), *options]
         others = [
-            self.start(*argv, "--machine_rank", str(rank), log=f"log{rank}", JOURNEY_LAUNCH=name)
+            self.start(*argv, "--machine_rank", str(rank), log=f"log{rank}", kind=kind, JOURNEY_LAUNCH=name)
             for rank in range(1, 2 if name.endswith("two_nodes") else 1)
         ]
-        output = self.run(*argv, "--machine_rank", "0", code=code, JOURNEY_LAUNCH=name)
+        output = self.run(*argv, "--machine_rank", "0", code=code, kind=kind, JOURNEY_LAUNCH=name)
         for other in others:
             found = other.wait(120)
             assert found == code if code is not None else found != 0, (self.folder / "log1").read_text()[-6000:]
@@ -172,6 +172,19 @@ class User:
                     num_equal += 1
             num_tokens = sum(len(theirs["tokens"]) for theirs in expected)
             assert num_equal >= num_tokens / 2, (engine, expected, found)
+
+    def serve(self, *words: str, **environment: str):
+        """Start a server for a trainer, and wait until it answers; returns its process and port."""
+        start, port = time.monotonic(), free_port()
+        options = ("--model", "model", "--max-model-len", "64", "--port", str(port))
+        if any("-parallel-size" in word for word in words):
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        log, argv = f"server-{port}", ("trl-qarl", "vllm-serve", *words, *options)
+        server = self.start(*argv, log=log, kind="engines", **environment)
+        host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
+        self.wait_for(f"http://{host}:{port}/health", server)
+        self.seconds["serve"] = self.seconds.get("serve", 0) + time.monotonic() - start
+        return server, port
 
     def wait_for(self, url: str, process, seconds: float = 300) -> None:
         """Wait until a server answers."""

@@ -52,9 +52,10 @@ def test_a_killed_colocated_training_resumes_and_deploys(user, scheme):
 def test_a_killed_trainer_finds_its_server_and_deploys(user, scheme, tensor_parallel_size):
     # Two ranks divide the 128 inputs of a layer, and with them a group of as many.
     plan = {} if tensor_parallel_size == 1 else {"group_size": 64}
-    several = {} if tensor_parallel_size == 1 else {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    options = {**plan, "scheme": scheme, "tensor-parallel-size": tensor_parallel_size}
-    server, port = serve(user, options, **several)
+    words = ["--scheme", scheme]
+    if tensor_parallel_size > 1:
+        words += ["--group_size", "64", "--tensor-parallel-size", str(tensor_parallel_size)]
+    server, port = user.serve(*words)
     user.write_recipe(**ENGINE, vllm_mode="server", vllm_server_port=port, scheme=scheme, **plan)
     train_killed_and_resumed(user)
     user.assert_deployed(f"out/{scheme}", ("transformers", "vllm") if scheme in IN_PLAIN_VLLM else ("transformers",))
@@ -62,20 +63,10 @@ def test_a_killed_trainer_finds_its_server_and_deploys(user, scheme, tensor_para
     server.wait(60)
 
 
-def serve(user, options, **environment):
-    """A server with these options, and its port."""
-    port = free_port()
-    options = {"model": "model", "max-model-len": 64, "port": port} | options
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    server = user.start("trl-qarl", "vllm-serve", *words, log=f"server-{port}", kind="engines", **environment)
-    user.wait_for(f"http://127.0.0.1:{port}/health", server)
-    return server, port
-
-
 @pytest.mark.nightly
 def test_a_trainer_with_two_servers_deploys(user):
     """Each has the token file and the transfer directory of its port."""
-    servers = [serve(user, {"scheme": "w4a16", "seed": seed}) for seed in (0, 1)]
+    servers = [user.serve("--scheme", "w4a16", "--seed", seed) for seed in "01"]
     urls = [f"http://127.0.0.1:{port}" for _, port in servers]
     user.write_recipe(**ENGINE, vllm_mode="server", vllm_server_base_url=urls, per_device_train_batch_size=4)
     assert train_killed_and_resumed(user) == [0.0] * 3
@@ -92,7 +83,7 @@ def test_one_colocated_engine_of_two_processes_deploys(user):
     plan = {"scheme": "w4a16", "group_size": 64, "numerics": "fast"}
     user.write_recipe(**ENGINE, **plan, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     try:
-        user.launch("ddp")
+        user.launch("ddp", kind="engines")
     finally:
         # vLLM leaves them behind.
         for path in set(Path("/dev/shm").glob("*cpushm_*")) - left:

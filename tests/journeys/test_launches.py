@@ -1,13 +1,11 @@
 """`trl-qarl train` with each shipped launch, on two processes: trained, killed, resumed, exported, deployed."""
 
-import shlex
+import json
 
 import pytest
-import yaml
-from journeys import CONFIGURATIONS, RECIPE, two_processes
+from journeys import CONFIGURATIONS, two_processes
 
 from testing_utils.trainings import EXPERTS, assert_equal
-from trl_qarl.engines.server_process import free_port
 
 
 pytestmark = [
@@ -65,6 +63,23 @@ def test_a_killed_launch_resumes_and_deploys(user, name, kind):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+def test_a_launch_resumes_with_another_number_of_processes(user, first, then):
+    """Each update is evaluated, and a generation batch is in progress at every other one."""
+    user.write_recipe(
+        max_steps=4, steps_per_generation=2, eval_strategy="steps", eval_steps=1, dataset_test_split="train"
+    )
+    user.environment["DIES_AS"] = "0"
+    (user.folder / "dies").write_text("2")
+    output = user.launch("fsdp2", "--num_processes", str(first), code=None)
+    assert (user.folder / "out" / "checkpoint-1" / "checkpoint_complete").is_file(), output[-6000:]
+    user.launch("fsdp2", "--num_processes", str(then), "--resume_from_checkpoint", "true")
+    rows = json.loads((user.folder / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [1, 2, 3, 4]
+    user.assert_deployed("out/w4a16")
+
+
+@pytest.mark.nightly
 def test_an_adapter_with_zero3_is_refused(user):
     pytest.importorskip("deepspeed")
     user.write_recipe(**LORA, optim="adamw_torch_fused")
@@ -108,43 +123,3 @@ def test_a_script_of_several_processes_deploys(user, name):
     user.assert_deployed("policy", engines=("transformers",))
     user.run("trl-qarl", "export", "--model_name_or_path", "out", "--output_dir", "again")
     assert_equal(user.tensors_of("again"), user.tensors_of("policy"))
-
-
-# What has no place on a CPU, and the sizes of a real run.
-TINY = {
-    **{name: RECIPE[name] for name in ("model_name_or_path", "dataset_name", "reward_funcs", "output_dir")},
-    **{name: RECIPE[name] for name in ("num_generations", "max_completion_length", "max_steps", "report_to")},
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "use_vllm": False,
-    "learning_rate": 1e-2,
-}
-MOE = ("30b_a3b_8x80gb", "235b_lora_8x80gb")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=() if path.stem == "8b_24gb" else pytest.mark.nightly)
-        for path in sorted((CONFIGURATIONS.parent / "recipes").glob("*.yaml"))
-    ],
-)
-def test_a_recipe_trains_at_tiny_scale(user, name):
-    path = CONFIGURATIONS.parent / "recipes" / f"{name}.yaml"
-    text = path.read_text()
-    command = shlex.split(text[text.index("trl-qarl train") :].partition("\n#\n")[0].replace("\\\n#", ""))
-    assert command[3] == f"examples/recipes/{name}.yaml"
-    if name in MOE:
-        user.make_model("qwen3_moe", **EXPERTS)
-    options = yaml.safe_load(text)
-    for option in ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"):
-        options.pop(option, None)
-    (user.folder / "recipe.yaml").write_text(yaml.safe_dump(options | TINY))
-    launch, given = command[5], command[6:]
-    number = min(int(given[given.index("--num_processes") + 1]), 2)
-    given[given.index("--num_processes") + 1] = str(number)
-    file = CONFIGURATIONS / launch.rpartition("/")[2]
-    argv = ["trl-qarl", "train", "--config", "recipe.yaml", "--accelerate_config", str(file), *given]
-    output = user.run(*argv, "--main_process_port", str(free_port()), JOURNEY_LAUNCH=file.stem)
-    assert "Policy (w4a16) exported to out/w4a16" in output
-    assert user.trained()["shards"] == file.stem.startswith("fsdp2")

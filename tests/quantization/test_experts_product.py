@@ -3,9 +3,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from testing_utils import relative_error
-from trl_qarl.quantization.experts import experts_product
+from trl_qarl.quantization.experts import clamped_swiglu, experts_product, gated
 from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -34,7 +36,7 @@ def linear(rows, weight):
     return low_bit_linear(rows, weight, None, row_invariant=True)[0]
 
 
-experts_product = partial(experts_product, linear=linear)
+experts_product = partial(experts_product, linear=linear, activation=gated(F.silu))
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w8a16", "w8a8", "fp8"])
@@ -81,7 +83,14 @@ def test_dense_matrices_of_another_activation_are_multiplied_too():
     torch.manual_seed(0)
     gate_up, down = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)
     x, (ids, weights) = torch.randn(9, HIDDEN), route(9)
-    y = experts_product(x, ids, weights, gate_up.unbind(), down.unbind(), linear=F.linear, activation=F.gelu)
+    y = experts_product(x, ids, weights, gate_up.unbind(), down.unbind(), linear=F.linear, activation=gated(F.gelu))
     gate, up = (x.double()[:, None, None] @ gate_up.double()[ids].mT).squeeze(2).chunk(2, -1)
     expected = ((F.gelu(gate) * up)[:, :, None] @ down.double()[ids].mT).squeeze(2)
     assert relative_error(y, (weights[..., None] * expected).sum(1)) < 1e-6
+
+
+def test_the_engines_clamped_activation_is_transformers_own():
+    experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=32, num_local_experts=1))
+    rows = torch.randn(50, 64) * 8
+    assert (rows.abs() > experts.limit).any(), "beyond the limit"
+    assert torch.equal(clamped_swiglu(rows), experts._apply_gate(rows))

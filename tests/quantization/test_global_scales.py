@@ -87,7 +87,7 @@ def test_masters_are_exported_with_the_divisors_of_their_run(model, tmp_path):
     masters = tmp_path / "masters"
     model.save_pretrained(masters)
     AutoTokenizer.from_pretrained(model.name_or_path).save_pretrained(masters)
-    record = {"scheme": "nvfp4a16", "grids": ["e2m1"], "group_size": 16, "exclude_modules": None}
+    record = {"scheme": "nvfp4a16", "group_size": 16, "exclude_modules": None}
     record["scale_dtype"] = "bfloat16"
     for of_the_run in (True, False):
         (masters / "qarl.json").write_text(json.dumps(record | ({"global_scales": scales} if of_the_run else {})))

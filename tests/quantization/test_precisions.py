@@ -1,6 +1,5 @@
 """Masters at several precisions: grids that nest, the order of precisions, and what is refused."""
 
-import json
 import math
 import re
 
@@ -8,16 +7,12 @@ import pytest
 import torch
 
 from testing_utils.trainings import SIGNED
-from trl_qarl.quantization.formats.registry import format_of
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.precisions import (
     at_bits,
-    bits_of,
-    mean_bits,
     parse_precisions,
     plan_at_bits,
     precision_at,
-    problems_of_patterns,
     problems_of_precisions,
     set_precision,
 )
@@ -43,33 +38,6 @@ def test_steps_of_fewer_bits_are_powers_of_two(dtype):
         # Each value of fewer bits is one that 4 bits have.
         assert set(codes.unique().tolist()) == set(range(-8, 8, 2 ** (4 - bits)))
         assert SCHEMES[coarse.scheme.name].grid == coarse.scheme.grid
-
-
-@pytest.mark.parametrize("bits", [4, 3, 2])
-def test_codes_alone_give_the_nearest_code_of_fewer_bits(bits):
-    codes = torch.arange(-8, 8).float().repeat(2, 8)
-    scale = torch.tensor([[0.25, -0.5], [3.0, 1e-3]])
-    four = LowBitTensor(format_of(get_scheme(FOUR).container).pack(codes), scale, get_scheme(FOUR, 64), torch.float32)
-    coarse = four.coarser(at_bits(four.scheme, bits))
-    step = 2 ** (4 - bits)
-    values = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.float64) * step
-    distances = (codes.double().unsqueeze(-1) - values).abs()
-    nearest = coarse.dequantize(torch.float64) / scale.double().repeat_interleave(64, dim=1)
-    assert torch.allclose((codes.double() - nearest).abs(), distances.amin(-1), rtol=0, atol=1e-12)
-    tied = (distances.sort(-1).values.diff(dim=-1)[..., 0] == 0) if bits < 4 else torch.zeros_like(codes).bool()
-    assert (nearest[tied] / step % 2 == 0).all() and torch.equal(coarse.scale, scale * step)
-    assert coarse.scheme == at_bits(four.scheme, bits) and (bits < 4 or torch.equal(coarse, four))
-
-
-def test_codes_without_masters_are_refused():
-    four = LowBitTensor.from_hp(torch.randn(8, 128), get_scheme(FOUR), torch.float16)
-    with pytest.raises(ValueError, match=f"Codes of '{SIGNED[2]}' .* '{FOUR}'"):
-        four.coarser(at_bits(four.scheme, 2)).coarser(four.scheme)
-    with pytest.raises(ValueError, match="does not nest"):
-        four.coarser(get_scheme(UNSIGNED))
-    four.scale.fill_(5e4)
-    with pytest.raises(ValueError, match=r"4 times the largest scale, 49984, is more than torch.float16 holds"):
-        four.coarser(at_bits(four.scheme, 2))
 
 
 def test_a_scheme_without_more_bits_or_a_nesting_grid_stays():
@@ -108,49 +76,6 @@ def test_layers_quantize_at_the_set_precision():
     assert torch.equal(layers["0"].low_bit_weight(), before["0"])
 
 
-class Blocks(torch.nn.Module):
-    """Three decoder layers and a head; the last layer is twice as large."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"q": torch.nn.Linear(64, n)}) for n in (32, 32, 64))
-        self.head = torch.nn.Linear(64, 32)
-
-
-def test_block_by_block_each_layer_has_its_bits():
-    first, second = ({f"re:.*layers[.]{block}[.].*": 3} for block in range(2))
-    stages = {0: 4, 10: first | {"_default": 4}, 20: first | second | {"_default": 4}, 30: 3}
-    precisions = parse_precisions(json.dumps(stages))
-    model = Blocks()
-    schemes = prepare_model(model, get_scheme(FOUR, 32)).schemes
-    assert not [*problems_of_precisions(precisions, get_plan(FOUR), 31)] and bits_of(precisions) == [4, 3]
-    assert not [*problems_of_patterns(precisions, schemes)]
-    layers = quantized_layers(model)
-    # In the middle of a stage, as after a resumption.
-    for update, expected in ((5, [4, 4, 4, 4]), (15, [3, 4, 4, 4]), (25, [3, 3, 4, 4]), (35, [3, 3, 3, 3])):
-        set_precision(layers, schemes, precision_at(precisions, update, 1))
-        assert [layer.low_bit_weight().scheme.grid.num_bits for layer in layers.values()] == expected
-        mean, is_mixed = mean_bits(layers.values())
-        assert mean == pytest.approx((expected[0] + expected[1] + 2 * expected[2] + expected[3]) / 5)
-        assert is_mixed == (len({*expected}) > 1)
-
-
-def test_layers_without_a_pattern_have_the_schemes_bits():
-    model = Blocks()
-    schemes = prepare_model(model, {"re:layers.*": FOUR, "head": SIGNED[3]}).schemes
-    set_precision(quantized_layers(model), schemes, {"re:layers.*": 2, "layers.1.q": 3})
-    found = {name: layer.scheme.grid.num_bits for name, layer in quantized_layers(model).items()}
-    assert found == {"layers.0.q": 2, "layers.1.q": 3, "layers.2.q": 2, "head": 3}
-
-
-def test_a_pattern_that_changes_nothing_is_named():
-    schemes = {"layers.0.q": get_scheme(FOUR), "layers.1.q": get_scheme("w8a16")}
-    precisions = [4, {"re:layers.*": 3, "layers.9.q": 3, "_default": 4}, {"layers.1.q": 3, "layers.9.q": 2}]
-    problems = [*problems_of_patterns(precisions, schemes)]
-    assert len(problems) == 2 and "'layers.9.q' matches none of the 1 layers" in problems[0]
-    assert "'layers.1.q' matches none" in problems[1] and "such as 'layers.0.q'" in problems[1]
-
-
 @pytest.mark.parametrize(
     ("precisions", "updates_per_batch", "expected"),
     [
@@ -181,9 +106,6 @@ def test_a_list_cycles_and_a_mapping_schedules(precisions, updates_per_batch, ex
         ({0: 4, 60.9: 3}, "numbers of updates"),
         ({False: 4}, "numbers of updates"),
         ({0: 4, 9: {}}, "neither a list of bits"),
-        ([{"a": "3"}], "neither a list of bits.*numbers by patterns"),
-        ([{"re:(": 3}], "precisions: 're:\\(' is not a valid regular expression"),
-        ([{3: 3}], "precisions: 3 is not a pattern"),
     ],
 )
 def test_what_is_no_precision_is_refused(written, message):
@@ -198,7 +120,6 @@ def test_what_is_no_precision_is_refused(written, message):
         ([4, 3], "w4a8-int8", -1, "no scheme of fewer bits nests in it"),
         ([8, 4], FOUR, -1, "has 8 bits, which no layer.*container.*Choose from \\[2, 3, 4\\]"),
         ([4, 1], FOUR, -1, "has 1 bits"),
-        ([4, {"q": 3, "k": 8}], FOUR, -1, "has 8 bits"),
         ({0: 4, 60: 3}, FOUR, 60, "max_steps=60"),
     ],
 )

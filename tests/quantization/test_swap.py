@@ -3,22 +3,18 @@ from itertools import cycle
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM
 
 from testing_utils.layers import LAYERS, bits, tiny
 from testing_utils.trainings import assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
-from trl_qarl.quantization.gemm import has_fast_bf16
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import (
-    QaRLWeightConfig,
     convert_model,
     disable_quantized_forward,
-    engine_precision,
     prepare_model,
     quantized_forward,
     quantized_layers,
@@ -94,24 +90,6 @@ def test_a_restored_model_is_the_untouched_one():
         assert torch.equal(model(tokens).logits, untouched)
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "gemma"])
-def test_engine_precision_equals_the_export(tmp_path, arch):
-    model = tiny(arch)
-    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
-    masters = {name: p.clone() for name, p in model.state_dict().items()}
-    loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(model, tmp_path / "export"), dtype=torch.float32)
-    tokens = torch.randint(4, 200, (8, 12))
-    # The product of a processor without bf16 instructions is not torch's under autocast, and the default there is
-    # float32.
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=has_fast_bf16()):
-        outside = model(tokens).logits
-        with engine_precision(model, torch.bfloat16):
-            inside = model(tokens).logits
-        assert torch.equal(inside, loaded(tokens).logits) and not torch.equal(inside, outside)
-        assert torch.equal(model(tokens).logits, outside)
-    assert all(torch.equal(p, masters[name]) for name, p in model.state_dict().items())
-
-
 class Shared(nn.Module):
     """One layer under three names, two of them in one parent."""
 
@@ -138,25 +116,6 @@ def test_a_layer_under_several_names_stays_one_layer():
     assert torch.equal(model(x), y)
 
 
-def is_projection(module, name):
-    return name.endswith("_proj")
-
-
-def test_quantize_equals_prepare_model():
-    ours, theirs = tiny("qwen2"), tiny("qwen2")
-    parameters = dict(theirs.named_parameters())
-    prepare_model(ours, get_scheme("w4a16", 64), scale_dtype=torch.bfloat16)
-    quantize_(theirs, QaRLWeightConfig("w4a16", group_size=64, scale_dtype=torch.bfloat16), filter_fn=is_projection)
-    assert list(quantized_layers(theirs)) == LAYERS
-    assert all(parameter is parameters[name] for name, parameter in theirs.named_parameters())
-    tokens = torch.randint(4, 200, (2, 8))
-    for model in (ours, theirs):
-        model(tokens).logits.square().sum().backward()
-    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
-
-
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     zip((name for name, s in SCHEMES.items() if s.is_quantized), cycle([torch.float32, torch.bfloat16]), strict=False),
@@ -168,7 +127,7 @@ def test_a_converted_model_equals_the_prepared_one(tmp_path, scheme, dtype):
         expected = [model(tokens).logits, model(tokens[:, :3]).logits]
     published, config = bits(iter_checkpoint_tensors(model, dtype)), quantization_config(Inventory.of(model))
     export_checkpoint(model, tmp_path / "prepared")
-    quantize_(model, QaRLWeightConfig(scheme, step="convert"))
+    convert_model(model)
     assert not quantized_layers(model) and type(model.lm_head.weight) is nn.Parameter
     converted = [
         name for name, module in model.named_modules() if isinstance(getattr(module, "weight", None), LowBitTensor)
@@ -190,12 +149,6 @@ def test_conversion_without_preparation_or_twice_is_refused():
     with pytest.raises(ValueError, match="no prepared layer.*prepare_model"):
         convert_model(model)
     prepare_model(model, "w4a16")
-    with pytest.raises(ValueError, match="prepared with.*w4a16.*cannot be converted with.*w8a8"):
-        quantize_(model, QaRLWeightConfig("w8a8", step="convert"))
     convert_model(model)
     with pytest.raises(ValueError, match="converted already"):
         prepare_model(model, "w4a16")
-    with pytest.raises(ValueError, match="step='deploy' is unknown"):
-        QaRLWeightConfig(step="deploy")
-    with pytest.raises(ValueError, match="Unknown scheme 'w3'"):
-        QaRLWeightConfig("w3")

@@ -99,6 +99,6 @@ def test_a_training_names_the_reward_function(tiny_model, tmp_path):
     for reward, said in ((leave, r"'leave' called sys.exit\(0\)"), (as_dict, "'as_dict' returned .*dict")):
         with pytest.raises((RuntimeError, ValueError), match=said):
             make(tiny_model, tmp_path, [spread, reward]).train()
-    trainer = make(tiny_model, tmp_path, [later, spread], max_steps=1)
+    trainer = make(tiny_model, tmp_path, (later, spread), max_steps=1)
     trainer.train()
     assert trainer.reward_func_names == ["later", "spread"] and "rewards/later/mean" in rows(trainer)[0]

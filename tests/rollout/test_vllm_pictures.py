@@ -23,7 +23,7 @@ from testing_utils.pictures import (
     needs_torchvision,
 )
 from trl_qarl import prepare_model
-from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
+from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.cli import main
 from trl_qarl.engines import pictures
 from trl_qarl.engines.in_process import load_engine
@@ -296,6 +296,6 @@ def test_an_export_is_the_policy_in_transformers_and_in_vllm(one_kind, tmp_path)
     canary = Canary(policy, torch.float32, AutoProcessor.from_pretrained(tmp_path))
     text = canary.texts[-1]
     ours = canary._log_probs(text)
-    for model in (load_deployed(str(tmp_path)), load_frozen_model(str(tmp_path))):
+    for model in (AutoModelForImageTextToText.from_pretrained(tmp_path).eval(), load_frozen_model(str(tmp_path))):
         assert (Canary(model, torch.float32, None)._log_probs(text) - ours).abs().mean() < 1e-5
     assert (engine_scores(load_engine(tmp_path, max_model_len=256), text) - ours).abs().mean() < 1e-5

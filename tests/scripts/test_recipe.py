@@ -59,7 +59,6 @@ save_strategy: "epoch"
 save_total_limit: 1
 seed: 42
 warmup_ratio: 0.1
-beta: none of it
 # One of our own, too.
 torch_compile: true
 """
@@ -74,14 +73,11 @@ WRONG = {
     "torch_compile=True is not supported",
     "push_to_hub was given, but HF_HUB_OFFLINE is set",
     "The masters are bfloat16",
-    "attn_implementation='flash_attention_2' runs on GPUs only",
     "report_to='wandb': its package is not installed",
     "Unknown reward function 'accuracy'",
     "Could not import reward function 'format_of.answers'",
     "--dataset_name='./problems.jsonl': there is no such file",
     "learning_rates='3': unknown option. Did you mean `learning_rate`?",
-    "--num_generations: invalid int value: 'four'",
-    "--beta: invalid float value: 'none of it'",
 }
 
 
@@ -95,7 +91,7 @@ def run(folder, *words):
 @pytest.mark.slow
 def test_one_start_names_all_that_is_wrong_in_a_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    result = run(tmp_path, "--use_cpu", "true", "--learning_rates", "3", "--num_generations", "four")
+    result = run(tmp_path, "--use_cpu", "true", "--learning_rates", "3")
     assert result.returncode == 2
     text = result.stderr[result.stderr.index("trl-qarl: error:") :]
     problems = [line.removeprefix("- ") for line in text.splitlines() if line.startswith("- ")]

@@ -1,17 +1,11 @@
 """`trl-qarl export`: what it writes, and which options it takes beside the record of a run."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from testing_utils.trainings import RECORD, SIGNED
-from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.cli import main
-from trl_qarl.quantization.precisions import at_bits
-from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.scripts import export
 
 
@@ -24,36 +18,12 @@ def test_one_set_of_masters_is_exported_at_several_bits(bits, tiny_model, tmp_pa
     assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_an_export_serves_fewer_bits_by_its_codes_alone(tiny_model, tmp_path):
-    four, three, of_masters = (str(tmp_path / name) for name in ("four", "three", "of-masters"))
-    scheme = json.dumps({"re:.*mlp.*": SIGNED[4], "_default": "w8a8"})
-    argv = ["export", "--model_name_or_path", tiny_model, "--scheme", scheme]
-    assert main([*argv, "--output_dir", four]) == 0 and main([*argv, "--output_dir", of_masters, "--bits", "3"]) == 0
-    assert main(["export", "--model_name_or_path", four, "--output_dir", three, "--bits", "3"]) == 0
-    expected, config = load_frozen_model(four, "auto"), json.loads(Path(three, "config.json").read_text())
-    assert config == json.loads(Path(of_masters, "config.json").read_text())
-    layers = quantized_layers(load_frozen_model(three, "auto"))
-    for name, layer in quantized_layers(expected).items():
-        low_bit = layer.low_bit_weight()
-        coarse = low_bit.coarser(at_bits(low_bit.scheme, 3)) if "mlp" in name else low_bit
-        assert torch.equal(layers[name].low_bit_weight(), coarse), name
-    written, before = (load_file(Path(folder, "model.safetensors")) for folder in (three, four))
-    assert written.keys() == before.keys()
-    changed = {name.rpartition(".")[2] for name in written if not torch.equal(written[name], before[name])}
-    assert changed == {"weight_packed", "weight_scale"}
-
-
-@pytest.mark.parametrize("options", [[], ["--bits", "3", "--scheme", "w3a16"], ["--bits", "3", "--dtype", "float16"]])
-def test_an_export_becomes_nothing_but_one_of_fewer_bits(options, tiny_model, tmp_path, capsys):
+def test_an_export_is_not_exported_again(tiny_model, tmp_path, capsys):
     four = str(tmp_path / "four")
     main(["export", "--model_name_or_path", tiny_model, "--output_dir", four, "--scheme", SIGNED[4]])
     with pytest.raises(SystemExit, match="2"):
-        main(["export", "--model_name_or_path", four, "--output_dir", str(tmp_path / "other"), *options])
-    assert "is a low-bit checkpoint already. --bits reduces its codes" in capsys.readouterr().err
-    Path(four, "adapter").mkdir()
-    with pytest.raises(SystemExit, match="2"):
         main(["export", "--model_name_or_path", four, "--output_dir", str(tmp_path / "other"), "--bits", "3"])
-    assert "an adapter needs the codes with which it was trained" in capsys.readouterr().err
+    assert "is a low-bit checkpoint already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

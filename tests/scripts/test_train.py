@@ -11,6 +11,7 @@ from trl import GRPOConfig
 
 from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
+from trl_qarl.checks.problems import raise_problems
 from trl_qarl.checks.resume import resume_option
 from trl_qarl.cli import main
 from trl_qarl.options import own_options
@@ -199,12 +200,12 @@ def test_an_unresumable_checkpoint_is_one_line(train_argv, capsys):
 def test_rewards_are_found_beside_the_command_and_in_a_yaml(tmp_path, monkeypatch):
     (tmp_path / "rewards_beside.py").touch()
     with pytest.raises(ValueError, match="'rewards_beside'"):
-        train.check_rewards("rewards_beside.mine", None)
+        raise_problems(train._problems_of_rewards("rewards_beside.mine", None))
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
-    train.check_rewards("rewards_beside.mine", None)
+    assert [*train._problems_of_rewards("rewards_beside.mine", None)] == []
     monkeypatch.delitem(os.environ, "PYTHONPATH")
     monkeypatch.chdir(tmp_path)
-    train.check_rewards("rewards_beside.mine", None)
+    assert [*train._problems_of_rewards("rewards_beside.mine", None)] == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import torch
 from torchao.utils import TorchAOBaseTensor
 
-from seams import takes
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
@@ -14,11 +13,3 @@ def test_the_base_of_our_tensor_gives_what_we_do_not_write():
         assert operation in LowBitTensor._ATEN_OP_TABLE[LowBitTensor], operation
     for function in (torch.equal, torch.isclose, torch.nn.functional.linear):
         assert function in LowBitTensor._TORCH_FN_TABLE[LowBitTensor], function
-
-
-def test_quantize_takes_a_configuration_of_ours():
-    from torchao.quantization import quantize_
-    from torchao.quantization.transform_module import register_quantize_module_handler
-
-    assert takes(quantize_, "model", "config", "filter_fn") == []
-    assert takes(register_quantize_module_handler, "config_type") == []

@@ -124,12 +124,21 @@ def test_experts_are_built_and_repacked_by_our_methods():
     assert "self.moe_kernel is not None" in source and "fused_experts.process_weights_after_loading(layer)" in source
 
 
-def test_refused_mixtures_are_still_loaded_and_built_so():
-    from vllm.model_executor.models.gpt_oss import GptOssModel
+def test_gpt_oss_is_still_loaded_by_expert_and_its_sinks_in_place():
+    from vllm.model_executor.models import gpt_oss
+
+    assert "param.data.copy_(narrow_weight)" in inspect.getsource(gpt_oss.GptOssModel._load_weights_other)
+    assert {"w13_weight_packed", "w2_weight_scale", "w13_bias", "w2_weight"} <= {
+        *gpt_oss._GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD
+    }
+    loader = inspect.getsource(gpt_oss.GptOssRoutedExperts.weight_loader)
+    # What our experts of low bits say, so that they are not transposed.
+    assert 'getattr(self.quant_method, "weight_dtype", "")' in loader and '"mxfp4",' in loader
+
+
+def test_refused_mixtures_are_still_built_so():
     from vllm.model_executor.models.transformers.base import Base
 
-    # The sinks of GPT-OSS, which a reload has on the meta device.
-    assert "param.data.copy_(narrow_weight)" in inspect.getsource(GptOssModel._load_weights_other)
     # PhiMoE's router.
     assert "isinstance(child_module, nn.Linear)" in inspect.getsource(Base.recursive_replace)
 

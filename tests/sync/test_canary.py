@@ -59,25 +59,13 @@ def test_what_is_no_number_is_refused_and_goes_from_the_cache():
     assert engine.num_cleared == 1
 
 
-def test_the_causes_of_this_model_are_listed_first(tmp_path):
-    capped = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2"))
-    capped.config.attn_logit_softcapping = 50.0
-    capped.config._attn_implementation = "sdpa"
-    capped.config.rope_parameters = {"rope_type": "longrope"}
-    capped.model.layers[1].mlp.down_proj.weight.data[3, 0] = float("nan")
-    canary = Canary(capped, torch.float32, None)
+def test_a_models_own_code_is_named_as_a_cause(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2"))
+    model._auto_class = "AutoModelForCausalLM"
+    canary = Canary(model, torch.float32, None)
     canary.texts.append(_Text("publish/canary", [0] * 5, 4))
-    with pytest.raises(PublishError) as failure:
+    with pytest.raises(PublishError, match="own code .trust_remote_code."):
         canary.compare([(torch.zeros(4), 0.1)], Engine(torch.full((4,), 9.0)))
-    message = str(failure.value)
-    causes = [
-        "model.layers.1.mlp.down_proj.weight",
-        "attn_logit_softcapping=50.0",
-        "longrope",
-        "copy of other weights",
-    ]
-    places = [message.find(cause) for cause in causes]
-    assert -1 not in places and places == sorted(places)
 
 
 def test_without_a_tokenizer_nothing_is_compared():

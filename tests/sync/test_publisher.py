@@ -343,6 +343,24 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
         Publisher(model, torch.bfloat16, Recorder())
 
 
+def test_gpt_oss_sends_experts_and_biases_under_the_engines_names():
+    model, transport = make_mixture("gpt_oss"), Recorder()
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    Publisher(model, torch.bfloat16, transport).publish("0")
+    [sent] = transport.chunks
+    of_layer = {name: tuple(t.shape) for name, t in sent.items() if name.startswith("model.layers.1.mlp.experts.")}
+    prefix = "model.layers.1.mlp.experts.*."
+    assert of_layer == {
+        f"{prefix}w13_weight_packed": (8, 128, 16),
+        f"{prefix}w13_weight_scale": (8, 128, 2),
+        f"{prefix}w2_weight_packed": (8, 128, 8),
+        f"{prefix}w2_weight_scale": (8, 128, 1),
+        f"{prefix}w13_bias": (8, 128),
+        f"{prefix}w2_bias": (8, 128),
+    }
+    assert names_of_experts(f"{prefix}w2_bias", 2)[1] == ["model.layers.1.mlp.experts.1.w2_bias"]
+
+
 @pytest.mark.parametrize(("arch", "scheme"), [("mixtral", "w4a16"), ("mixtral", "bf16"), ("qwen3_moe", "w8a8")])
 def test_experts_are_sent_all_at_once_and_their_shapes_last(arch, scheme):
     """vLLM takes a layer for complete once it has counted the shapes of gate and up, each as large as both."""

@@ -48,4 +48,4 @@ def test_advice_is_logged_by_the_main_process_alone(caplog):
                 state = SimpleNamespace(is_world_process_zero=is_main, global_step=step)
                 advisor.on_log(None, state, None, logs={"mismatch/abs_logp_mean": 1.0})
     (record,) = caplog.records
-    assert record.getMessage().startswith("Step 3: Aligned: mismatch 1")
+    assert record.getMessage().startswith("Step 3: mismatch 1")

@@ -101,9 +101,7 @@ def test_batches_at_several_bits_are_logged_apart():
     logged = metrics["train"]
     assert (logged["reward/4_bits"], logged["reward/3_bits"]) == ([0.75], [0.25])
     assert logged["mismatch/abs_logp_mean/3_bits"] == logged["mismatch/abs_logp_mean"][1:]
-    # Half of the weights at 4 bits and half at 2.
-    recorder.observe_rollout({"quant/bits": 3.0}, is_mixed=True)
-    assert logged["reward/3_bits"] == [0.25] and logged["quant/bits"] == [4.0, 3.0, 3.0]
+    assert logged["quant/bits"] == [4.0, 3.0]
 
 
 def test_the_rejected_share_is_the_share_of_zero_weights():

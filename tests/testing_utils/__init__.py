@@ -145,7 +145,7 @@ def set_engine_environment(patch) -> None:
 def start_engines_quickly(patch) -> None:
     """
     [`set_engine_environment`], and engines in this process that start and end in a third of the time, until the
-    monkeypatch `patch` is undone. They compute what they compute.
+    monkeypatch `patch` is undone. Results are unchanged.
     """
     import gc
     import sys
@@ -437,6 +437,7 @@ MIXTURES = {
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
     },
+    "gpt_oss": {"num_local_experts": 8},
     "glm4_moe": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "qwen3_next": {
         "num_experts": 8,
@@ -464,7 +465,7 @@ def make_mixture(arch: str = "qwen3_moe", seed: int = 0, **overrides):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **(sizes | MIXTURES[arch] | overrides)))
         for name, parameter in model.named_parameters():
-            if name.endswith(("gate.weight", ".bias")):
+            if name.endswith(("gate.weight", "bias")):
                 torch.nn.init.normal_(parameter, std=0.2)
     return model
 

@@ -1,7 +1,8 @@
 """Tiny models and the names of their layers, for tests of what is made of them."""
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
@@ -59,24 +60,28 @@ def straight_through(value, rounded):
 
 
 def naive_experts(layer, x, ids, weights):
-    """Token by token and expert by expert, in float64; each expert's matrix is quantized by itself."""
-    masters = [getattr(layer, name).detach().double().requires_grad_() for name in ("gate_up_proj", "down_proj")]
+    """Token by token and expert by expert, in float64; each expert's matrix is quantized by itself. The leaves are
+    `x`, `weights` and the parameters of `layer`, in order."""
+    leaves = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters(recurse=False)}
     x, weights = (t.detach().double().requires_grad_() for t in (x, weights))
+    activation = partial(layer.experts_class._apply_gate, layer) if layer.has_gate else layer.act_fn
 
-    def product(row, master, expert):
-        matrix = LowBitTensor.from_hp(master.detach()[expert].float(), layer.scheme, layer.scale_dtype)
+    def product(row, name, expert):
+        master = leaves[name][expert].mT if layer.is_transposed else leaves[name][expert]
+        matrix = LowBitTensor.from_hp(master.detach().float(), layer.scheme, layer.scale_dtype)
         matrix = matrix.gemm_weight().dequantize(torch.float64)
         if layer.scheme.activation is not None:
             codes, scale = quantize_activation(row.detach().float()[None], layer.scheme)
             row = straight_through(row, (codes.double() * scale.double())[0])
-        return straight_through(master[expert], matrix) @ row
+        y = straight_through(master, matrix) @ row
+        return y + leaves[f"{name}_bias"][expert] if layer.has_bias else y
 
+    inner, outer = layer.quantized_weights
     rows = []
     for token, chosen in enumerate(ids.tolist()):
         y = torch.zeros(x.shape[1], dtype=torch.float64)
         for slot, expert in enumerate(chosen):
             if expert < layer.num_experts:
-                gate, up = product(x[token], masters[0], expert).chunk(2)
-                y = y + weights[token, slot] * product(F.silu(gate) * up, masters[1], expert)
+                y = y + weights[token, slot] * product(activation(product(x[token], inner, expert)), outer, expert)
         rows.append(y)
-    return torch.stack(rows), (x, weights, *masters)
+    return torch.stack(rows), (x, weights, *leaves.values())

@@ -17,7 +17,6 @@ SIGNED = {s.grid.num_bits: name for name, s in SCHEMES.items() if s.nests}
 
 RECORD = {
     "scheme": "w4a16",
-    "grids": ["int4-signed"],
     "group_size": 128,
     "exclude_modules": None,
     "scale_dtype": "bfloat16",

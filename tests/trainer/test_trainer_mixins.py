@@ -216,5 +216,5 @@ def test_a_stale_bias_ends_the_run_before_an_update(tmp_path, monkeypatch, objec
         trainer.train()
     assert trainer.state.global_step == 1 and len(biases) == 2 and not torch.equal(*biases)
     # The batch before was compared, and agreed.
-    rows = [json.loads(line) for line in (tmp_path / "output" / "batches.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
     assert [row["mismatch/abs_logp_max"] for row in rows] == [0.0]

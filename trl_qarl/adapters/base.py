@@ -16,7 +16,14 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import create_model_from_path
 
 from ..checkpoint.export import is_export
-from ..checkpoint.load import holds_shards, is_low_bit_checkpoint, load_frozen_model, load_masters, load_shards
+from ..checkpoint.load import (
+    dequantizing,
+    holds_shards,
+    is_low_bit_checkpoint,
+    load_frozen_model,
+    load_masters,
+    load_shards,
+)
 from ..checkpoint.scales import keep_scales
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory, layer_format, layers_outside_decoder, reasons_to_skip, split_experts
@@ -26,7 +33,7 @@ from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
 from ..quantization.swap import SwapReport, assign_schemes, freeze_model, prepare_model, report_frozen
 from ..quantization.tensors import LowBitTensor
-from .tensors import ADAPTER_NAME, is_adapter_folder
+from .tensors import is_adapter_folder
 
 
 if TYPE_CHECKING:
@@ -53,7 +60,8 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
     if holds_shards(name_or_path):
         model = load_shards(name_or_path, **_given(model_init_kwargs, _OPTIONS))
     else:
-        model = create_model_from_path(name_or_path, **model_init_kwargs)
+        kwargs = model_init_kwargs | dequantizing(name_or_path, model_init_kwargs.get("revision"))
+        model = create_model_from_path(name_or_path, **kwargs)
     if peft_config is None:
         keep_scales(model, name_or_path, model_init_kwargs.get("revision"))
     return model
@@ -71,7 +79,7 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
     # TRL would choose a missing `device_map`, which several processes must not have.
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
-        return create_model_from_path(name_or_path, **kwargs)
+        return create_model_from_path(name_or_path, **kwargs | dequantizing(name_or_path, kwargs.get("revision")))
     kwargs.pop("device_map", None)
     return load_frozen_model(name_or_path, **kwargs)
 
@@ -221,42 +229,6 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
     is_same_scale = scheme.scale_dtype is not None or layer.scale_dtype == scale_dtype
     is_same_scheme = layer.scheme.name == scheme.name and layer.group_size == layer_format(layer, scheme)[1]
     return is_same_scheme and is_same_scale
-
-
-@torch.no_grad()
-def merge_adapter(model: nn.Module) -> tuple[nn.Module, float, float]:
-    """
-    Add the adapter `D` of `model`, a `PeftModel`, to the masters `W` of its prepared base, and to layers in high
-    precision. Return the base model without adapters, prepared as before, and the effect of quantizing the sum on an
-    adapter that was trained next to `Q(W)`: its relative error `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized
-    layers, 0 if the merged policy is the trained one and 1 if nothing is left of the adapter, and the share of codes
-    of `Q(W)` that change. `ValueError` is raised if the masters are gone.
-    """
-    inventory = Inventory.of(model)
-    frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]
-    if frozen:
-        raise ValueError(
-            f"An adapter is merged into masters, which are gone here ({frozen[0]!r} has only low-bit weights). Load the adapter on the "
-            "high-precision base."
-        )
-    sums = torch.zeros(4, dtype=torch.float64)
-    layers = {id(layer) for layer in inventory.layers.values()}
-    for wrapper in inventory.model.modules():
-        if ADAPTER_NAME not in getattr(wrapper, "lora_A", ()):
-            continue
-        delta, layer = wrapper.get_delta_weight(ADAPTER_NAME).float(), wrapper.base_layer
-        before = layer.low_bit_weight() if id(layer) in layers else None
-        layer.weight.add_(delta.to(layer.weight.dtype))
-        if before is not None:
-            after = layer.low_bit_weight()
-            trained = before.gemm_weight().dequantize(torch.float32) + delta
-            error = after.gemm_weight().dequantize(torch.float32) - trained
-            flips = before.format.count_flips(before.qdata, after.qdata)
-            sums += torch.tensor(
-                [error.square().sum(), delta.square().sum(), flips, delta.numel()], dtype=torch.float64
-            )
-    error, size, flips, count = sums.tolist()
-    return model.unload(), (error / size) ** 0.5 if size else 0.0, flips / count if count else 0.0
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..quantization.experts import experts_product
+from ..quantization.experts import experts_product, gated
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from . import cpu as kernels
 
@@ -53,9 +53,11 @@ class PackedExperts:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the output, `(T, H)` bfloat16, for `x`, `(T, H)` bfloat16, and `(T, k)` from [`route`]."""
         if not self._is_engine:
-            return experts_product(
-                x, ids, weights, *self._weights, linear=lambda x, w: linear_in_blocks(x.to(w.dtype), w).to(x.dtype)
-            )
+
+            def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                return linear_in_blocks(x.to(weight.dtype), weight).to(x.dtype)
+
+            return experts_product(x, ids, weights, *self._weights, linear, gated(F.silu))
         import vllm._custom_ops as ops
 
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

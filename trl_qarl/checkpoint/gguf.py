@@ -15,7 +15,6 @@ matrices are written in the policy's dtype, and vectors in float32, as llama.cpp
 copied from the file; chat template and special tokens are the learner's.
 """
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +38,6 @@ from ..quantization.tensors import LowBitTensor
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
-
-logger = logging.getLogger(__name__)
 
 GGUF_FILE = "model.gguf"
 """Name of the file in the folder of an export."""
@@ -110,23 +107,20 @@ def export_gguf(
 
     Metadata, vocabulary, factors of rotary embeddings and the order of tensors come from `base`, a file of the same
     base model from [`read_base`]; its weights are not read. Matrices that are not quantized are written in `dtype`.
-    Chat template and special tokens are those of `processing_class`, with a warning about each that `base` has
-    otherwise. `ValueError` is raised, and nothing written, if `base` is of another model or vocabulary, a scheme has
-    no GGUF type, or fp16 cannot represent a scale.
+    Chat template and special tokens are those of `processing_class`. `ValueError` is raised, and nothing written, if
+    `base` is of another model or vocabulary, a scheme has no GGUF type, or fp16 cannot represent a scale.
     """
     import gguf
 
     inventory = Inventory.of(model)
     if is_adapted(model) and not inventory.holds_adapter:
         raise ValueError(
-            "A GGUF file has no place for an adapter next to the low-bit base. Train with lora_mode='merged', or export with "
-            "`--merge_adapter`, which reports the loss."
+            "A GGUF file has no place for an adapter next to the low-bit base. Train with lora_mode='merged'."
         )
     policy = _policy_tensors(inventory)
     _check_base(base, inventory.model, policy, processing_class)
     _check_policy(policy)
     own = _tokenizer_settings(getattr(processing_class, "tokenizer", processing_class))
-    _warn_of_differences(base, own)
     writer = gguf.GGUFWriter(path, _metadata(base, "general.architecture"))
     writer.data_alignment = base.alignment
     for field in base.fields.values():
@@ -239,21 +233,6 @@ def _tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     if tokenizer.bos_token_id is not None:
         found["tokenizer.ggml.add_bos_token"] = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _warn_of_differences(base: "GGUFReader", own: dict[str, Any]) -> None:
-    tokens = _metadata(base, "tokenizer.ggml.tokens", [])
-
-    def show(name: str, value: Any) -> str:
-        if name.endswith("_token_id"):
-            return f"{value} ({tokens[value]!r})" if value is not None and value < len(tokens) else str(value)
-        return "another" if name == "tokenizer.chat_template" and value is not None else repr(value)
-
-    for name, ours in own.items():
-        theirs = _metadata(base, name)
-        if theirs != ours:
-            said = "the learner's" if name == "tokenizer.chat_template" else show(name, ours)
-            logger.warning("%s in the GGUF file is %s; the base file has %s.", name, said, show(name, theirs))
 
 
 def _different_settings(base: "GGUFReader", config: Any) -> Iterator[str]:

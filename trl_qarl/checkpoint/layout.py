@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..models import IN_FLOAT32, is_router
-from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.experts import DOWN, QuantizedExperts
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import CheckpointNames
@@ -19,7 +19,7 @@ from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.storage import shapes_of, storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name
-from ..wire.protocol import stacked_name
+from ..wire.protocol import is_parameter, stacked_name, tensor_name
 
 
 def iter_checkpoint_layers(
@@ -53,7 +53,8 @@ def _checkpoint_tensors(
                 continue
             for matrix, low_bit in zip(matrices, tensor.row_blocks(len(matrices)), strict=True):
                 for key, value in low_bit.checkpoint_tensors().items():
-                    yield f"{matrix}.{key}", value.detach()
+                    if key != "weight_shape" or not is_parameter(matrix):
+                        yield tensor_name(matrix, key), value.detach()
             continue
         # All sharded tensors have the same address.
         identity = (tensor.data_ptr(), tensor.shape) if storage_of(tensor).is_whole else id(tensor)
@@ -64,7 +65,7 @@ def _checkpoint_tensors(
         value = whole(tensor, kept if tensor.is_floating_point() else None, to_main).detach()
         matrices = names.experts.get(name)
         if matrices and stacks_experts:
-            yield from _stacked(matrices, {"weight": value.flatten(0, 1)})
+            yield from _stacked(matrices, {"bias" if name.endswith("_bias") else "weight": value.flatten(0, 1)})
         elif matrices and name not in names.tensors:
             yield from zip((f"{n}.weight" for n in matrices), value.flatten(0, 1).chunk(len(matrices)), strict=True)
         else:
@@ -76,6 +77,8 @@ def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterat
     num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
     for key, value in tensors.items():
         if key == "weight_shape":
+            if is_parameter(matrices[0]):
+                continue
             shape = value // value.new_tensor([len(matrices), 1])
             value = shape.repeat(num_experts, len(matrices) // num_experts, 1)
         else:
@@ -179,7 +182,8 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     chosen = set(members)
     shared = {leaf for name in layers if name not in chosen for leaf in _leaves(name, names)}
     # transformers uses the group with "experts" in an expression for all experts.
-    experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
+    # vLLM gives the layers of MiniMax-M2 transformers' names, not the checkpoint's.
+    experts = {each for name in members if (prefix := _prefix_of_experts(name, names)) for each in (prefix, name)}
     whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
     own = {leaf for name in linears if not (leaf := _leaf(name)).isdigit()} - shared
@@ -194,8 +198,8 @@ def _leaf(name: str) -> str:
 
 def _leaves(name: str, names: CheckpointNames) -> set[str]:
     """Return the last components of a layer's names in a checkpoint; for experts, those of their matrices."""
-    matrices = [matrix for leaf in (GATE_UP, DOWN) for matrix in names.experts.get(f"{name}.{leaf}", ())]
-    return {matrix.rpartition(".")[2] for matrix in matrices} or {_leaf(name)}
+    experts = [of for parameter, of in names.experts.items() if parameter.rpartition(".")[0] == name]
+    return {matrix.rpartition(".")[2] for matrices in experts for matrix in matrices} or {_leaf(name)}
 
 
 def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
@@ -213,6 +217,11 @@ def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme] 
             known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]
             return (
                 f"experts ({path!r}) with scheme {scheme.name!r} are untested in vLLM. Tested are {['bf16', *known]}."
+            )
+        if scheme is not None and module.has_bias and scheme.container.checkpoint_format != "pack-quantized":
+            return (
+                f"experts ({path!r}) have biases, for which vLLM has no parameters with scheme {scheme.name!r} "
+                "(compressed_tensors_moe). Use 'w4a16'."
             )
     return None
 

@@ -22,12 +22,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import cached_file
 
-from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.experts import DOWN, QuantizedExperts
 from ..quantization.fixed_scales import fix_scales, held_scale, weight_name
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
@@ -37,6 +38,7 @@ from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
+from ..wire.protocol import tensor_name
 from . import gptq
 
 
@@ -48,18 +50,32 @@ SHARDS_FOLDER = "pytorch_model_fsdp_0"
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
     """Return whether a folder, or a model on the Hub, is a checkpoint of compressed-tensors or of GPTQ."""
+    return is_low_bit(_quantization_of(name_or_path, revision))
+
+
+def dequantizing(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the arguments with which transformers loads a checkpoint in MXFP4, as gpt-oss is released, in high
+    precision on any device; none for other checkpoints."""
+    is_mxfp4 = method_of(_quantization_of(name_or_path, revision)) == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+
+
+def _quantization_of(name_or_path: str, revision: str | None) -> dict[str, Any] | None:
     path = cached_file(
         name_or_path, "config.json", revision=revision or "main", _raise_exceptions_for_missing_entries=False
     )
-    if path is None:
-        return False
-    return is_low_bit(json.loads(Path(path).read_text()).get("quantization_config"))
+    return None if path is None else json.loads(Path(path).read_text()).get("quantization_config")
 
 
 def is_low_bit(described: Any) -> bool:
     """Return whether a `quantization_config` is that of a checkpoint of compressed-tensors or GPTQ."""
+    return method_of(described) in ("compressed-tensors", "gptq")
+
+
+def method_of(described: Any) -> str | None:
+    """Return the `quant_method` of a `quantization_config`, `None` without one."""
     method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
-    return getattr(method, "value", method) in ("compressed-tensors", "gptq")
+    return getattr(method, "value", method)
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -214,33 +230,12 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
             scales[weight_name(name, leaf)] = held_scale(weight)
             shape = (layer.num_experts, -1) if isinstance(layer, QuantizedExperts) else (-1,)
             masters = weight.low_bit_weight().dequantize(torch.float32)
-            setattr(layer, leaf, nn.Parameter(masters.unflatten(0, shape)))
+            setattr(layer, leaf, nn.Parameter(weight.source.stored(masters.unflatten(0, shape))))
     restore_model(model)
     fix_scales(model, scales)
     groups = " and ".join(f"scheme={name!r}, group_size={size}" for name, size in settings)
     logger.info("%s: masters with fixed scales of %s", name_or_path, groups)
     return model.requires_grad_(True)
-
-
-def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Load a model in `dtype`, by default its checkpoint's, with transformers, or with [`load_frozen_model`] if
-    transformers cannot read it (INT8 experts, and experts that a checkpoint in 16 bits stacks)."""
-    config = AutoConfig.from_pretrained(name_or_path)
-    if is_low_bit_checkpoint(name_or_path):
-        folder = Path(name_or_path)
-        folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config)
-        names = Inventory.of(model).names
-        if names.experts.keys() & names.tensors.keys() or any(map(_has_unread_experts, weight_files(folder))):
-            return load_frozen_model(str(folder), dtype)
-    return auto_class(config).from_pretrained(name_or_path, dtype=dtype).eval()
-
-
-def _has_unread_experts(path: Path) -> bool:
-    with safe_open(path, "pt") as file:
-        names = filter(re.compile(r"\.experts\.\d+\.\w+\.weight$").search, file.keys())
-        return any(file.get_slice(name).get_dtype() == "I8" for name in names)
 
 
 @torch.no_grad()
@@ -305,9 +300,10 @@ def _fill(
             f"{folder} was quantized with reordered columns (actorder: group), given by {reordered[0]!r}. No kernel here supports "
             "that. Quantize it again with `actorder='static'`."
         )
-    scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
+    suffix = "weight_scale"
+    scales = {name.removesuffix(suffix).removesuffix("."): t for name, t in tensors.items() if name.endswith(suffix)}
     low_bit = {
-        name: {leaf: tensors.pop(f"{name}.{leaf}") for leaf in CHECKPOINT_NAMES if f"{name}.{leaf}" in tensors}
+        name: {leaf: tensors.pop(of) for leaf in CHECKPOINT_NAMES if (of := tensor_name(name, leaf)) in tensors}
         for name in scales
     }
     inventory = Inventory.of(model)
@@ -322,7 +318,9 @@ def _fill(
 
     for name, module in inventory.quantizable.items():
         parts = {
-            leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
+            leaf: names.experts[f"{name}.{leaf}"]
+            for leaf, _ in module.named_parameters(recurse=False)
+            if f"{name}.{leaf}" in names.experts and not leaf.endswith("_bias")
         }
         stored = [parts[DOWN][0]] if parts else [name, *(each.of_tensor(name) for each in known)]
         if not (first := next(filter(low_bit.__contains__, stored), None)):

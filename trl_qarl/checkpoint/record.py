@@ -27,7 +27,6 @@ def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str
     excluded = args.exclude_modules
     return {
         "scheme": plan.option_value,
-        "grids": plan.grids,
         "quantize_learner": args.quantize_learner,
         "group_size": plan.group_size,
         "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
@@ -53,7 +52,7 @@ def check_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str,
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
     theirs = read_json(folder / SCHEME_FILE)
-    if differing((theirs.keys() | record.keys()) - {"grids"}, theirs, record):
+    if differing(theirs.keys() | record.keys(), theirs, record):
         raise ValueError(
             f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
             "or start a new run from its masters by passing it as the model."
@@ -125,7 +124,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
 def differing(names: Iterable[str], theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return a text for each of these settings that has another value in the two."""
     pairs = {name: (theirs.get(name), ours.get(name)) for name in names}
-    # Compared as text, because the order of patterns of layers matters.
+    # Compare JSON text: the order of patterns matters.
     return [f"{name}={a!r} there, {b!r} here" for name, (a, b) in pairs.items() if json.dumps(a) != json.dumps(b)]
 
 
@@ -138,39 +137,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """Read the `qarl.json` that a trainer wrote next to its masters. `ValueError` names an invalid entry."""
-    advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
-    try:
-        record = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} holds a {type(record).__name__}, not an object. {advice}")
-
-    for name, is_valid, allowed in (
-        ("scheme", lambda value: isinstance(value, str | dict), "a scheme's name or a mapping from patterns to names"),
-        ("group_size", lambda value: value is None or type(value) is int, "a number or null"),
-        ("exclude_modules", _is_names, "a string, a list of strings or null"),
-        ("scale_dtype", lambda value: value in DTYPES, f"one of {list(DTYPES)}"),
-        ("global_scales", _is_scales, "a mapping from layers to positive numbers"),
-    ):
-        if name not in record and name != "global_scales":
-            raise ValueError(f"{path} has no entry {name!r}. {advice}")
-        if not is_valid(record.get(name)):
-            raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
+    """Read the `qarl.json` that a trainer wrote next to its masters. `ValueError` is raised if it is damaged."""
+    record = read_json(Path(path))
     try:
         plan_of(record)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error} {advice}") from None
+        if record["scale_dtype"] not in DTYPES:
+            raise ValueError(f"scale_dtype={record['scale_dtype']!r} is not one of {list(DTYPES)}.")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be used: {error} Restore it from another checkpoint of the run, or delete it and give `--scheme`."
+        ) from None
     return record
-
-
-def _is_names(value: Any) -> bool:
-    names = value if isinstance(value, list) else [value]
-    return value is None or all(isinstance(name, str) for name in names)
-
-
-def _is_scales(value: Any) -> bool:
-    return not value or (
-        isinstance(value, dict) and all(isinstance(scale, float) and scale > 0 for scale in value.values())
-    )

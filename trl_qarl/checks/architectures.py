@@ -25,6 +25,12 @@ def problems_with_vllm(
     inventory, name = Inventory.of(model), architecture(model)
     if problem := family_of(name).problem_with_vllm or problem_of_mixture(inventory, schemes):
         yield problem
+    shares, wants = inventory.model.config.get_text_config().tie_word_embeddings, family_of(name).shares_head
+    if wants is not None and shares is not wants:
+        yield (
+            f"{name} with tie_word_embeddings={shares}: vLLM 0.31 {'always' if wants else 'never'} shares the weight of embedding and "
+            "output head in its class, whatever the configuration says"
+        )
     if (problem := family_of(name).problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
     mixers = [path for path, module in inventory.modules.items() if len(shapes_of(module).get("A_log", ())) == 2]
@@ -35,11 +41,20 @@ def problems_with_vllm(
             f"exclude_modules='re:.*\\.{leaf}\\..*'"
         )
     if on_cpu:
-        yield from _problems_on_cpu(inventory, dtype)
+        yield from _problems_on_cpu(inventory, dtype, schemes)
 
 
-def _problems_on_cpu(inventory: Inventory, dtype: torch.dtype | None) -> Iterator[str]:
+def _problems_on_cpu(
+    inventory: Inventory, dtype: torch.dtype | None, schemes: Mapping[str, QuantScheme]
+) -> Iterator[str]:
     name = architecture(inventory.model)
+    if any(
+        not getattr(experts, "has_gate", True) for path, experts in inventory.experts.items() if path not in schemes
+    ):
+        yield (
+            f"{name} has experts without a gate, for which vLLM has no kernel in 16 bits on a CPU (`_supports_no_act_and_mul` in "
+            "cpu_moe.py). Use scheme='w4a16'"
+        )
     if getattr(inventory.model.config.get_text_config(), "index_topk", None):
         yield f"{name} has sparse attention, which vLLM does not have on a CPU (`use_sparse` in platforms/cpu.py)"
     decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.files import check_writable
-from ..checkpoint.load import is_low_bit, skeleton
+from ..checkpoint.load import is_low_bit, method_of, skeleton
 from ..engines.pictures import problem_of_class
 from ..models import family_of
 from ..objectives.registry import get_objective
@@ -337,10 +337,6 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
         )
 
 
-def _count(number: int) -> str:
-    return "is 1 reward function" if number == 1 else f"are {number} reward functions"
-
-
 def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
     """Yield a problem for the first row of a dataset whose prompt is neither text nor messages. Streams and formats of
     the user's own are not read."""
@@ -439,6 +435,10 @@ def _problem_of_reward_model(name: str) -> str | None:
     )
 
 
+def _count(number: int) -> str:
+    return "is 1 reward function" if number == 1 else f"are {number} reward functions"
+
+
 def problems_of_arguments(
     policy: Any, *, model, args, train_dataset, eval_dataset, peft_config, optimizers=(None, None), **others
 ) -> Iterator[str]:
@@ -469,7 +469,7 @@ def problems_of_arguments(
     yield from problems_of_content(
         model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
     )
-    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
         if not (isinstance(reward, str) or callable(reward)):
             yield (
                 f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
@@ -477,7 +477,7 @@ def problems_of_arguments(
             )
         elif isinstance(reward, str) and (problem := _problem_of_reward_model(reward)):
             yield problem
-    num_rewards = len(rewards) if isinstance(rewards, list | tuple) else 1
+    num_rewards = len(rewards) if isinstance(rewards, list) else 1
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (
             f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
@@ -564,7 +564,7 @@ def _problems_of_calls(reward_funcs: Any, columns: Iterable[str]) -> Iterator[st
         return
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
     given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
-    for function in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
+    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if not callable(function) or isinstance(function, nn.Module):
             continue
         with suppress(ValueError):
@@ -606,6 +606,11 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
     if cls is not None and not cls.can_generate():
         yield f"The model is a {cls.__name__}, which generates no text. Give a causal language model."
         return
+    if method_of(getattr(config, "quantization_config", None)) == "mxfp4" and args.use_vllm and not args.is_quantized:
+        yield (
+            f"scheme={args.scheme!r} with a checkpoint in MXFP4: vLLM would make its experts in MXFP4 too. Use scheme='w4a16', or save the "
+            "model in high precision (`Mxfp4Config(dequantize=True)`) and start from that."
+        )
     if is_low_bit(getattr(config, "quantization_config", None)):
         # Its tensors tell which layers are in low bits.
         return

@@ -1,6 +1,6 @@
 """Names of options that do not exist: renamed and removed ones of TRL and transformers, and spelling mistakes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -26,8 +26,6 @@ RENAMED = {
 }
 """Options of earlier releases that take the same values under another name."""
 
-_AUTOMATIC = "transformers decides it; remove it"
-_UNUSED = "transformers has removed it; remove it"
 _ACCELERATOR = "it is part of `accelerator_config`, such as accelerator_config={'%s': true}"
 _ENGINE = (
     "vLLM runs on the GPUs of the training (`vllm_mode: colocate`) or of its server (`vllm_mode: server`); remove it"
@@ -38,33 +36,17 @@ REMOVED = {
     # transformers' TrainingArguments
     "overwrite_output_dir": "an output directory is never emptied, and `resume_from_checkpoint` continues a run; remove it",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
-    "save_safetensors": "checkpoints are always in safetensors; remove it",
     "adafactor": "write `optim: adafactor`",
-    "group_by_length": "prompts are grouped by generation batch; remove it",
     "gradient_checkpointing_use_reentrant": "write `gradient_checkpointing_kwargs: {use_reentrant: false}`",
     "include_inputs_for_metrics": "write `include_for_metrics: [inputs]`",
     "push_to_hub_organization": "write `hub_model_id: ORGANIZATION/NAME`",
     "sharded_ddp": "launch with FSDP2 (`accelerate launch --config_file`)",
-    "jit_mode_eval": _UNUSED,
-    "mp_parameters": _UNUSED,
-    "past_index": _UNUSED,
-    "tpu_metrics_debug": _UNUSED,
-    "tpu_num_cores": _UNUSED,
-    "use_ipex": _UNUSED,
-    "use_legacy_prediction_loop": _UNUSED,
-    "ray_scope": _UNUSED,
     "dispatch_batches": _ACCELERATOR % "dispatch_batches",
     "split_batches": _ACCELERATOR % "split_batches",
-    "_n_gpu": _AUTOMATIC,
-    "use_mps_device": _AUTOMATIC,
-    "fp16_backend": _AUTOMATIC,
-    "fp16_opt_level": _AUTOMATIC,
-    "half_precision_backend": _AUTOMATIC,
     # TRL's GRPOConfig
     "max_prompt_length": "TRL does not truncate prompts; remove it, and leave prompts that are too long out of the dataset",
     "vllm_device": _ENGINE,
     "vllm_dtype": "the engine takes the learner's dtype (`bf16`); remove it",
-    "vllm_enable_prefix_caching": "the engine decides it; remove it",
     # open-r1's GRPO recipes
     "dataset_configs": f"{_OPEN_R1}write `dataset_config: NAME`",
     "dataset_prompt_column": f"{_OPEN_R1}name the column `prompt` in the dataset",
@@ -73,12 +55,9 @@ REMOVED = {
     "wandb_entity": f"{_OPEN_R1}set the environment variable WANDB_ENTITY",
     "wandb_project": f"{_OPEN_R1}set the environment variable WANDB_PROJECT",
     "wandb_run_group": f"{_OPEN_R1}set the environment variable WANDB_RUN_GROUP",
-    **dict.fromkeys(
-        ("benchmarks", "callbacks", "hub_model_revision", "overwrite_hub_revision", "push_to_hub_revision"),
-        f"{_OPEN_R1}remove it",
-    ),
 }
-"""Options of earlier releases and of open-r1 without an equal one here, and what to do."""
+"""Options of earlier releases and of open-r1 without an equal one here, and what to do. Those that only go are not
+listed."""
 
 
 OF_THE_TRAINER = {
@@ -102,14 +81,9 @@ OF_THE_TRAINER = {
 """Options of `trl-qarl train` that are no options of `QaRLConfig`, and what they are in Python."""
 
 
-def problems_of_names(
-    given: Mapping[str, Any], known: Iterable[str], accepts: Callable[[str, Any], bool]
-) -> Iterator[str]:
-    """
-    Yield a problem for each option in `given`, none of which is among the `known` ones of a training. Another name is
-    suggested if it differs by a spelling mistake and if `accepts(name, value)` tells that it takes such a value.
-    """
-    known = [*known]
+def problems_of_names(given: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+    """Yield a problem for each option in `given`, none of which is among the `known` ones of a training. Another name
+    is suggested if it differs by a spelling mistake."""
     for name, value in given.items():
         if name in RENAMED and RENAMED[name] in known:
             share = " (a number below 1 is a share of the updates)" if name == "warmup_ratio" else ""
@@ -119,7 +93,7 @@ def problems_of_names(
         elif name in OF_THE_TRAINER:
             yield f"{name}={value!r} is no option of QaRLConfig: {OF_THE_TRAINER[name]}."
         else:
-            best = misspelled(name, [option for option in known if accepts(option, value)])
+            best = misspelled(name, known)
             yield f"{name}={value!r}: unknown option. {'Remove it.' if best is None else f'Did you mean `{best}`?'}"
 
 

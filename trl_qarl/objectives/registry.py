@@ -77,13 +77,5 @@ def problems_of_objective(config: Any) -> Iterator[str]:
                 f"{name}={getattr(config, name)!r} belongs to loss_type='tbpo', but loss_type={config.loss_type!r}. "
                 "Remove it or change the loss type."
             )
-    yield from _problems_of_trls_loss(config) if objective is None else objective.problems(config)
-
-
-def _problems_of_trls_loss(config: Any) -> Iterator[str]:
-    for name in ("epsilon", "epsilon_high"):
-        if not (getattr(config, name) or 0.0) >= 0.0:
-            yield f"{name}={getattr(config, name)!r} must be at least 0: it is an offset from a ratio of 1."
-    cap = config.vllm_importance_sampling_clip_max
-    if cap is not None and not cap > 0.0:
-        yield f"vllm_importance_sampling_clip_max={cap!r} must be greater than 0: it bounds a ratio of probabilities."
+    if objective is not None:
+        yield from objective.problems(config)

@@ -210,13 +210,3 @@ class TBPO(Objective):
             is_refused_already = config.use_vllm and why.startswith(_RESHAPES)
             if not is_neutral and not is_refused_already:
                 yield f"{name}={value!r} is not honoured by loss_type='tbpo', only by objectives such as 'grpo': {why}."
-        for name in ("positive_epsilon_high", "negative_epsilon_high", "negative_epsilon_low"):
-            value, upper = getattr(config, name), 1.0 if name == "negative_epsilon_low" else math.inf
-            if not 0 <= value <= upper:
-                bound = "at least 0" if upper == math.inf else f"between 0 and {upper:g}"
-                yield f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1."
-        if not config.mismatch_cap > 1:
-            yield (
-                f"mismatch_cap={config.mismatch_cap!r} must be greater than 1: it bounds the weight to [1/c, c]. The "
-                "paper uses 2."
-            )

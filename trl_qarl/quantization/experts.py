@@ -5,12 +5,13 @@ the product of a mixture's experts that learner and engines share.
 transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, with the `I`
 rows of an expert's gate before those of its up projection, and `down_proj`, `(E, H, I)`. Every row has its own scales,
 so each parameter is quantized like one matrix of `E * N` rows, and an expert's tensors are views of it. An expert
-without tokens gets a gradient of zeros.
+without tokens gets a gradient of zeros. Experts without a gate have an `up_proj`, `(E, I, H)`. Those of gpt-oss have
+biases, rows of gate and up projection that alternate, and transposed masters ([`TransposedSource`]).
 
 For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 
     gate, up = x @ gate_up[e].T         rounded to the dtype of `x`, like a linear layer of an engine
-    y_e = (silu(gate) * up) @ down[e].T
+    y_e = (silu(gate) * up) @ down[e].T         or the module's own function of `gate` and `up`
     out = w_1 y_1 + ... + w_k y_k       float32, in this order, each product and sum rounded by itself; rounded
                                         once to the dtype
 
@@ -30,7 +31,7 @@ do not use it either: `scaled_grouped_mm` exists only on GPUs and takes scales i
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -44,10 +45,20 @@ from .gemm import GROUPED, expanded_name, low_bit_linear
 from .schemes import QuantScheme, get_scheme
 from .storage import shapes_of
 from .tensors import LowBitTensor, straight_through_linear
-from .weight import OWN_ATTRIBUTES, QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
+from .weight import (
+    OWN_ATTRIBUTES,
+    QuantizedLayer,
+    QuantizedWeight,
+    TransposedSource,
+    check_can_be_quantized,
+    sharing_state,
+)
 
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+DOWN = "down_proj"
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Constants of [`clamped_swiglu`], which vLLM does not read from a configuration."""
 
 
 class QuantizedExperts(QuantizedLayer):
@@ -71,9 +82,13 @@ class QuantizedExperts(QuantizedLayer):
         errors are those of `QuantizedLinear.from_linear`. Another layout raises `TypeError`."""
         if problem := problem_of_experts(experts):
             raise TypeError(f"{type(experts).__name__} cannot be quantized: {problem}.")
-        check_can_be_quantized(experts, [GATE_UP, DOWN], scheme)
+        names = list(matrices_of_experts(experts))
+        check_can_be_quantized(experts, names, scheme)
         layer = sharing_state(cls, experts)
-        layer._quantize([GATE_UP, DOWN], *experts_format(experts, scheme), scale_dtype)
+        layer._quantize(names, *experts_format(experts, scheme), scale_dtype)
+        if experts.is_transposed:
+            for weight in layer.quantized_weights.values():
+                weight.source = TransposedSource()
         layer.experts_class = type(experts)
         return layer
 
@@ -106,11 +121,11 @@ class QuantizedExperts(QuantizedLayer):
         may_group = is_quantized and self.product is low_bit_linear
         if may_group and is_grouping_faster(tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme):
             operands = map(self._stacked_operand, self.quantized_weights.values())
-            y = grouped_experts(tokens, top_k_index, top_k_weights, self.num_experts, *operands, self.act_fn)
+            y = grouped_experts(tokens, top_k_index, top_k_weights, self.num_experts, *operands, self._activation)
             self.kernel_name = expanded_name(GROUPED, self.scheme, tokens.dtype)
             return y.view_as(hidden_states)
-        operands = self._low_bit_operands if is_quantized else lambda weight: weight.master().unbind()
-        gate_up, down = map(operands, self.quantized_weights.values())
+        operands = self._low_bit_operands if is_quantized else self._dense_operands
+        inner, outer = map(operands, self.quantized_weights.values())
         kernels: set[str] = set()
 
         def product(rows, low_bit, bias):
@@ -120,25 +135,39 @@ class QuantizedExperts(QuantizedLayer):
 
         def linear(rows: torch.Tensor, operand: Any) -> torch.Tensor:
             if not is_quantized:
-                return F.linear(rows, operand.to(rows.dtype))
-            low_bit, master = operand
-            return straight_through_linear(rows, low_bit, None, master, product)
+                return F.linear(rows, *(None if each is None else each.to(rows.dtype) for each in operand))
+            low_bit, master, bias = operand
+            return straight_through_linear(rows, low_bit, bias, master, product)
 
-        y = experts_product(tokens, top_k_index, top_k_weights, gate_up, down, linear, self.act_fn)
+        y = experts_product(tokens, top_k_index, top_k_weights, inner, outer, linear, self._activation)
         # Experts with few tokens may run another kernel.
         self.kernel_name = " and ".join(sorted(kernels)) or self.kernel_name
         return y.view_as(hidden_states)
 
-    def _low_bit_operands(self, weight: QuantizedWeight) -> Sequence[tuple[LowBitTensor, torch.Tensor | None]]:
-        stacked, master = self._stacked_operand(weight)
-        low_bit = stacked.row_blocks(self.num_experts)
-        # With `master[expert]` each gradient would be as large as the whole.
-        masters = [None] * self.num_experts if master is None else master.unbind()
-        return list(zip(low_bit, masters, strict=True))
+    @property
+    def _activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Function of the rows between the two products."""
+        return partial(self.experts_class._apply_gate, self) if self.has_gate else self.act_fn
 
-    def _stacked_operand(self, weight: QuantizedWeight) -> tuple[LowBitTensor, torch.Tensor | None]:
+    def _of_each(self, stacked: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        # With `stacked[expert]` each gradient would be as large as the whole.
+        return [None] * self.num_experts if stacked is None else stacked.unbind()
+
+    def _bias(self, weight: QuantizedWeight) -> torch.Tensor | None:
+        return getattr(self, f"{weight.name}_bias", None)
+
+    def _dense_operands(self, weight: QuantizedWeight) -> Sequence[tuple[torch.Tensor, torch.Tensor | None]]:
+        return list(zip(weight.master().unbind(), self._of_each(self._bias(weight)), strict=True))
+
+    def _low_bit_operands(self, weight: QuantizedWeight) -> Sequence["_Operand"]:
+        stacked, master, bias = self._stacked_operand(weight)
+        low_bit = stacked.row_blocks(self.num_experts)
+        return list(zip(low_bit, self._of_each(master), self._of_each(bias), strict=True))
+
+    def _stacked_operand(self, weight: QuantizedWeight) -> "_Operand":
         takes_gradient = torch.is_grad_enabled() and not weight.is_frozen
-        return weight.low_bit_weight(), weight.source.gradient(weight.parameter) if takes_gradient else None
+        master = weight.source.gradient(weight.parameter) if takes_gradient else None
+        return weight.low_bit_weight(), master, self._bias(weight)
 
     @override
     def extra_repr(self) -> str:
@@ -151,27 +180,46 @@ def has_stacked_matrices(name: str, module: nn.Module) -> bool:
     return is_experts and any(len(shape) == 3 for shape in shapes_of(module).values())
 
 
+def matrices_of_experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the names in a checkpoint of the matrices of one expert, in order, by the parameter of a module of
+    experts that stacks them. Where rows of gate and up projection alternate, both are one matrix, with the names of
+    vLLM's loader of gpt-oss ([`~trl_qarl.wire.protocol.is_parameter`])."""
+    if not module.has_gate:
+        return {"up_proj": ("up_proj",), DOWN: (DOWN,)}
+    if not module.is_concatenated:
+        return {"gate_up_proj": ("w13_",), DOWN: ("w2_",)}
+    return {"gate_up_proj": ("gate_proj", "up_proj"), DOWN: (DOWN,)}
+
+
 def problem_of_experts(module: nn.Module) -> str | None:
-    """Return why experts with stacked matrices cannot be quantized, or `None` for the layout described above."""
+    """Return why experts with stacked matrices cannot be quantized, or `None` for the layouts described above."""
     if not hasattr(module, "is_concatenated"):
         return "its class does not have transformers' interface for the computation of experts"
-    if getattr(module, "is_transposed", False):
-        return "matrices are stored transposed, so a group of input features is not part of a row"
-    if not module.is_concatenated:
-        return "rows of gate and up projection alternate"
-    if getattr(module, "has_bias", False):
-        return "experts have biases"
-    if not getattr(module, "has_gate", True):
-        return "experts have no gate"
-    if getattr(type(module)._apply_gate, "__name__", "") != "_default_apply_gate":
+    layout = module.is_transposed, module.has_bias, module.is_concatenated
+    if layout not in ((False, False, True), (True, True, False)):
+        return (
+            "matrices are stored transposed, with biases, or with rows of gate and up projection that alternate: only gpt-oss' form, all "
+            "three, has been compared"
+        )
+    is_default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
+    constants = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if is_default is not module.is_concatenated or not (is_default or constants == (SWIGLU_ALPHA, SWIGLU_LIMIT)):
         return "its class has its own activation (`_apply_gate`)"
-    shapes = {name: tuple(shape) for name, shape in shapes_of(module).items()}
-    if shapes.keys() != {GATE_UP, DOWN} or any(len(shape) != 3 for shape in shapes.values()):
-        return f"its parameters are {shapes}, not {GATE_UP} (E, 2 I, H) and {DOWN} (E, H, I)"
-    (experts, rows, hidden), down = shapes[GATE_UP], shapes[DOWN]
-    if down != (experts, hidden, rows // 2) or module.num_experts != experts:
+    inner, outer = matrices_of_experts(module)
+    shapes = _shapes_of_matrices(module)
+    fits = shapes.keys() == {inner, outer} and all(len(shape) == 3 for shape in shapes.values())
+    if not fits:
+        return f"its parameters are {shapes}, not {inner} and {outer} of all experts"
+    (experts, rows, hidden), down = shapes[inner], shapes[outer]
+    if down != (experts, hidden, rows // (1 + module.has_gate)) or module.num_experts != experts:
         return f"its parameters are {shapes}, which do not fit {module.num_experts} experts"
     return None
+
+
+def _shapes_of_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of experts that are not biases, with inputs last."""
+    shapes = {name: tuple(shape) for name, shape in shapes_of(module).items() if not name.endswith("_bias")}
+    return {name: (*s[:-2], s[-1], s[-2]) if module.is_transposed else s for name, s in shapes.items()}
 
 
 def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
@@ -182,8 +230,7 @@ def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme,
             f"scheme {scheme.name!r} of experts: {refusal}. Use another scheme for them, such as "
             "'w4a16' ('re:.*experts'), or leave them out with `exclude_modules`."
         )
-    shapes = shapes_of(module)
-    hidden, intermediate = shapes[GATE_UP][-1], shapes[DOWN][-1]
+    hidden, intermediate = (shape[-1] for shape in _shapes_of_matrices(module).values())
     try:
         sizes = {scheme.group_size_for(size) for size in (hidden, intermediate)}
     except ValueError as error:
@@ -200,10 +247,10 @@ def experts_product(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: Sequence[Any],
-    down: Sequence[Any],
+    inner: Sequence[Any],
+    outer: Sequence[Any],
     linear: Callable[[torch.Tensor, Any], torch.Tensor],
-    activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+    activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """
     Return the output of the experts for tokens `x`, `(T, H)` in the compute dtype, in the same dtype, with the
@@ -211,21 +258,39 @@ def experts_product(
 
     - `ids`: experts `(T, k)` of each token, integers; the number of experts stands for a slot to skip.
     - `weights`: their weights `(T, k)`, converted to float32.
-    - `gate_up`: operand of `linear` for each expert, with the rows of the gate before those of the up projection,
-      `(2 I, H)`; `down` the same for the down projection, `(H, I)`.
+    - `inner`: operand of `linear` for each expert, of gate and up projection, `(2 I, H)`, or of the latter, `(I, H)`;
+      `outer` the same for the down projection, `(H, I)`.
     - `linear`: multiplies rows `(M, K)` by an operand and returns `(M, N)` in the dtype of the rows.
-    - `activation`: applied to the gate.
+    - `activation`: returns `(M, I)` for the first product, such as [`gated`] does.
     """
 
     def one_by_one(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         results = []
         for expert, tokens in enumerate(rows.split(counts)):
             if counts[expert]:
-                gate, up = linear(tokens, gate_up[expert]).chunk(2, dim=-1)
-                results.append(linear(activation(gate) * up, down[expert]))
+                results.append(linear(activation(linear(tokens, inner[expert])), outer[expert]))
         return torch.cat(results)
 
-    return routed(x, ids, weights, len(gate_up), one_by_one)
+    return routed(x, ids, weights, len(inner), one_by_one)
+
+
+def gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function of rows `(M, 2 I)` that multiplies the `activation` of their first half, the gate, by the
+    second."""
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return multiply
+
+
+def clamped_swiglu(rows: torch.Tensor) -> torch.Tensor:
+    """Return gpt-oss' function of rows `(M, 2 I)`, in which gate and up projection alternate, like transformers'
+    `GptOssExperts._apply_gate`."""
+    gate = rows[..., ::2].clamp(max=SWIGLU_LIMIT)
+    up = rows[..., 1::2].clamp(min=-SWIGLU_LIMIT, max=SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
 
 def routed(
@@ -254,7 +319,8 @@ def routed(
     return reduce(torch.add, products).to(x.dtype)
 
 
-_Operand = tuple[LowBitTensor, torch.Tensor | None]
+_Operand = tuple[LowBitTensor, torch.Tensor | None, torch.Tensor | None]
+"""Low-bit weight, the master if it takes a gradient, and the bias if there is one, of one expert or of all."""
 
 
 def is_grouping_faster(
@@ -280,18 +346,24 @@ def grouped_experts(
     ids: torch.Tensor,
     weights: torch.Tensor,
     num_experts: int,
-    gate_up: _Operand,
-    down: _Operand,
+    inner: _Operand,
+    outer: _Operand,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the result of [`experts_product`] with gradients to masters. `gate_up` is a low-bit weight `(E * 2 I, H)`
-    and the master `(E, 2 I, H)` if it takes a gradient; `down` has shapes `(E * H, I)` and `(E, H, I)`."""
+    """Return the result of [`experts_product`] with gradients to masters. `inner` is a low-bit weight `(E * N, H)`,
+    its master `(E, N, H)` and the bias `(E, N)`; `outer` has shapes `(E * H, I)`, `(E, H, I)` and `(E, H)`."""
 
     def product(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
         idle = [expert for expert, count in enumerate(counts) if not count]
-        gate, up = _GroupedLinear.apply(rows, *gate_up, ends, idle).chunk(2, dim=-1)
-        return _GroupedLinear.apply(activation(gate) * up, *down, ends, idle)
+
+        def linear(rows: torch.Tensor, low_bit: LowBitTensor, master, bias) -> torch.Tensor:
+            y = _GroupedLinear.apply(rows, low_bit, master, ends, idle)
+            return (
+                y if bias is None else y + bias.to(y.dtype).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), 0)
+            )
+
+        return linear(activation(linear(rows, *inner)), *outer)
 
     return routed(x, ids, weights, num_experts, product)
 

@@ -11,17 +11,24 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
-from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
+from .experts import (
+    DOWN,
+    QuantizedExperts,
+    experts_format,
+    has_stacked_matrices,
+    matrices_of_experts,
+    problem_of_experts,
+)
 from .names import (
-    EXPERT_LEAVES,
     CheckpointNames,
     base_model,
     base_modules,
     base_state_dict,
     find_checkpoint_names,
+    has_tower,
     layer_of,
     stacks_experts,
 )
@@ -55,16 +62,6 @@ class LayerWeights(NamedTuple):
             for name, layer in self.modules.items()
             if isinstance(layer, QuantizedLayer)
             for leaf, weight in layer.quantized_weights.items()
-        }
-
-    @property
-    def in_high_precision(self) -> dict[str, torch.Tensor]:
-        """Its tensors in high precision in an engine: neither masters nor low-bit weights."""
-        masters = self.quantized
-        return {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if name not in masters and not isinstance(tensor, LowBitTensor)
         }
 
 
@@ -105,14 +102,8 @@ class Inventory:
     def names(self) -> CheckpointNames:
         """Names in a checkpoint that differ from those in the model. Those of a model of text without experts do not:
         it may come from a checkpoint of pictures and text, whose names vLLM's class of text does not know."""
-        is_plain = not self.has_tower and not any(map(stacks_experts, self.modules.values()))
+        is_plain = not has_tower(self.model) and not any(map(stacks_experts, self.modules.values()))
         return CheckpointNames() if is_plain else find_checkpoint_names(self.model, self.modules)
-
-    @property
-    def has_tower(self) -> bool:
-        """True if the language model is a part of the model, next to a vision tower."""
-        config = getattr(self.model, "config", None)
-        return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
 
     @property
     def formats(self) -> dict[str, tuple[QuantScheme, int | None]]:
@@ -189,8 +180,13 @@ def split_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]
     that matches only some of them does not match the module."""
     return {
         name: [
-            [f"{name}.{expert}.{leaf}" for expert in range(module.num_experts) for leaf in EXPERT_LEAVES],
-            [f"{name}.{leaf}" for leaf in (GATE_UP, DOWN)],
+            [
+                f"{name}.{expert}.{leaf}"
+                for expert in range(module.num_experts)
+                for leaves in matrices_of_experts(module).values()
+                for leaf in leaves
+            ],
+            [f"{name}.{leaf}" for leaf in matrices_of_experts(module)],
         ]
         for name, module in layers.items()
         if isinstance(module, QuantizedExperts)
@@ -209,7 +205,7 @@ def layers_outside_decoder(inventory: Inventory) -> dict[str, str]:
     """Return the quantizable layers outside the language model, such as those of a vision tower and its connector,
     with the reason why they stay in high precision unless a plan names them."""
     model = inventory.model
-    if not inventory.has_tower:
+    if not has_tower(model):
         return {}
     inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
     return {
@@ -233,7 +229,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
                 reasons[name] = "exclude_modules"
             elif problem := problem_of_experts(module):
                 reasons[name] = f"{kind}: {problem}"
-            elif isinstance(model, PreTrainedModel) and f"{name}.{GATE_UP}" not in inventory.names.experts:
+            elif isinstance(model, PreTrainedModel) and f"{name}.{DOWN}" not in inventory.names.experts:
                 reasons[name] = f"{kind}: checkpoints hold the matrices of experts in another form"
         elif module is head or leaf == "lm_head":
             reasons[name] = "output head"

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..replacing import replaced
-from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
+from .experts import QuantizedExperts, matrices_of_experts, problem_of_experts
 from .storage import shapes_of
 
 
@@ -47,6 +47,12 @@ def base_model(model: nn.Module) -> nn.Module:
 def architecture(model: nn.Module) -> str:
     """Return the name of the base model's class, without the prefix of the class that FSDP2 derives from it."""
     return type(base_model(model)).__name__.removeprefix("FSDP")
+
+
+def has_tower(model: nn.Module) -> bool:
+    """Return whether the language model is a part of the base model, next to a vision tower."""
+    config = getattr(base_model(model), "config", None)
+    return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -101,16 +107,12 @@ def layer_of(name: str) -> str:
     return match[0] if match else name.rpartition(".")[0] or name
 
 
-EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
-_MATRICES = {GATE_UP: EXPERT_LEAVES[:2], DOWN: EXPERT_LEAVES[2:]}
-
-
 @dataclass(frozen=True)
 class CheckpointNames:
     """Names in a checkpoint: `tensors` has the name of each tensor that is stored unchanged, by its name in the model;
-    `experts` has the names, without `".weight"`, of the matrices that a parameter of experts stacks, in order. A
-    parameter that is in both is stored unchanged in 16 bits; its low-bit form has one tensor for each matrix, with the
-    names that vLLM takes."""
+    `experts` has the names, without `"weight"` ([`~trl_qarl.wire.protocol.tensor_name`]), of the matrices that a
+    parameter of experts stacks, or whose biases it stacks, in order. A parameter that is in both is stored unchanged
+    in 16 bits; its low-bit form has one tensor for each matrix, with the names that vLLM takes."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     experts: dict[str, list[str]] = field(default_factory=dict)
@@ -140,10 +142,13 @@ def find_checkpoint_names(
     result is empty if a checkpoint does not have the matrices of experts one by one.
     """
     stacked = {
-        f"{name}.{leaf}": [f"{name}.{expert}.{matrix}" for expert in range(module.num_experts) for matrix in matrices]
+        f"{name}.{leaf}{suffix}": [
+            [f"{name}.{expert}.{each}" for each in matrices] for expert in range(module.num_experts)
+        ]
         for name, module in modules.items()
         if stacks_experts(module)
-        for leaf, matrices in _MATRICES.items()
+        for leaf, matrices in matrices_of_experts(module).items()
+        for suffix in ("", *(["_bias"] if module.has_bias else []))
     }
     if not isinstance(model, PreTrainedModel):
         return CheckpointNames()
@@ -156,11 +161,12 @@ def find_checkpoint_names(
         for name, tensor in base_state_dict(model).items():
             if name in stacked:
                 # One row marks each matrix, with the matrix' place as its value.
-                mark = torch.arange(len(stacked[name])).view(-1, len(_MATRICES[name.rpartition(".")[2]]), 1)
+                experts = stacked[name]
+                mark = torch.arange(len(experts) * len(experts[0])).view(len(experts), -1, 1)
             else:
                 mark = torch.empty(shapes.get(name, tensor.shape), device="meta")
             reverted = revert_weight_conversion(model, {name: mark})
-            if name in stacked and len(reverted) == mark.numel():
+            if name in stacked and len(reverted) == mark.numel() and name not in reverted:
                 places = {int(matrix): of.removesuffix(".weight") for of, matrix in reverted.items()}
                 found.experts[name] = [places[place] for place in sorted(places)]
                 continue
@@ -170,5 +176,5 @@ def find_checkpoint_names(
             if name in stacked:
                 if as_stored.shape != mark.shape:
                     return CheckpointNames()
-                found.experts[name] = stacked[name]
+                found.experts[name] = [matrix for matrices in stacked[name] for matrix in matrices]
     return found

@@ -41,11 +41,6 @@ class QuantPlan:
         return tuple(dict.fromkeys(scheme for _, scheme in self.rules if scheme.is_quantized))
 
     @property
-    def grids(self) -> list[str]:
-        """Names of the grids of its schemes, each once."""
-        return list(dict.fromkeys(scheme.grid.name for scheme in self.schemes if scheme.grid is not None))
-
-    @property
     def is_quantized(self) -> bool:
         """True if the plan changes any weight."""
         return bool(self.schemes)
@@ -77,13 +72,8 @@ class QuantPlan:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Entries `scheme`, `grids` and, for a mapping, `layers`, for reports and cards."""
-        layers = {} if self.is_uniform else {"layers": self.option_value}
-        return {"scheme": self.name, **layers, "grids": self.grids}
-
-    def scheme_of(self, name: str) -> QuantScheme:
-        """Return the scheme of a layer by the rules, `bf16` without a matching rule."""
-        return dict(self.rules).get(pattern_of(dict(self.rules), name) or "", _HIGH_PRECISION)
+        """Entries `scheme` and, for a mapping, `layers`, for reports and cards."""
+        return {"scheme": self.name} | ({} if self.is_uniform else {"layers": self.option_value})
 
     def assign(
         self,
@@ -97,7 +87,7 @@ class QuantPlan:
 
         `skipped` has the reasons of layers that are never quantized. `outside` has those of layers around a language
         model, which stay in high precision unless a pattern matches only such layers. `parts` are as in
-        [`matching_names`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
+        [`covers`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
         quantized scheme only skipped layers.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
@@ -105,7 +95,7 @@ class QuantPlan:
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
                 continue
-            found = hits[pattern] = matching_names(pattern, "scheme", names, "linear layers", parts)
+            found = hits[pattern] = _matching_names(pattern, names, parts)
             if scheme.is_quantized and all(name in skipped for name in found):
                 left = sorted({skipped[name] for name in found})
                 raise ValueError(
@@ -191,7 +181,7 @@ def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple
         raise ValueError("scheme={} quantizes nothing. Name a scheme, or patterns with schemes.")
     has_groups = False
     for pattern, value in mapping.items():
-        check_pattern(pattern, "scheme")
+        _check_pattern(pattern)
         try:
             scheme, size = _parts(value)
             own = get_scheme(scheme)
@@ -220,18 +210,17 @@ def plan_of(options: Mapping[str, Any]) -> QuantPlan:
     return get_plan(options["scheme"], options.get("group_size"))
 
 
-def check_pattern(pattern: Any, option: str) -> None:
-    """Raise `ValueError`, naming `option`, unless `pattern` is valid."""
+def _check_pattern(pattern: Any) -> None:
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
-            f"{option}: {pattern!r} is not a pattern. Give names of layers, 're:' and an expression, or '_default'."
+            f"scheme: {pattern!r} is not a pattern. Give names of layers, 're:' and an expression, or '_default'."
         )
     if pattern.startswith(_EXPRESSION):
         try:
             re.compile(pattern[len(_EXPRESSION) :])
         except re.error as error:
             raise ValueError(
-                f"{option}: {pattern!r} is not a valid regular expression ({error}). Correct what follows 're:'."
+                f"scheme: {pattern!r} is not a valid regular expression ({error}). Correct what follows 're:'."
             ) from error
 
 
@@ -250,24 +239,15 @@ def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]
     return next(matching, DEFAULT if DEFAULT in patterns else None)
 
 
-def matching_names(
-    pattern: str,
-    option: str,
-    names: Sequence[str],
-    of: str,
-    parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
-) -> list[str]:
-    """Return the `names` that a pattern of `option` covers; all for `"_default"`. `parts` has, for layers with parts,
-    alternative lists of the parts' names. `ValueError` is raised if the pattern covers no name, or only some parts of
-    a layer; its message calls the names `of`."""
-    if pattern == DEFAULT:
-        return list(names)
-    said = f"{option}: pattern {pattern!r}"
-    covered = [name for name in names if covers(fits(pattern), name, (parts or {}).get(name, ()), said)]
+def _matching_names(pattern: str, names: Sequence[str], parts: Mapping[str, Sequence[Sequence[str]]]) -> list[str]:
+    """Return the `names` of linear layers that a pattern covers. `parts` has, for layers with parts, alternative lists
+    of the parts' names. `ValueError` is raised if the pattern covers no name, or only some parts of a layer."""
+    said = f"scheme: pattern {pattern!r}"
+    covered = [name for name in names if covers(fits(pattern), name, parts.get(name, ()), said)]
     if not covered:
         example = next(iter(names), "")
         raise ValueError(
-            f"{said} matches none of the {len(names)} {of}. Give a whole name, such as {example!r}, or an expression over whole names, "
+            f"{said} matches none of the {len(names)} linear layers. Give a whole name, such as {example!r}, or an expression over whole names, "
             f"such as 're:.*{example.rpartition('.')[2]}'."
         )
     return covered

@@ -5,29 +5,26 @@ Grids with signed scales nest: scales of 3 bits are exactly twice those of 4 bit
 container a change of precision means other codes and scales of the same shapes, which an engine runs without change.
 
 Precisions are written as `[4, 3]`, for generation batches in turn, or as `{0: 4, 60: 3}`, for batches from these
-updates on. A precision is a number of bits for all layers, or a mapping from patterns of names to bits. Layers that no
-pattern matches have the bits of their scheme.
+updates on.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from operator import mul
 from typing import Any
 
-from .plan import QuantPlan, check_pattern, matching_names, pattern_of
+from .plan import QuantPlan
 from .schemes import SCHEMES, QuantScheme
 
 
-Precision = int | dict[str, int]
-Precisions = list[Precision] | dict[int, Precision]
+Precisions = list[int] | dict[int, int]
 NESTING_BITS = tuple(sorted((scheme.grid.num_bits for scheme in SCHEMES.values() if scheme.nests), reverse=True))
 """Bits of the schemes that nest, most first."""
 
 
 def parse_precisions(value: Any) -> Precisions | None:
     """Return the precisions of an option, which may be JSON: a list, or a mapping whose keys are numbers. `ValueError`
-    is raised for anything else, also inside, and for a mapping that does not begin at update 0."""
+    is raised for anything else, and for a mapping that does not begin at update 0."""
     if value is None:
         return None
     written = value
@@ -47,31 +44,13 @@ def parse_precisions(value: Any) -> Precisions | None:
             raise ValueError(f"precisions={written!r} must say the precision from update 0 on, as in {{0: 4, 60: 3}}.")
     if not isinstance(value, list | tuple | dict) or not value or any(type(bits) is not int for bits in _bits(value)):
         raise ValueError(
-            f"precisions={written!r} is neither a list of bits, [4, 3], nor bits by updates, {{0: 4, 60: 3}}. Bits are a number, or "
-            "numbers by patterns of layers' names, {'re:.*layers[.]0[.].*': 3}."
+            f"precisions={written!r} is neither a list of bits, [4, 3], nor bits by updates, {{0: 4, 60: 3}}. Write one of them."
         )
-    for pattern in _patterns(value):
-        check_pattern(pattern, "precisions")
     return value if isinstance(value, dict) else list(value)
 
 
-def _each(precisions: Any) -> Iterable[Any]:
-    return precisions.values() if isinstance(precisions, dict) else precisions
-
-
-def _bits(precisions: Any) -> Iterator[Any]:
-    for precision in _each(precisions):
-        # An empty mapping is not a precision.
-        yield from precision.values() if isinstance(precision, Mapping) and precision else [precision]
-
-
-def _patterns(precisions: Any) -> list[Any]:
-    return list(dict.fromkeys(pattern for of in _each(precisions) if isinstance(of, Mapping) for pattern in of))
-
-
-def bits_of(precisions: Precisions) -> list[int]:
-    """Return the bits that occur in `precisions`, most first."""
-    return sorted(set(_bits(precisions)), reverse=True)
+def _bits(precisions: Any) -> list[Any]:
+    return list(dict.fromkeys(precisions.values() if isinstance(precisions, dict) else precisions))
 
 
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:
@@ -84,7 +63,7 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
         )
         return
     allowed = sorted(bits for bits in NESTING_BITS if bits <= max(nesting))
-    for bits in dict.fromkeys(_bits(precisions)):
+    for bits in _bits(precisions):
         if bits not in allowed:
             yield (
                 f"precisions={precisions} has {bits} bits, which no layer of scheme {plan.name!r} can have: an engine keeps the container "
@@ -97,17 +76,7 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
         )
 
 
-def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantScheme]) -> Iterator[str]:
-    """Yield the patterns of `precisions` that change nothing in a model whose quantized layers have `schemes`."""
-    nesting = [name for name, scheme in schemes.items() if scheme.nests]
-    for pattern in _patterns(precisions):
-        try:
-            matching_names(pattern, "precisions", nesting, "layers whose bits can change")
-        except ValueError as error:
-            yield str(error)
-
-
-def precision_at(precisions: Precisions, update: int, updates_per_batch: int) -> Precision:
+def precision_at(precisions: Precisions, update: int, updates_per_batch: int) -> int:
     """Return the precision of the generation batch that begins after `update` updates."""
     if isinstance(precisions, dict):
         return precisions[max(start for start in precisions if start <= update)]
@@ -127,21 +96,11 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
     return replace(plan, rules=tuple((pattern, at_bits(scheme, bits)) for pattern, scheme in plan.rules))
 
 
-def mean_bits(layers: Iterable[Any]) -> tuple[float, bool]:
-    """Return the mean bits of the weights in quantized `layers` whose grids nest, and whether they differ."""
-    weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
-    nesting = [weight for weight in weights if weight.scheme.nests]
-    bits = [weight.scheme.grid.num_bits for weight in nesting]
-    sizes = [weight.shape.numel() for weight in nesting]
-    return sum(map(mul, sizes, bits)) / sum(sizes), len(set(bits)) > 1
-
-
-def set_precision(layers: Mapping[str, Any], schemes: Mapping[str, QuantScheme], precision: Precision | None) -> bool:
-    """Set the precision at which quantized layers quantize their masters, `None` for that of their preparation, and
-    return whether any layer changes. `schemes` has the scheme with which each layer was prepared."""
+def set_precision(layers: Mapping[str, Any], schemes: Mapping[str, QuantScheme], bits: int | None) -> bool:
+    """Set the bits at which quantized layers quantize their masters, `None` for those of their preparation, and return
+    whether any layer changes. `schemes` has the scheme with which each layer was prepared."""
     has_changed = False
     for name, layer in layers.items():
-        bits = precision.get(pattern_of(precision, name) or "") if isinstance(precision, Mapping) else precision
         scheme = schemes[name] if bits is None else at_bits(schemes[name], bits)
         for weight in layer.quantized_weights.values():
             if weight.scheme != scheme:

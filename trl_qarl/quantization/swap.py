@@ -2,22 +2,18 @@
 Replaces a model's linear layers and experts by quantized ones and back, or by frozen low-bit ones, with a report.
 
 The weight of a *prepared* layer is the master, which the forward quantizes; that of a *converted* one is a frozen
-[`LowBitTensor`] in an ordinary `nn.Linear`. torchao's `quantize_` (https://github.com/pytorch/ao) passes every linear
-layer that its `filter_fn` lets through, by default the output head too; [`prepare_model`] knows which to leave alone.
+[`LowBitTensor`] in an ordinary `nn.Linear`.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import nn
-from torchao.core.config import AOBaseConfig
-from torchao.quantization.transform_module import register_quantize_module_handler
 from transformers.pytorch_utils import Conv1D
 
 from .experts import QuantizedExperts, has_stacked_matrices
@@ -28,65 +24,9 @@ from .inventory import Inventory, layer_format, layers_outside_decoder, reasons_
 from .linear import QuantizedLinear
 from .names import base_model
 from .plan import QuantPlan, check_fused, fused_layers, get_plan
-from .schemes import QuantScheme, get_scheme
-from .storage import storage_of
+from .schemes import QuantScheme
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
-
-
-@dataclass
-class QaRLWeightConfig(AOBaseConfig):
-    """
-    Configuration of torchao's `quantize_`, also inside a `FqnToConfig` with a scheme per layer.
-
-    - `scheme`: scheme to apply, by default `"w4a16"`.
-    - `group_size`: group size instead of the scheme's own.
-    - `step`: `"prepare"` applies [`prepare_model`] to a plain `nn.Linear`; `"convert"` applies [`convert_model`] to a
-      prepared layer and leaves other layers alone.
-    - `scale_dtype`: dtype in which the rollout engine runs the model, for `"prepare"`; by default each weight's dtype.
-
-    Example:
-
-    ```python
-    >>> quantize_(model, QaRLWeightConfig("w4a16"), filter_fn=lambda module, name: name.endswith("_proj"))
-    >>> quantize_(model, QaRLWeightConfig("w4a16", step="convert"))
-    ```
-    """
-
-    scheme: str | QuantScheme = "w4a16"
-    group_size: int | None = None
-    step: Literal["prepare", "convert"] = "prepare"
-    scale_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        self.scheme = get_scheme(self.scheme, self.group_size)
-        if self.step not in ("prepare", "convert"):
-            raise ValueError(f"step={self.step!r} is unknown. Choose 'prepare' or 'convert'.")
-
-
-@register_quantize_module_handler(QaRLWeightConfig)
-def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
-    made_for, layer = _replaced.get(module, (None, None))
-    if made_for is config:
-        return layer
-    if config.step == "prepare":
-        layer = _quantized(module, config.scheme, config.scale_dtype)
-    elif not isinstance(module, QuantizedLayer):
-        return module
-    elif module.scheme != config.scheme:
-        raise ValueError(
-            f"The layer was prepared with {module.scheme}, so it cannot be converted with {config.scheme}. Give the "
-            "same `scheme` and `group_size`, or use `convert_model`."
-        )
-    else:
-        _check_product(module)
-        layer = module.convert()
-    _replaced[module] = config, layer
-    return layer
-
-
-# torchao asks once for each parent of a module; all parents get the same replacement.
-_replaced: WeakKeyDictionary[nn.Module, tuple[QaRLWeightConfig, nn.Module]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -406,20 +346,6 @@ def quantized_forward(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in disabled:
             layer.use_quantized_forward = False
-
-
-@contextmanager
-def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """While open, all tensors that are not quantized, such as embeddings, norms and biases, are rounded to `dtype` as
-    in an export, so that the model computes like an engine. They are restored on leaving, bit for bit."""
-    with ExitStack() as stack:
-        for layer in Inventory.of(model).walk():
-            for tensor in layer.in_high_precision.values():
-                if tensor.is_floating_point():
-                    storage = storage_of(tensor)
-                    rounded = storage.local(tensor).detach().to(dtype).to(tensor.dtype)
-                    stack.enter_context(storage.holding(tensor, rounded))
-        yield
 
 
 def _check_not_quantized(model: nn.Module) -> None:

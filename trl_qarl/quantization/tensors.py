@@ -150,30 +150,6 @@ class LowBitTensor(TorchAOBaseTensor):
         """Return the operand of the engine's product: this tensor, or for `w4a8` FP8 codes with float32 scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
-    def coarser(self, scheme: QuantScheme) -> "LowBitTensor":
-        """Return the weight in the fewer bits of `scheme`, made from its codes: for each bit codes are halved, rounded
-        (ties to even) and clamped, and scales are doubled. Where the first rounding makes a tie, the result is one
-        step off the one made from the master. `ValueError` is raised if the grid of `scheme` does not nest in its own,
-        or if the larger scales overflow their dtype."""
-        ours, theirs = self.scheme.grid, scheme.grid
-        if (
-            not (self.scheme.nests and scheme.nests)
-            or self.scheme.container != scheme.container
-            or theirs.num_bits > ours.num_bits
-        ):
-            raise ValueError(
-                f"Codes of {self.scheme.name!r} do not give those of {scheme.name!r}, whose grid does not nest in theirs."
-            )
-        step = 2 ** (ours.num_bits - theirs.num_bits)
-        larger = self.scale * step
-        if not larger.isfinite().all():
-            raise ValueError(
-                f"{step} times the largest scale, {self.scale.abs().max().item():g}, is more than {self.scale.dtype} holds. Export the "
-                "masters with scales in bfloat16."
-            )
-        codes = (self.codes() / step).round_().clamp_(*theirs.quant_range)
-        return LowBitTensor(self.format.pack(codes), larger, scheme, self.orig_dtype)
-
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
         """Return `make(self)`, such as a kernel's operands, computed once, or at each call if codes are gathered."""
         if make in self._kept:
@@ -354,7 +330,7 @@ def _add(func, types, args, kwargs):
     # `+=` would take a TypeError for a missing operator.
     raise RuntimeError(
         "Nothing can be added to a low-bit weight: the sum, such as of PEFT's `merge_and_unload`, would be rounded away. Serve "
-        "the adapter next to the base, or merge it with `trl-qarl export --merge_adapter`, which reports the loss."
+        "the adapter next to the base, or merge it into the high-precision base."
     )
 
 

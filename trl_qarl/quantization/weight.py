@@ -57,6 +57,14 @@ class MasterSource:
         """Return the shape of the whole weight."""
         return storage_of(weight).shape(weight)
 
+    def rows(self, weight: torch.Tensor) -> range:
+        """Return the rows of the whole weight that this process quantizes."""
+        return storage_of(weight).rows(weight)
+
+    def stored(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of the whole weight in the parameter's form."""
+        return value
+
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that takes the gradient of the value, or `None`."""
         return weight
@@ -69,12 +77,39 @@ class MasterSource:
         """Undo the source's changes to other modules when the layer is no longer quantized."""
 
 
+class TransposedSource(MasterSource):
+    """Source of masters `(E, K, N)`, which have inputs before outputs; their low-bit form has rows of inputs."""
+
+    @override
+    def value(self, weight: torch.Tensor) -> torch.Tensor:
+        return super().value(weight).mT
+
+    @override
+    def shape(self, weight: torch.Tensor) -> torch.Size:
+        *experts, inputs, outputs = super().shape(weight)
+        # A frozen weight is stored as rows.
+        return torch.Size([*experts, outputs, inputs]) if experts else super().shape(weight)
+
+    @override
+    def rows(self, weight: torch.Tensor) -> range:
+        return range(self.shape(weight)[:-1].numel())
+
+    @override
+    def stored(self, value: torch.Tensor) -> torch.Tensor:
+        return value.mT.contiguous()
+
+    @override
+    def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return weight.mT
+
+
 class QuantizedWeight:
     """
     One weight of a layer, and its low-bit form, which is computed once per version of the master and cached.
 
     - `name`: name of the layer's parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices that are quantized
-      like one of `E * N` rows, or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`.
+      like one of `E * N` rows, with a [`TransposedSource`] `(E, K, N)`; or the low-bit weight of a frozen layer,
+      `(N, K)` or `(E * N, K)`.
     - `scale_dtype`: dtype in which the engine runs the model, to which scales are rounded.
     - `num_flipped_codes`: number of codes that changed at the last re-quantization on the same grid, 0-d int64.
     - `global_scale`: divisor of the scales in a format with global scales, chosen at the first use unless given.
@@ -100,8 +135,8 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
-        return storage_of(self.parameter).shape(self.parameter)
+        """Shape of the whole weight, with inputs last."""
+        return self.source.shape(self.parameter)
 
     @property
     def is_frozen(self) -> bool:
@@ -115,7 +150,7 @@ class QuantizedWeight:
         return not self.is_frozen and self.source.is_trained(self.parameter)
 
     def master(self) -> torch.Tensor:
-        """Return the high-precision weight that is quantized, of the parameter's shape, with gradients."""
+        """Return the high-precision weight that is quantized, with inputs last, and with gradients."""
         return self.source.value(self.parameter)
 
     def low_bit_weight(self) -> LowBitTensor:
@@ -149,7 +184,7 @@ class QuantizedWeight:
         return storage_of(self.parameter).whole_low_bit(self, to_main)
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
-        """Return the low-bit form of a `weight` of the parameter's shape, without caching it."""
+        """Return the low-bit form of a `weight` with inputs last, without caching it."""
         weight = weight.flatten(0, -2)
         if self.global_scale is None:
             self.global_scale = format_of(self.scheme.container).choose_global_scale(weight)
@@ -159,7 +194,7 @@ class QuantizedWeight:
     def _fixed_scale_of_rows(self, device: torch.device) -> torch.Tensor:
         """Return the fixed scales of the rows that this process quantizes, on the grid of the current scheme."""
         self.fixed_scale = self.fixed_scale.to(device)
-        rows = storage_of(self.parameter).rows(self.parameter)
+        rows = self.source.rows(self.parameter)
         of_rows = self.fixed_scale[rows.start : rows.stop]
         step = num_steps(self.scheme)
         # Dtypes of FP4's scales have no product.

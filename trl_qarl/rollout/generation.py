@@ -160,7 +160,6 @@ class QaRLVLLMGeneration(VLLMGeneration):
             max_model_len=self.max_model_length,
             max_num_seqs=self.max_num_seqs,
             enable_sleep_mode=self.enable_sleep_mode,
-            model_impl=self.model_impl,
             # vLLM's profiler reserves memory for its default of 32,768, which is never needed.
             max_num_batched_tokens=4096,
             trust_remote_code=self.trust_remote_code,

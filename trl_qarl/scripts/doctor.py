@@ -9,7 +9,7 @@ from .command_line import add_plan_options, check_folder, configuration_errors
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Check versions, hardware and kernels, and the memory for a model by its configuration.",
+        description="Print and check versions, hardware and kernels, and whether a model trains with vLLM.",
         epilog="Exit code: 0 without errors, 1 with an error, 2 for invalid options.",
     )
     parser.add_argument(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.record import DTYPES, read_record
 from ..quantization.plan import QuantPlan, get_plan, plan_of
-from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
+from ..quantization.precisions import plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
 from .command_line import EXIT_PUSH_FAILED, add_plan_options, check_folder, configuration_errors, describe_export
 
@@ -39,8 +39,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--bits",
         type=int,
         metavar="N",
-        help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for 'w4a16' and "
-        "'w3a16'; the checkpoint stays INT4",
+        help="fewer bits than the scheme's, for 'w4a16' and 'w3a16'; the checkpoint stays INT4",
     )
     add(
         "--gguf",
@@ -51,18 +50,13 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add("--hub_model_id", metavar="USER/NAME", help="repository to push to; created if missing")
     add("--hub_private_repo", action="store_true", help="create a private repository")
     add("--hub_revision", metavar="BRANCH", help="branch to push to")
-    add(
-        "--merge_adapter",
-        action="store_true",
-        help="quantize base and adapter together, which changes a policy that was trained in lora_mode 'adapter'; the change is reported",
-    )
     add("--model_revision", default="main", help="revision on the hub")
     add("--trust_remote_code", action="store_true", help="allow model code from the hub")
     return parser
 
 
-def main(args: Namespace, is_kept: bool = True) -> int:
-    """Write the checkpoint and return the exit code. Without `is_kept` the folder is temporary: no line names it."""
+def main(args: Namespace) -> int:
+    """Write the checkpoint and return the exit code."""
     import torch
     from transformers import AutoProcessor
 
@@ -77,9 +71,10 @@ def main(args: Namespace, is_kept: bool = True) -> int:
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
         if is_low_bit_checkpoint(args.model_name_or_path, args.model_revision):
-            model, report, settings = _coarser_policy(args, hub_kwargs)
-        else:
-            model, report, settings = _policy_of_masters(args, hub_kwargs)
+            raise ValueError(
+                f"{args.model_name_or_path} is a low-bit checkpoint already. Name the folder of the masters."
+            )
+        model, report, settings = _policy_of_masters(args, hub_kwargs)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         shown = ("loss_type", "quantize_learner", "group_size", "exclude_modules")
         known = {name: settings.get(name) for name in shown} | report.plan.summary
@@ -88,8 +83,7 @@ def main(args: Namespace, is_kept: bool = True) -> int:
         card |= {"name": repo_id, "source": args.model_name_or_path}
         dtype = getattr(torch, settings["scale_dtype"])
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card, gguf=gguf)
-    if is_kept:
-        print(f"Low-bit checkpoint written to {describe_export(folder)}")
+    print(f"Low-bit checkpoint written to {describe_export(folder)}")
     if gguf is not None:
         print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
@@ -110,7 +104,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..adapters.base import base_fingerprint, load_adapter, merge_adapter, prepare_base
+    from ..adapters.base import base_fingerprint, load_adapter, prepare_base
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint.load import holds_shards, load_shards
     from ..checkpoint.record import SCHEME_FILE, check_record
@@ -125,14 +119,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     record = read_record(record_path) if record_path else None
     settings = merge_with_record(args, record, source)
     has_adapter = is_adapter_folder(source)
-    if args.merge_adapter and not has_adapter:
-        raise ValueError(f"--merge_adapter was given, but {source} is not a folder with an adapter.")
     is_merged = has_adapter and (record or {}).get("lora_mode") == "merged"
-    if args.merge_adapter and is_merged:
-        raise ValueError(
-            f"--merge_adapter was given, but the adapter in {source} was trained merged (lora_mode='merged'), and is exported merged. "
-            "Remove it."
-        )
     kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
     try:
         if has_adapter:
@@ -149,7 +136,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     scale_dtype = getattr(torch, settings["scale_dtype"])
     arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": scale_dtype}
     if has_adapter:
-        report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
+        report = prepare_base(model, plan, keep_masters=False, is_merged=is_merged, **arguments)
         check_record(source, settings | {"base": base_fingerprint(model)})
     else:
         keep_scales(model, source, args.model_revision)
@@ -162,39 +149,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
         if scales := settings.get("global_scales"):
             share_global_scales(Inventory.of(model).layers, scales)
     print(report)
-    if args.merge_adapter:
-        model, error, flipped = merge_adapter(model)
-        print(
-            f"Warning: The merged policy is not the trained one: quantization changes the merged layers by {error:.0%} of the "
-            f"adapter's own change, and {flipped:.2%} of their codes differ from the base's. Serve the adapter next to the "
-            "base instead, where nothing is lost."
-        )
     return model, report, settings
-
-
-def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the low-bit checkpoint that `args` names, reduced to fewer bits, with its report and settings."""
-    from ..checkpoint.load import load_frozen_model
-    from ..hub import ADAPTER_FOLDER
-    from ..quantization.inventory import Inventory
-    from ..quantization.swap import report_frozen
-
-    source = args.model_name_or_path
-    given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype") if getattr(args, name)]
-    if args.bits is None or given or args.merge_adapter:
-        raise ValueError(
-            f"{source} is a low-bit checkpoint already. --bits reduces its codes to fewer bits, without other options of the plan; "
-            "everything else needs the masters: name their folder."
-        )
-    model = load_frozen_model(source, "auto", **hub_kwargs)
-    plan = _plan_at(args.bits, report_frozen(model).plan, Path(source, ADAPTER_FOLDER).exists())
-    for layer in Inventory.of(model).layers.values():
-        for weight in layer.quantized_weights.values():
-            if (scheme := at_bits(weight.scheme, args.bits)) != weight.scheme:
-                weight.hold(weight.low_bit_weight().coarser(scheme))
-    report = report_frozen(model, plan)
-    print(report)
-    return model, report, {"scale_dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def _plan_at(bits: int | None, plan: QuantPlan, has_adapter: bool) -> QuantPlan:

@@ -50,9 +50,8 @@ def main(args: Namespace) -> None:
     """Train, and count the held-out sums that the exported policy solves before and after."""
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    from ..checkpoint.load import load_deployed
     from ..demo.smollm2 import convert_smollm2
     from ..engines.server_process import free_port
     from ..trainer.qarl_config import QaRLConfig
@@ -67,7 +66,7 @@ def main(args: Namespace) -> None:
         """Export the policy, load it as any user would, and count the sums that it solves greedily."""
         folder = trainer.export_model()
         # Activations between layers stay in float32, as in the learner; products run in bf16 under autocast.
-        model = load_deployed(str(folder), torch.float32).to(trainer.model.device)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(trainer.model.device)
         inputs = tokenizer([problem["prompt"] for problem in held_out], return_tensors="pt", padding=True)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
             tokens = model.generate(**inputs.to(model.device), do_sample=False, max_new_tokens=6)

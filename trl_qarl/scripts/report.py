@@ -66,14 +66,13 @@ $settings
 
 @dataclass
 class Run:
-    """Files of a training run: its name, the content of `run.json`, and finite values by step for each metric. A value
-    that is not finite is NaN. `num_unread` lines of `metrics.jsonl` were no rows."""
+    """Files of a training run: its name, the content of `run.json`, and values by step for each metric. A value that
+    is not finite is NaN."""
 
     name: str
     config: dict[str, Any]
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
     last_step: int = 0
-    num_unread: int = 0
 
     @property
     def progress(self) -> str:
@@ -95,7 +94,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--output",
         metavar="FILE",
         default="report.html",
-        help="page to write, or with .png or .svg only the drawing; default: %(default)s",
+        help="page to write; default: %(default)s",
     )
     return parser
 
@@ -104,28 +103,21 @@ def main(args: Namespace) -> None:
     """Read the runs, write the page, and print a line for each run."""
     output = Path(args.output)
     with configuration_errors():
-        if output.suffix not in (".html", ".png", ".svg"):
-            raise ValueError(f"--output={args.output!r} must end in .html, or for the drawing alone in .png or .svg.")
         output.parent.mkdir(parents=True, exist_ok=True)
         runs = write_report(args.run_dirs, output)
     for run in runs:
-        line = f"{run.name}: step {run.progress}, reward {run.final_reward}"
-        print(_printable(line + f"; {run.num_unread} lines of {METRICS_FILE} are no rows" * (run.num_unread > 0)))
+        print(_printable(f"{run.name}: step {run.progress}, reward {run.final_reward}"))
     print(output.resolve().as_uri())
 
 
 def write_report(run_dirs: Iterable[str | Path], output: Path) -> list[Run]:
-    """Write the page, or the drawing alone, about runs in directories, and return the runs. `ValueError` is raised for
-    a directory without metrics, and without matplotlib."""
+    """Write the page about runs in directories, and return the runs. `ValueError` is raised for a directory without
+    metrics, and without matplotlib."""
     if find_spec("matplotlib") is None:
         raise ValueError(f"A report needs matplotlib: {install_hint('report')}.")
     runs = [read_run(Path(folder)) for folder in run_dirs]
-    figure = _draw(runs)
-    if output.suffix != ".html":
-        figure.savefig(output, dpi=120)
-        return runs
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    _draw(runs).savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = file.getvalue()
     columns = ("run", *_SETTINGS, "step", "final reward")
     cells = [
@@ -148,7 +140,7 @@ def write_report(run_dirs: Iterable[str | Path], output: Path) -> list[Run]:
 
 def read_run(folder: Path) -> Run:
     """
-    Read a run. Lines that are no rows are counted. A step that goes back is the first one after a resume and voids
+    Read a run. Lines that are no rows are skipped. A step that goes back is the first one after a resume and voids
     what was logged from there on. `ValueError` is raised for a folder without rows.
     """
     path, config = folder / METRICS_FILE, {}
@@ -167,7 +159,6 @@ def read_run(folder: Path) -> Run:
             step = int(row["step"])
             values = {name: row[name] for name in run.metrics if name in row}
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            run.num_unread += 1
             continue
         if step < run.last_step:
             for values_before in run.metrics.values():

@@ -5,18 +5,16 @@ data files, reports an invalid configuration in one line, and ends with an expor
 
 import importlib
 import os
-import re
 import signal
 import sys
 import traceback
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..checks.names import RENAMED, problems_of_names
 from ..checks.problems import Problems, raise_problems
@@ -110,21 +108,21 @@ def read_options(
     """
     Return the options of `argv`, and of the YAML file that it names, as instances of the parser's dataclasses; then
     those of `accelerate launch` in the file, and those in `argv`. `ValueError` is raised with everything that is
-    wrong: unknown names, values, options that are not honoured, and inputs that do not exist.
+    wrong: unknown names, options that are not honoured, and inputs that do not exist. A value that argparse cannot
+    read ends the process, as in every command.
     """
+    from ..checks.configuration import low_precision_masters
+
     known = known_options(parser, launch_parser)
     words, of_file = _read_file(argv)
-    actions = {action.dest: action for each in (launch_parser, parser) for action in each._actions}
     unknown: dict[str, Any] = {name.replace("-", "_"): value for name, value in unknown_options(words, known).items()}
     unknown |= {name: value for name, value in of_file.items() if f"--{name}" not in known}
-    names = {name[2:].replace("-", "_") for name in known}
-    problems = [*problems_of_names(unknown, names, lambda name, value: _accepts(actions.get(name), value))]
+    problems = [*problems_of_names(unknown, {name[2:].replace("-", "_") for name in known})]
     for name in RENAMED.keys() & unknown.keys():
         # The value is checked like one under the new name.
         of_file.setdefault(RENAMED[name], unknown[name])
-    usual = {action.dest: action.default for action in parser._actions}
     config_remaining = parser.set_defaults_with_config(**of_file)
-    namespace, cli_remaining = _parse(parser, words, usual, of_file, problems)
+    namespace, cli_remaining = parser.parse_known_args(words)
     parsed = []
     for cls in parser.dataclass_types:
         made = cls.__new__(cls)
@@ -142,7 +140,8 @@ def read_options(
     script_args, config, model_args, mixture = parsed
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
     problems += of_inputs
-    problems += _problems_of_loading(config, model_args)
+    if not model_args.use_peft:
+        problems += low_precision_masters(config, model_args.dtype)
     if problems:
         # The training process would find these after the others are mended.
         problems += [problem for problem in _problems_of_content(*parsed) if problem not in of_inputs]
@@ -174,92 +173,6 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
     return argv[:place] + argv[place + 2 :], {str(name): value for name, value in content.items()}
 
 
-def _accepts(action: Action | None, value: Any) -> bool:
-    """Return whether an option of the command line takes such a value."""
-    import yaml
-
-    if isinstance(value, str):
-        with suppress(yaml.YAMLError):
-            value = yaml.safe_load(value)
-    if action is None or value is None:
-        return value is None
-    if action.nargs == 0 or action.type is None or action.type is str:
-        return isinstance(value, bool) if action.nargs == 0 else isinstance(value, str)
-    try:
-        action.type(str(value))
-    except Exception:
-        return False
-    return True
-
-
-def _parse(
-    parser: ArgumentParser, words: list[str], usual: Mapping[str, Any], of_file: Mapping[str, Any], problems: list[str]
-) -> tuple[Namespace, list[str]]:
-    """Parse `words`, and add a problem for each option, there or `of_file`, whose value argparse refuses. It then gets
-    its `usual` value."""
-
-    def refuse(message: str) -> NoReturn:
-        raise _Refused(message)
-
-    parser.error = refuse
-    try:
-        while True:
-            try:
-                return parser.parse_known_args(words)
-            except _Refused as error:
-                match = re.match(r"argument (--\w+)\S*: (.*)", str(error), re.DOTALL)
-                if match is None:
-                    raise_problems([*problems, f"{error}."])
-                name, text = match.groups()
-                problems.append(f"{name}: {text}.")
-                kept = _without(words, name)
-                if kept == words:
-                    # The value is the YAML file's.
-                    if name[2:] not in of_file:
-                        raise_problems(problems)
-                    parser.set_defaults(**{name[2:]: usual[name[2:]]})
-                    of_file = {other: value for other, value in of_file.items() if other != name[2:]}
-                words = kept
-    finally:
-        del parser.error
-
-
-class _Refused(Exception):
-    pass
-
-
-def _without(words: list[str], name: str) -> list[str]:
-    """Return `words` without an option, in any spelling, and its values."""
-    kept, skips = [], False
-    for word in words:
-        if word.startswith("--"):
-            skips = name.startswith(word.partition("=")[0].replace("-", "_").replace("__", "--", 1))
-        if not skips:
-            kept.append(word)
-    return kept
-
-
-def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
-    """Yield problems of the model's dtype and attention that loading would meet later."""
-    from transformers.utils import is_flash_attn_2_available, is_kernels_available
-
-    from ..checks.configuration import low_precision_masters
-
-    if not model_args.use_peft:
-        yield from low_precision_masters(config, model_args.dtype)
-    attention = model_args.attn_implementation or ""
-    if attention.startswith("flash_attention"):
-        if config.use_cpu:
-            yield f"attn_implementation={attention!r} runs on GPUs only, and use_cpu=True. Remove it."
-        elif not (is_flash_attn_2_available() or is_kernels_available()):
-            yield f"attn_implementation={attention!r} needs the package `flash-attn` or `kernels`. Install one, or remove it."
-
-
-def check_inputs(options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` with the problems of [`problems_of_inputs`]."""
-    raise_problems(problems_of_inputs(options))
-
-
 def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield problems of the given options, by name, before the training process starts: a missing model, reward or
     dataset, and a reward or a local dataset that does not exist."""
@@ -271,10 +184,6 @@ def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:
     yield from _problems_of_dataset(
         options.get("dataset_name"), options.get("dataset_config"), options.get("datasets")
     )
-
-
-def check_rewards(names: list[str] | str, reward_model: str | None) -> None:
-    raise_problems(_problems_of_rewards(names, reward_model))
 
 
 def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> Iterator[str]:
@@ -339,7 +248,7 @@ def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | No
     directory comes first. A reward model, which the trainer loads, comes before them. `ValueError` is raised for
     other names, for failed imports, and without any reward.
     """
-    check_rewards(names, reward_model_name_or_path)
+    raise_problems(_problems_of_rewards(names, reward_model_name_or_path))
     sys.path.insert(0, os.getcwd())
     reward_funcs: list[str | Callable] = [reward_model_name_or_path] if reward_model_name_or_path else []
     for name in as_list(names):
@@ -384,7 +293,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     from ..trainer.qarl_trainer import QaRLTrainer
 
     with configuration_errors():
-        check_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)})
+        raise_problems(problems_of_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)}))
         reward_funcs, train, evaluation, problems = _read_inputs(script_args, training_args, dataset_args)
         export_dir = None
         try:

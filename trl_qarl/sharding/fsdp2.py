@@ -33,7 +33,7 @@ from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, layer_of
 from ..quantization.storage import BACKENDS, Storage
 from ..quantization.tensors import LowBitTensor
-from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight
+from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight, TransposedSource
 
 
 logger = logging.getLogger(__name__)
@@ -257,6 +257,11 @@ def shard_low_bit(model: nn.Module) -> int:
         if weight.scheme.container.has_global_scale and weight.global_scale is None:
             raise RuntimeError(
                 f"A weight of {weight.scheme.name!r} has no global scale. Call `prepare_model` while its masters are whole."
+            )
+        if isinstance(weight.source, TransposedSource):
+            raise ValueError(
+                f"Masters of {type(info.module).__name__} have inputs before outputs, so their shards are not rows of the low-bit weight. "
+                "Use ZeRO-3, or one GPU."
             )
         # FSDP2 would do it at the first forward, and replace a shard that it pads or pins.
         parameter.reset_sharded_param()

@@ -1,11 +1,11 @@
 """
-Compares the log-probs of a fixed text in engine and learner after each publication. Fingerprints reach neither copies
-inside kernels nor the memory that a CUDA graph reads.
+Compares the log-probs of a fixed text in engine and learner after each publication. This finds errors in kernels' own
+copies of weights and in CUDA graphs, which fingerprints do not cover.
 
-The allowed difference depends on the weights: one model amplifies a rounding error of its first layer to a tenth of a
-nat, another does not change at all. Hence the learner scores the text again, with other rounding. The difference
-between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to 1.6 times
-as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain undetected.
+The limit is a multiple of the learner's own rounding: the learner scores the text again, with other rounding, and the
+difference between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to
+1.6 times as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain
+undetected.
 
 A text does not reach a vision tower, so a model that takes pictures has a second text, after a fixed picture.
 """
@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..checkpoint.export import has_own_code
 from ..engines.engine import Engine
 from ..engines.pictures import canary_prompt, takes_pictures
 from ..forward import learner_log_probs
 from ..quantization.names import layer_of
-from ..quantization.storage import device_of, is_sharded
+from ..quantization.storage import device_of
 from ..quantization.swap import quantized_forward
 from ..wire.describe import CANARY_TOKENS, sample_token_ids
 from ..wire.protocol import PublishError
@@ -99,23 +100,16 @@ class Canary:
             if not difference <= limit:
                 engine.clear_cache()
                 name = "the engine" if len(replicas) == 1 else f"replica {worst}"
+                own_code = "The model's own code (trust_remote_code) may compute otherwise than vLLM. " * has_own_code(
+                    self.model
+                )
                 raise PublishError(
                     f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
                     f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
-                    f"changes in the learner. {self._causes()}Engine: {_rounded(replicas[worst])}; learner: {_rounded(log_probs)}."
+                    f"changes in the learner. {own_code}One of the two is broken, or a kernel works with a copy of other weights. Engine: {_rounded(replicas[worst])}; learner: {_rounded(log_probs)}."
                 )
             found |= {f"{text.metric}_abs_logp": difference, f"{text.metric}_rounding": rounding}
         return found
-
-    def _causes(self) -> str:
-        """Return the possible reasons for a difference, those known of this model first."""
-        causes = [
-            *_known_causes(self.model),
-            "one of the two is broken, or a kernel works with a copy of other weights",
-        ]
-        return (
-            "Possible causes: " + "".join(f"\n  {number}. {cause}." for number, cause in enumerate(causes, 1)) + "\n"
-        )
 
     def _log_probs(self, text: _Text) -> torch.Tensor:
         ids = torch.tensor(list(text.token_ids), device=device_of(self.model))
@@ -152,30 +146,6 @@ class Canary:
                 if name.rpartition(".")[2].isdigit():
                     stack.enter_context(self.model.get_submodule(name).register_forward_hook(round_output))
             yield
-
-
-def _known_causes(model: nn.Module) -> Iterator[str]:
-    """Yield the properties of a model for which transformers and vLLM are known to compute different log-probs."""
-    # Other processes do not take part in a collective here.
-    whole = [] if is_sharded(model) else model.named_parameters()
-    if broken := [name for name, p in whole if p.is_floating_point() and not p.isfinite().all()]:
-        yield f"the learner has NaN or infinity in {', '.join(broken[:3])} ({len(broken)} tensors)"
-    if (config := getattr(model, "config", None)) is None:
-        return
-    config = config.get_text_config()
-    cap, attention = getattr(config, "attn_logit_softcapping", None), config._attn_implementation
-    if cap and attention != "eager":
-        yield (
-            f"attn_logit_softcapping={cap} with attn_implementation={attention!r}: vLLM caps attention's scores, and transformers may "
-            "not. Use attn_implementation='eager'"
-        )
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
-        yield (
-            "rope_type='longrope': transformers chooses long or short factors for a whole batch by its longest row, vLLM by the model's "
-            "length. Keep prompts and completions below original_max_position_embeddings"
-        )
-    if getattr(model, "_auto_class", None) is not None:
-        yield f"{type(model).__name__} comes with code of its own (trust_remote_code), which vLLM may compute in another way"
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

@@ -1,20 +1,18 @@
 """
 Rules about the health of a run: a metric, a threshold, and the next step if the threshold is exceeded.
 
-They read the rows of `metrics.jsonl` and the settings of `run.json`, and are silent if a metric is missing.
-docs/health.md has the source of every threshold. Needs no torch.
+They read logged rows and the options of a run, and are silent if a metric is missing. docs/health.md has the source of
+every threshold. Needs no torch.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..objectives.objective import LOSS_TYPES
 from ..quantization.plan import get_plan
-from ..quantization.schemes import QuantScheme
 
 
 LEVELS = ("fine", "watch", "bad")
@@ -34,32 +32,30 @@ Judged = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one rule for a run: the rule, its card in the report, one of [`LEVELS`], the measured value, the
-    threshold, and the next step. Only findings with a next step are logged."""
+    """Result of one rule for a run: the rule, one of [`LEVELS`], the measured value, the threshold, and the next step.
+    Only findings with a next step are logged."""
 
     rule: str
-    card: str
     level: str
     value: str
     threshold: str
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{self.card}: {self.value}; {self.threshold}. {self.advice}".strip()
+        return f"{self.value}; {self.threshold}. {self.advice}".strip()
 
 
-def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
+def assess(rows: Rows, settings: Mapping[str, Any]) -> list[Finding]:
     """Apply the rules to a run: its logged rows in order, each with its `step` and `None` for values that are not
-    finite, and the content of its `run.json`."""
-    settings = {**config.get("options", {}), **config}
+    finite, and its options."""
     parts = _by_bits(rows, settings)
     findings = []
-    for (name, card), judge in RULES.items():
+    for name, judge in RULES.items():
         found = [(judged, bits) for bits, part in parts.items() if (judged := judge(part, settings)) is not None]
         if found:
             (level, value, threshold, advice), bits = max(found, key=lambda pair: LEVELS.index(pair[0][0]))
             value += "" if bits is None else f" at {bits:g} bits"
-            findings.append(Finding(name, card, level, value, threshold, "" if level == "fine" else advice))
+            findings.append(Finding(name, level, value, threshold, "" if level == "fine" else advice))
     return findings
 
 
@@ -90,14 +86,11 @@ def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
     if settings.get("numerics") in ("engine", "exact"):
         return 0.0, 0.0
-    return (0.3, 0.6) if any(scheme.activation is not None for scheme in _schemes(settings)) else (0.06, 0.3)
-
-
-def _schemes(settings: Mapping[str, Any]) -> tuple[QuantScheme, ...]:
-    # A run of another release may have schemes that are unknown here.
-    with suppress(ValueError):
-        return get_plan(settings.get("layers") or settings.get("scheme")).schemes
-    return ()
+    return (
+        (0.3, 0.6)
+        if any(scheme.activation is not None for scheme in get_plan(settings["scheme"]).schemes)
+        else (0.06, 0.3)
+    )
 
 
 def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
@@ -194,7 +187,7 @@ def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
         return None
     level = _rising(-share, -EFFECTIVE_FINE, -EFFECTIVE_BAD)
     advice = "A few completions carry the batch. Lower the mismatch first, then `mismatch_cap`."
-    return level, f"{share:.0%} of the batch", f"at least {EFFECTIVE_FINE:.0%}", advice
+    return level, f"effective samples {share:.0%} of the batch", f"at least {EFFECTIVE_FINE:.0%}", advice
 
 
 def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
@@ -204,7 +197,10 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     first, last = (statistics.fmean(part) for part in _ends(values))
     if first <= 0:
         return None
-    value, threshold = f"{first:.3g} → {last:.3g}", f"{ENTROPY_LEFT:g} to {ENTROPY_UP:g} times that of the start"
+    value, threshold = (
+        f"entropy {first:.3g} → {last:.3g}",
+        f"{ENTROPY_LEFT:g} to {ENTROPY_UP:g} times that of the start",
+    )
     if last > ENTROPY_UP * first:
         level = "bad" if last > ENTROPY_FAR_UP * first else "watch"
         advice = "The text falls apart. Look at completions (`log_completions`) and at the repetition, and lower `learning_rate`."
@@ -225,7 +221,7 @@ def _text(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
     if not shares:
         return None
     level = _rising(max(shares.values()), UNSOUND_WATCH, UNSOUND_BAD)
-    value = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+    value = "completions " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     advice = (
         "Read completions (`log_completions`). Lower `learning_rate` or `max_completion_length`, and check that the reward does not pay "
         "for length."
@@ -242,20 +238,20 @@ def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Judged | None:
         "All completions of such a prompt earn the same, so it teaches nothing. Take problems of another difficulty, a finer "
         "reward, or a larger `num_generations`."
     )
-    return level, f"{share:.0%} of the prompts without any", f"up to {ZERO_SPREAD_WATCH:.0%}", advice
+    return level, f"{share:.0%} of the prompts without a spread of rewards", f"up to {ZERO_SPREAD_WATCH:.0%}", advice
 
 
 RULES = {
-    ("learning", "Learning"): _learning,
-    ("mismatch", "Aligned"): _mismatch,
-    ("dropped", "Updating"): _dropped,
-    ("flips", "Updating"): _flips,
-    ("effective", "Effective samples"): _effective,
-    ("entropy", "Entropy"): _entropy,
-    ("text", "Sound text"): _text,
-    ("zero_spread", "Reward spread"): _zero_spread,
+    "learning": _learning,
+    "mismatch": _mismatch,
+    "dropped": _dropped,
+    "flips": _flips,
+    "effective": _effective,
+    "entropy": _entropy,
+    "text": _text,
+    "zero_spread": _zero_spread,
 }
-"""Name and card of each rule, and its function."""
+"""Function of each rule."""
 
 
 def _values(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:

@@ -7,7 +7,6 @@ from itertools import chain
 
 import torch
 
-from ..quantization.storage import storage_of
 from ..quantization.weight import QuantizedWeight
 
 
@@ -73,7 +72,7 @@ def _rows(weight: QuantizedWeight) -> torch.Tensor:
 
 def _sampled_rows(weight: QuantizedWeight) -> torch.Tensor:
     """Return the sampled rows in this process' shard of the weight, counted from the shard's first row."""
-    held, num_rows = storage_of(weight.parameter).rows(weight.parameter), weight.shape[:-1].numel()
+    held, num_rows = weight.source.rows(weight.parameter), weight.shape[:-1].numel()
     stride = -(-num_rows // _NUM_SAMPLED_ROWS)
     rows = torch.arange(0, num_rows, stride, device=weight.parameter.device)
     return rows[(rows >= held.start) & (rows < held.stop)] - held.start

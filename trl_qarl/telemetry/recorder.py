@@ -37,7 +37,7 @@ class Recorder(TrainerCallback):
     Counters and timers of one run.
 
     Measurements go into `metrics`, lists of values by name for `"train"` and `"eval"`, which TRL averages and logs.
-    Rows for files wait for [`~Recorder.pop`]. `accelerator` adds up over the processes, all of which have to call.
+    `accelerator` adds up over the processes, all of which have to call.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class Recorder(TrainerCallback):
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
         self._metrics = metrics
-        self._batches: list[dict[str, float]] = []
         self._precision: str | None = None
         self._seconds: dict[str, float] = defaultdict(float)
         self._seconds_inside = 0.0
@@ -128,22 +127,18 @@ class Recorder(TrainerCallback):
                 _LARGEST_REWARD,
             )
 
-    def observe_rollout(self, publication: Mapping[str, float], is_mixed: bool = False) -> None:
-        """
-        Measure the quantization error of a generation batch, and begin its row with the measurements of its
-        publication. With `is_mixed` layers ran at different bits, so the batch does not belong to one precision.
-        """
+    def observe_rollout(self, publication: Mapping[str, float]) -> None:
+        """Measure the quantization error of a generation batch, and log the measurements of its publication."""
         row = {**sqnr(Inventory.of(self.model).weights(), self._add_up), **publication}
         self.log(row)
         bits = row.get("quant/bits")
-        self._precision = None if bits is None or is_mixed else f"{bits:.0f}_bits"
+        self._precision = None if bits is None else f"{bits:.0f}_bits"
         if self.model.training:
-            self._batches.append({})
-            self._add_to_row({"reward": self._metrics["train"]["reward"][-1], **row})
+            self._log_by_bits({"reward": self._metrics["train"]["reward"][-1], **row})
 
     def observe_mismatch(self, output: dict[str, Any], batch: Batch) -> None:
-        """Measure the mismatch of the generation batch whose row was begun last, without reading the model's weights.
-        `output` is TRL's batch, `batch` its log-probs, advantages and mask."""
+        """Measure the mismatch of a generation batch without reading the model's weights. `output` is TRL's batch,
+        `batch` its log-probs, advantages and mask."""
         mismatch = self._compare(*batch.rollout, batch.advantages)
         ratio = output.get("importance_sampling_ratio")
         if ratio is not None and self.args.vllm_importance_sampling_mode.endswith("mask"):
@@ -151,7 +146,7 @@ class Recorder(TrainerCallback):
             mismatch["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
         self.log(mismatch)
         if self.model.training:
-            self._add_to_row(mismatch)
+            self._log_by_bits(mismatch)
 
     def observe_staleness(self, now: torch.Tensor, batch: Batch) -> None:
         """Measure the distance of the learner from the weights that drew a batch. `now`, `(B, T)`, are the learner's
@@ -161,8 +156,7 @@ class Recorder(TrainerCallback):
             measured.pop(name, None)
         self.log({name.replace("mismatch/", "staleness/"): value for name, value in measured.items()})
 
-    def _add_to_row(self, values: Mapping[str, float]) -> None:
-        self._batches[-1] |= values
+    def _log_by_bits(self, values: Mapping[str, float]) -> None:
         if self._precision is not None:
             # Logged separately, because a row of the log is a mean over batches.
             self.log({f"{name}/{self._precision}": values[name] for name in _BY_BITS if name in values})
@@ -226,8 +220,3 @@ class Recorder(TrainerCallback):
     def _trained_layers(self) -> Iterator[tuple[str, QuantizedWeight]]:
         # With an adapter the base does not change.
         return ((name, layer) for name, layer in Inventory.of(self.model).weights() if layer.is_trained)
-
-    def pop(self) -> list[dict[str, Any]]:
-        """Return the rows of the generation batches of this process since the last call."""
-        rows, self._batches = self._batches, []
-        return rows

@@ -1,5 +1,4 @@
 """Names of files that a run writes and the report reads. Needs no torch."""
 
 METRICS_FILE = "metrics.jsonl"
-BATCHES_FILE = "batches.jsonl"
 RUN_FILE = "run.json"

@@ -40,7 +40,7 @@ from ..checks.configuration import raise_problems
 from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, is_peft_model
-from ..quantization.precisions import mean_bits, problems_of_patterns, set_precision
+from ..quantization.precisions import set_precision
 from ..quantization.storage import is_sharded, refresh
 from ..quantization.swap import assign_schemes, disable_quantized_forward, prepare_model
 from ..sharding.fsdp2 import shard_low_bit
@@ -68,8 +68,8 @@ class Policy:
             Dtype of scales, and of everything in the engine that is not quantized.
         swap_report ([`SwapReport`]), numerics (`str`):
             Those of [`QaRLTrainer`].
-        precision (`int`, `dict[str, int]` or `None`):
-            Bits at which the policy runs, for all layers or by patterns; `None` for the bits of its schemes.
+        precision (`int` or `None`):
+            Bits at which the policy runs; `None` for the bits of its schemes.
         takes_layouts (`bool`):
             Whether the model takes a batch as one row of tokens, a [`~trl_qarl.token_row.Layout`].
         exactness ([`~trl_qarl.bitwise.exact.Exactness`]):
@@ -85,7 +85,7 @@ class Policy:
         self._base: str | None = None
         self._reference: Any = None
         self._sharded_by: str | None = None
-        self.precision: int | dict[str, int] | None = None
+        self.precision: int | None = None
         self.takes_layouts = False
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
@@ -166,8 +166,6 @@ class Policy:
         except ValueError as error:
             yield str(error)
             return
-        if args.precisions is not None:
-            yield from problems_of_patterns(args.precisions, schemes)
         yield from problems_of_experts(model, args, schemes, skipped)
         if args.use_vllm:
             dtype = self._engine_dtype(model) if is_loaded or args.bf16 or args.fp16 else None
@@ -191,11 +189,9 @@ class Policy:
         if args.device.type == "cpu" and self.dtype is torch.bfloat16 and (is_local or is_learner):
             low_bit.use_cpu_weights(low_bit.choose_cpu_weights(self.model, is_local + is_learner, is_trained=True))
 
-    def set_precision(self, precision: int | dict[str, int] | None) -> bool:
-        """
-        Run learner and reference at a number of bits, or at bits by patterns; `None` stands for the bits of their
-        schemes. Return whether the policy to publish has changed.
-        """
+    def set_precision(self, precision: int | None) -> bool:
+        """Run learner and reference at a number of bits, `None` for the bits of their schemes. Return whether the
+        policy to publish has changed."""
         if precision == self.precision:
             return False
         self.precision = precision
@@ -210,14 +206,6 @@ class Policy:
     def takes_all_processes(self) -> bool:
         """True if every process has to take part in an operation that reads the whole policy, such as an export."""
         return is_sharded(self.model)
-
-    @property
-    def bits(self) -> tuple[float | None, bool]:
-        """Bits at which the policy runs, a mean over weights if layers differ, and whether they differ; `None` for
-        the bits of its schemes."""
-        if isinstance(self.precision, Mapping):
-            return mean_bits(Inventory.of(self.model).layers.values())
-        return None if self.precision is None else float(self.precision), False
 
     @property
     def _base_arguments(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from transformers.utils import is_torch_xla_available
@@ -14,8 +14,7 @@ from ..checks import configuration as checks
 from ..checks.conflicts import problems_of_conflicts
 from ..checks.launch import launched_precision, problems_of_precision
 from ..checks.names import RENAMED, problems_of_names
-from ..checks.refused import REFUSED
-from ..checks.values import as_dict, fits, problems_of_values
+from ..checks.values import as_dict, problems_of_values
 from ..objectives.registry import get_objective, problems_of_objective
 from ..options import CHOICES, MUONS, EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
 from ..quantization.gemm import has_fast_bf16
@@ -86,9 +85,9 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
     chooses_steps = False
 
     def __post_init__(self):
-        hints, defaults = get_type_hints(type(self)), {option.name: option.default for option in fields(self)}
+        defaults = {option.name: option.default for option in fields(self)}
         unknown = vars(self).pop("_unknown", {})
-        problems = [*problems_of_names(unknown, defaults, lambda name, value: fits(value, hints[name]))]
+        problems = [*problems_of_names(unknown, defaults)]
         for name in RENAMED.keys() & unknown.keys():
             if getattr(self, RENAMED[name], None) == defaults.get(RENAMED[name]) and RENAMED[name] in defaults:
                 # The value is checked like one under the new name.
@@ -99,21 +98,11 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             # So that the checks below can go on.
             setattr(self, name, defaults[name])
         self._choose_device()
-        problems += self.problems()
-        if problems:
-            for name in REFUSED.keys() & defaults.keys():
-                setattr(self, name, defaults[name])
-        elif get_objective(self) is not None:
+        checks.raise_problems([*problems, *self.problems()])
+        if get_objective(self) is not None:
             # TRL would compute and log a weight that the loss does not use.
             self.vllm_importance_sampling_correction = False
-        try:
-            self._finish()
-        except Exception as error:
-            if not problems:
-                raise
-            # The configuration is not used: only what TRL and transformers have to say counts.
-            problems += [str(error)] if isinstance(error, ValueError) else []
-        checks.raise_problems(problems)
+        self._finish()
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)

@@ -103,7 +103,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         args = config_for(model, args)
         given: dict[str, Any] = {
             "model": model,
-            "reward_funcs": reward_funcs,
+            # TRL would take another sequence for a model.
+            "reward_funcs": [*reward_funcs] if isinstance(reward_funcs, tuple) else reward_funcs,
             "args": args,
             "train_dataset": train_dataset,
             "eval_dataset": eval_dataset,
@@ -204,7 +205,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         }
         self.add_callback(self.recorder)
         self.add_callback(self._skips_updates)
-        self.add_callback(RunLog(self.args, self.recorder, described))
+        self.add_callback(RunLog(self.args, described))
         self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self.callback_handler)
         if self.args.sync_ref_model:
@@ -330,10 +331,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(plan.version)
-            bits, is_mixed = self.policy.bits
-            if bits is not None:
-                publication["quant/bits"] = bits
-            self.recorder.observe_rollout(publication, is_mixed)
+            if self.policy.precision is not None:
+                publication["quant/bits"] = float(self.policy.precision)
+            self.recorder.observe_rollout(publication)
             if plan.compared != "first update":
                 self._observe(output, plan)
         if plan.compared != "first update":
@@ -353,7 +353,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         # TRL would publish them again.
         self._last_loaded_step = self.state.global_step
 
-    def set_precision(self, precision: int | dict[str, int] | None) -> None:
+    def set_precision(self, precision: int | None) -> None:
         """Set the precision of the policy with [`Policy.set_precision`]; the engine follows at its next rollout."""
         if self.policy.set_precision(precision) and self.use_vllm:
             self.vllm_generation.forget_published()

@@ -252,18 +252,12 @@ class SavesRuns(PushesPolicy):
         """Return the context in which a failure of one process reaches the others before they meet in a checkpoint."""
         return all_or_none(self.accelerator) if self._is_saving else nullcontext()
 
-    def export_model(
-        self,
-        output_dir: str | Path | None = None,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-    ) -> Path:
+    def export_model(self, output_dir: str | Path | None = None, dataset_name: str | None = None) -> Path:
         """Write the low-bit policy to `output_dir`, by default `export_dir`, with [`export_checkpoint`], and a card
-        with the results of the training, this title, training set and tags. Over a 4-bit base of bitsandbytes, write
-        the adapter. Return the folder. `NotFinite` is raised if a trained tensor has a value that is not finite."""
+        with the results of the training and this training set. Over a 4-bit base of bitsandbytes, write the adapter.
+        Return the folder. `NotFinite` is raised if a trained tensor has a value that is not finite."""
         self._check_finite("the policy is not exported")
-        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        self._remember(dataset_name=dataset_name)
         folder = Path(output_dir or self.export_dir)
         if getattr(self.model, "is_loaded_in_4bit", False):
             if self.args.should_save:

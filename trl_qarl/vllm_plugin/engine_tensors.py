@@ -6,9 +6,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ..wire.describe import Rotation
@@ -48,6 +49,14 @@ def rows_as_loaded(layer: nn.Module, name: str) -> torch.Tensor | None:
         return kernel.codes_as_loaded(layer) if name == kernel.codes_name else None
     is_embedding = type(getattr(layer, "quant_method", None)) is UnquantizedEmbeddingMethod
     return layer.weight.data if is_embedding and name == "weight" else None
+
+
+def as_in_checkpoints(layer: nn.Module, name: str) -> torch.Tensor:
+    """Return a loaded parameter of a layer in the form of a checkpoint: vLLM's loader of gpt-oss transposes the
+    matrices of unquantized experts."""
+    tensor = getattr(layer, name).data
+    is_unquantized = isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+    return tensor.mT if is_unquantized and isinstance(layer, GptOssRoutedExperts) and tensor.ndim == 3 else tensor
 
 
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:

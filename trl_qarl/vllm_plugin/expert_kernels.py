@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from typing_extensions import override
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -37,7 +38,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from ..bitwise.low_bit import multiply
-from ..quantization.experts import experts_product
+from ..quantization.experts import clamped_swiglu, experts_product, gated
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 from .linear_kernels import is_our_engine
@@ -50,6 +51,7 @@ def register_experts() -> None:
         CustomOp.register_oot(RepackedExperts, name=UnquantizedFusedMoEMethod.__name__)
     if not hasattr(CPURouter.__init__, "__wrapped__"):
         CPURouter.__init__ = _in_one_group(CPURouter.__init__)
+        FusedMoEConfig.__post_init__ = _with_or_without_gate(FusedMoEConfig.__post_init__)
 
 
 def _in_one_group(make: Callable[..., None]) -> Callable[..., None]:
@@ -65,6 +67,21 @@ def _in_one_group(make: Callable[..., None]) -> Callable[..., None]:
             router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
     return make_router
+
+
+def _with_or_without_gate(check: Callable[..., None]) -> Callable[..., None]:
+    """Decorate vLLM's last step of making a configuration, which refuses experts without a gate on a CPU, where it has
+    no kernel of its own for them (config.py in 0.31)."""
+
+    @wraps(check)
+    def __post_init__(config: FusedMoEConfig) -> None:
+        try:
+            check(config)
+        except NotImplementedError:
+            if config.is_act_and_mul or not is_our_engine():
+                raise
+
+    return __post_init__
 
 
 class RepackedExperts(UnquantizedFusedMoEMethod):
@@ -83,6 +100,8 @@ class _LowBitExperts(FusedMoEMethodBase):
 
     scheme: str
     is_monolithic = False
+    # With it vLLM's loader of gpt-oss copies an expert's codes as they are, instead of transposing them.
+    weight_dtype = "mxfp4"
 
     def __init__(self, weights: Any, activations: Any, moe: Any):
         FusedMoEMethodBase.__init__(self, moe)
@@ -108,20 +127,27 @@ class _LowBitExperts(FusedMoEMethodBase):
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
         activation = _ACTIVATIONS[layer.activation.value]
-        return experts_product(x, topk_ids, topk_weights, *self._low_bit, multiply, activation)
+        return experts_product(x, topk_ids, topk_weights, *self._low_bit, lambda x, w: multiply(x, *w), activation)
 
-    def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
+    def _experts_of(self, layer: RoutedExperts, matrix: str) -> list[tuple[LowBitTensor, torch.Tensor | None]]:
         tensors = {
             name.removeprefix(f"{matrix}_"): parameter.data.flatten(0, 1)
             for name, parameter in layer.named_parameters()
             if name.startswith(f"{matrix}_") and parameter.ndim == 3
         }
         low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), tensors["weight_scale"].dtype)
-        return low_bit.row_blocks(layer.local_num_experts)
+        biases = getattr(layer, f"{matrix}_bias", [None] * layer.local_num_experts)
+        return list(zip(low_bit.row_blocks(layer.local_num_experts), biases, strict=True))
 
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-"""Activations of the gate by vLLM's names; those of transformers are the same functions."""
+_ACTIVATIONS = {
+    "silu": gated(F.silu),
+    "gelu": gated(F.gelu),
+    "gelu_tanh": gated(partial(F.gelu, approximate="tanh")),
+    "relu2_no_mul": lambda rows: F.relu(rows).square(),
+    "swigluoai": clamped_swiglu,
+}
+"""Functions between the two products, by vLLM's names; those of transformers are the same."""
 
 _METHODS = {
     weights_and_activations: type(name, (_LowBitExperts, base), {"scheme": scheme})
@@ -163,7 +189,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             return None
         for is_met, what in (
             (layer.activation.value in _ACTIVATIONS, f"activation {layer.activation.value!r}"),
-            (not layer.moe_config.has_bias, "biases"),
+            (not layer.moe_config.has_bias or issubclass(method, CompressedTensorsWNA16MoEMethod), "biases"),
             (layer.swiglu_limit is None, "a limit of their activation"),
             (not layer.apply_router_weight_on_input, "weights of the router on their input"),
             (not layer.use_ep, "expert parallelism"),

@@ -52,6 +52,7 @@ from ..wire.transfer_dir import confined_path
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
 from .engine_tensors import (
+    as_in_checkpoints,
     convolution_copies,
     engine_name,
     live_fingerprints,
@@ -104,7 +105,7 @@ class AuditedReload:
         self.rotations = rotations(self.model)
         # Persistent buffers, which checkpoints may hold.
         self._buffers = self.model.state_dict().keys() - dict(self.model.named_parameters()).keys()
-        # Buffers that dummy loading has filled with noise, and that quantized layers do not make themselves.
+        # Buffers with random values from dummy loading.
         self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":
             for prefix, layer in self.model.named_modules():
@@ -318,7 +319,10 @@ class AuditedReload:
         ][:5]
         # vLLM would reload a module of which only a part has arrived, and leave the rest uninitialized.
         arrived = {self._engine_name(name) for name in self._arrived}
-        modules = {module: set(names) for module, names in names_by_module(self._owned).items()}
+        modules = {
+            module: {name for name in names if not name.endswith(_SHARED_BY_SHARDS)}
+            for module, names in names_by_module(self._owned).items()
+        }
         problems += [
             f"{module}: the learner sent {sorted(names & arrived)}, but not {sorted(names - arrived)}"
             for module, names in modules.items()
@@ -449,7 +453,9 @@ class AuditedReload:
                     if path not in self._tied:
                         self._filled |= {part_name(path, i): name for i, name in enumerate(names)}
                         continue
-                blocks = parameter.data[: sum(rows)].split(rows)
+                blocks = as_in_checkpoints(layer, path.rpartition(".")[2])[: sum(rows)].split(rows)
+                # Some kernels have gpt-oss' experts padded.
+                blocks = (block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True))
                 self._loaded += [(name, fingerprint(block)) for name, block in zip(names, blocks, strict=True)]
             process(layer)
             for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):

@@ -52,19 +52,30 @@ EACH = ".*."
 """Stands for the number of an expert in the name of a tensor `(E, ...)` that stacks a tensor of all `E` experts."""
 
 
+def is_parameter(matrix: str) -> bool:
+    """Return whether the name of a matrix is the beginning of parameters' names in vLLM, whose loader of gpt-oss reads
+    `experts.0.w13_weight_packed`, and no shapes."""
+    return matrix.endswith("_")
+
+
+def tensor_name(matrix: str, key: str) -> str:
+    """Return the name in a checkpoint of a tensor of a matrix, such as `weight_packed`."""
+    return f"{matrix}{'' if is_parameter(matrix) else '.'}{key}"
+
+
 def stacked_name(matrices: Sequence[str], key: str) -> str:
     """Return the name of the tensor that stacks `key` of the matrices of all experts, from the names of these:
     `mlp.experts.*.gate_proj|up_proj.weight_scale` has `mlp.experts.0.gate_proj.weight_scale` in its first rows."""
     prefix = matrices[0].rsplit(".", 2)[0]
     leaves = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
-    return f"{prefix}{EACH}{'|'.join(leaves)}.{key}"
+    return tensor_name(f"{prefix}{EACH}{'|'.join(leaves)}", key)
 
 
 def names_of_experts(name: str, num_experts: int) -> list[list[str]]:
     """Return the names in a checkpoint of the tensors that a [`stacked_name`] stands for, by expert and row."""
     prefix, _, rest = name.partition(EACH)
-    leaves, _, key = rest.rpartition(".")
-    return [[f"{prefix}.{expert}.{leaf}.{key}" for leaf in leaves.split("|")] for expert in range(num_experts)]
+    leaves, dot, key = rest.rpartition(".")
+    return [[f"{prefix}.{expert}.{leaf}{dot}{key}" for leaf in leaves.split("|")] for expert in range(num_experts)]
 
 
 def load_order(name: str) -> int:

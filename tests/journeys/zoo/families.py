@@ -46,6 +46,7 @@ _GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_gro
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
+    "cwm": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 2},
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
@@ -94,12 +95,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 2.0,
     },
+    "granite_swa": {
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "helium": {},
     "hunyuan_v1_dense": {},
     "hyperclovax": {},
     "jais2": {},
     "llama": {},
+    "minicpm3": {**_LATENT, "tie_word_embeddings": True, "head_dim": None, "num_key_value_heads": 2},
+    "ministral": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None},
+    "nanochat": {},
     "nemotron": {},
     "olmo": {},
     "olmo2": {},
@@ -197,7 +210,83 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "adapter_rank": 32,
         "chunk_size": 16,
     },
+    "olmo_hybrid": {**_QWEN_LINEAR, "head_dim": 64},
+    "kimi_linear": {
+        **_EXPERTS,
+        **_LATENT,
+        "q_lora_rank": None,
+        "num_local_experts": 8,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 2,
+    },
     # Mixtures of experts
+    "afmoe": {
+        **_EIGHT,
+        "num_shared_experts": 1,
+        "num_hidden_layers": 3,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "axk1": {
+        **_EXPERTS,
+        **_LATENT,
+        **_GROUPS,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+    },
+    "cohere2_moe": {
+        **_EIGHT,
+        "intermediate_size": 64,
+        "tie_word_embeddings": True,
+        "sliding_window": 64,
+        "num_shared_experts": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "sparse"],
+    },
+    "dots1": {**_EXPERTS, **_GROUPS, "sliding_window": None},
+    "exaone_moe": {
+        **_EIGHT,
+        "num_shared_experts": 1,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "granitemoe_swa": {
+        **_EIGHT_LOCAL,
+        "router_aux_loss_coef": 0.0,
+        "shared_intermediate_size": 64,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "hy_v3": {**_EIGHT, "num_shared_experts": 1, "expert_hidden_dim": 64},
+    "laguna": {
+        **_EIGHT,
+        "shared_expert_intermediate_size": 64,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "longcat_flash": {
+        **_LATENT,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "num_layers": 2,
+        "ffn_hidden_size": 256,
+        "moe_topk": 2,
+        "n_routed_experts": 8,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 64,
+    },
+    "mellum": {**_EIGHT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "mimo_v2_flash": {
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "v_head_dim": 64,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "solar_open": {**_EXPERTS, "n_routed_experts": 8},
     "deepseek_v2": {
         **_EXPERTS,
         **_LATENT,
@@ -286,12 +375,19 @@ WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
 FAMILIES |= {kind: {} for kind in WITH_TOWER}
 
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
-IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon"}
 
 REFUSED: dict[str, str] = {
+    "axk1": "gives its dense layers a norm",
+    "exaone_moe": "reads `sliding_windows`",
+    "kimi_linear": "checkpoints hold the matrices of experts in another form",
+    "laguna": "leaves out the bias of its router",
+    "longcat_flash": "interface for the computation of experts",
+    "mimo_v2_flash": "reads `hybrid_layer_pattern`",
+    "minicpm3": "no name",
     "bamba": "only if all its layers attend",
     "bloom": "reorders the rows",
     "deepseek_v32": "sparse attention",
@@ -300,14 +396,11 @@ REFUSED: dict[str, str] = {
     "gemma3n_text": "leaves out the embeddings of each layer",
     "gpt2": "Its `Conv1D` is no linear layer",
     "gpt_neox": "reorders the rows",
-    "gpt_oss": "leaves the sinks of its attention",
     "jamba": "selective_scan_fwd",
     "jetmoe": "interface for the computation of experts",
     "llama4_text": "interface for the computation of experts",
     "mamba": "selective_scan_fwd",
-    "minimax_m2": "so a scheme that names experts does not reach them",
     "minimax": "only if all its layers attend",
-    "nemotron_h moe": "experts have no gate",
     "phimoe": "makes its router a plain linear layer",
     "zamba2": "names its shared blocks",
 }
@@ -329,7 +422,9 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("mamba2", "transformers"): "weight",
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
+    ("gpt_oss", "transformers"): "random values",
     ("granitemoe", "transformers"): "random values",
+    ("granitemoe_swa", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
@@ -343,7 +438,7 @@ NOTES: dict[str, str] = {
     "cohere2": "sequences within the window",
     "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
         "`router_aux_loss_coef=0`",
     ),
     "phi3 long": "sequences within `original_max_position_embeddings`",

@@ -103,6 +103,7 @@ _ROWS = (
     Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
+    Family("Gemma4ForConditionalGeneration", "gemma4", has_compared_pictures=True),
     Family(
         "Gemma3nForCausalLM",
         "gemma3n_text",
@@ -139,6 +140,7 @@ _ROWS = (
         "others",
     ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
+    Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
@@ -157,6 +159,7 @@ _ROWS = (
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
     Family("Qwen3ForCausalLM", "qwen3", engine_layers="fused", gguf="qwen3"),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused"),
+    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", has_compared_pictures=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family("SeedOssForCausalLM", "seed_oss", engine_layers="fused"),
     Family("SmolLM3ForCausalLM", "smollm3", engine_layers="transformers"),

@@ -323,6 +323,15 @@ def test_releases_that_no_plan_reproduces_are_refused(tmp_path, options, message
         prepare_model(load_masters(str(folder)), "w4a16", scale_dtype=torch.bfloat16)
 
 
+def test_fixed_scales_of_activations_are_refused_by_name(tmp_path):
+    release = write_release(tiny("qwen3").bfloat16(), tmp_path, "W8A8")
+    config = json.loads((release / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+    (release / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="input_activations in int8 per token with fixed scales. Start from the high"):
+        load_masters(str(release))
+
+
 def test_the_language_model_of_a_release_with_a_tower_is_trained(tmp_path):
     """Gemma 4 in INT4: a class with a tower, buffers among the weights, and a tied head in the file."""
     text = {"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}

@@ -91,3 +91,11 @@ BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_laye
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):
     found = problem_of_architecture(model_of(arch, **fields))
     assert found is None if problem is None else problem in found
+
+
+@pytest.mark.vllm
+def test_a_class_that_takes_no_adapter_in_vllm_is_named():
+    model = model_of("gptj", n_embd=128, n_head=4, n_layer=2, rotary_dim=16)
+    assert problem_of_architecture(model) is None
+    assert "GPTJForCausalLM takes no adapters" in problem_of_architecture(model, has_adapter=True)
+    assert problem_of_architecture(model_of("llama"), has_adapter=True) is None

@@ -57,6 +57,13 @@ def test_experts_in_high_precision_are_refused(tmp_path, no_engine, use_vllm, is
         make(loaded if is_loaded else model, tmp_path, use_vllm=use_vllm, **options)
 
 
+def test_a_weight_for_each_reward_is_required_before_loading(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: pytest.fail("loaded"))
+    args = arguments(tmp_path, reward_weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match="reward_weights=.1.0, 2.0. has 2 numbers, and there is 1 reward function"):
+        QaRLTrainer("anything", spread, args, make_problems())
+
+
 def with_pictures(name="image"):
     return make_problems().add_column(name, [None] * 16)
 

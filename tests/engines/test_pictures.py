@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from testing_utils.pictures import make_picture_config
+from trl_qarl.checkpoint.load import skeleton
 from trl_qarl.engines.answers import BadAnswer
 from trl_qarl.engines.pictures import (
     MAX_DRAWS,
@@ -19,6 +21,7 @@ from trl_qarl.engines.pictures import (
     count_pictures,
     draw_again,
     picture_request,
+    problem_of_class,
     with_pictures,
 )
 
@@ -61,6 +64,14 @@ def test_an_ambiguous_row_without_pictures_is_refused(inputs, num_processes, rea
     check_rows(count_pictures([PICTURE, PICTURE]), processor, num_processes)
 
 
+@pytest.mark.parametrize(("kind", "attention"), [("gemma3", False), ("gemma4", "vision"), ("gemma4", None)])
+def test_pictures_whose_tokens_see_later_ones_are_refused(kind, attention):
+    config = make_picture_config(kind)
+    config.get_text_config().use_bidirectional_attention = attention
+    problem = problem_of_class(skeleton(config))
+    assert (problem is None) if attention is None else "cpu_attn.py" in problem
+
+
 def test_a_message_without_content_has_no_picture():
     calls = [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "3"}]
     assert count_pictures([calls, PICTURE]) == [0, 1]
@@ -78,21 +89,20 @@ class Engine:
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=next(self.completions))]) for _ in prompts]
 
 
-@pytest.mark.parametrize("has_pictures", [True, False])
-def test_an_engine_is_sent_one_placeholder_per_picture(has_pictures):
-    """Without pictures the learner takes the token for text, as the engine does."""
+@pytest.mark.parametrize("scores", [False, True])
+def test_an_engine_is_sent_one_placeholder_per_picture(scores):
+    """Of a text too a sampled placeholder is drawn again. A request that scores its prompt may end in one."""
     first, again = [[PLACEHOLDER], [4], [2, PLACEHOLDER, 3]], [[5, PLACEHOLDER], [6], [8]]
     engine, longer = Engine(*first, *again), ROW + [3]
     rows = [{"prompt_token_ids": ids} for ids in (ROW, [1, 2], longer)]
-    for row in rows[::2] if has_pictures else ():
-        row["multi_modal_data"] = {"image": "a picture"}
-    parameters = SimpleNamespace(seed=3)
+    rows[0]["multi_modal_data"] = {"image": "a picture"}
+    parameters = SimpleNamespace(seed=3, prompt_logprobs=0 if scores else None)
     outputs = with_pictures(engine.generate, frozenset([PLACEHOLDER]))(rows, parameters, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == ([[8], [4], [6]] if has_pictures else first)
-    assert engine.prompts == [ROW.sent, [1, 2], longer.sent] + [ROW.sent, longer.sent, ROW.sent] * has_pictures
+    assert [output.outputs[0].token_ids for output in outputs] == (first if scores else [[8], [4], [6]])
+    assert engine.prompts == [ROW.sent, [1, 2], longer.sent] + [ROW.sent, longer.sent, ROW.sent] * (not scores)
     assert rows[0]["prompt_token_ids"] is ROW
     # With the seed of the first request an engine draws the same tokens again.
-    assert engine.seeds == [3] + [None, None] * has_pictures and parameters.seed == 3
+    assert engine.seeds == [3] + [None, None] * (not scores) and parameters.seed == 3
 
 
 def test_a_request_has_the_pixels_of_its_pictures():

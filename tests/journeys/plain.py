@@ -11,9 +11,10 @@ from pathlib import Path
 
 def complete_with_transformers(export, prompts, num_tokens):
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
+    config = transformers.AutoConfig.from_pretrained(export)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(export, dtype="auto")
     if Path(export, "adapter").exists():
         from peft import PeftModel
 
@@ -62,5 +63,6 @@ def main(engine, export, tokens, out):
 
 if __name__ == "__main__":
     os.environ["VLLM_PLUGINS"] = ""
+    sys.path.append(os.path.join(sys.prefix, "pictures"))
     sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
     main(*sys.argv[1:])

@@ -65,7 +65,7 @@ def complete(trainer, prompt):
 
     from trl_qarl.quantization.swap import quantized_forward
 
-    prompt_ids = trainer.processing_class(prompt)["input_ids"]
+    prompt_ids = trainer._tokenizer(prompt)["input_ids"]
     tokens, margins, model = [], [], trainer.model
     model.eval()
     for _ in range(NUM_TOKENS):

@@ -1,12 +1,20 @@
 """A training that begins where another one, or another tool, ended."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
+from safetensors.torch import load_file
+
+from testing_utils.trainings import assert_equal
 
 
 pytestmark = [
     *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
     *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
 ]
+GPTQ = Path(__file__).parents[1] / "checkpoint" / "llm_compressor" / "gptq"
 
 
 def train(user, code=0, **changes):
@@ -42,6 +50,30 @@ def test_a_second_stage_starts_from_the_parts_that_fsdp2_saved(user):
     user.assert_deployed("second/w8a8")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("launch", [None, "fsdp2"])
+def test_a_training_starts_from_gptq(user, launch):
+    shutil.copytree(GPTQ, user.folder / "gptq")
+    make_tokenizer_of_16().save_pretrained(user.folder / "gptq")
+    # Keys and values in low bits, without effect here.
+    config = json.loads((user.folder / "gptq" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    (user.folder / "gptq" / "config.json").write_text(json.dumps(config))
+    if launch is None:
+        train(user, model_name_or_path="gptq")
+    else:
+        user.write_recipe(model_name_or_path="gptq", output_dir="second")
+        user.launch(launch)
+    user.assert_deployed("second/w4a16")
+    # Masters keep the scales of the file.
+    user.run("trl-qarl", "export", "--model_name_or_path", "second/checkpoint-2", "--output_dir", "again")
+    exports = (load_file(user.folder / name / "model.safetensors") for name in ("gptq", "second/w4a16", "again"))
+    scales = [{name: t for name, t in each.items() if name.endswith("weight_scale")} for each in exports]
+    assert len(scales[0]) == 7
+    for theirs in scales[1:]:
+        assert_equal(scales[0], theirs)
+
+
 CELL = """
 from datasets import load_dataset
 from rewards import digits
@@ -75,3 +107,15 @@ def test_a_cell_runs_twice_once_the_model_is_restored(user):
     output = user.run("python", "train.py")
     assert "The second time: The model has been prepared already. Call `restore_model(model)` before" in output
     user.assert_deployed("out/w4a16", engines=("transformers",))
+
+
+def make_tokenizer_of_16():
+    """One token for each character of sums, and four special ones."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>", *"0123456789+="]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|unk|>"))
+    special = {"pad_token": words[0], "eos_token": words[2], "unk_token": words[3]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)

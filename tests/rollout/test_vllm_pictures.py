@@ -7,6 +7,7 @@ import copy
 import gc
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -38,6 +39,8 @@ pytestmark = [needs_torchvision, pytest.mark.vllm, pytest.mark.slow, pytest.mark
 pytestmark += [pytest.mark.usefixtures("quick_engines")]
 
 SEVERAL = ((56, 42), (84, 28))
+# One whose processor pads rows, one whose does not, and one that pads pictures in vLLM alone.
+OFTEN = ("smolvlm", "qwen3_vl", "gemma4")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,8 +53,7 @@ def torchvision_in_every_process():
 
 @pytest.fixture(
     scope="module",
-    # One whose processor pads rows, and one whose does not.
-    params=[pytest.param(k, marks=() if k in ("smolvlm", "qwen3_vl") else pytest.mark.nightly) for k in KINDS],
+    params=[pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.nightly) for kind in KINDS],
 )
 def kind(request):
     return request.param
@@ -63,7 +65,13 @@ def trained(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp(kind)
     scheme = {"smolvlm": "bf16", "qwen2_vl": "bf16"}.get(kind, "w4a16")
     trainer = make_picture_trainer(
-        make_tiny_picture_model(folder, kind), folder / "out", make_picture_problems(sizes=SEVERAL), scheme=scheme
+        make_tiny_picture_model(folder, kind),
+        folder / "out",
+        make_picture_problems(sizes=SEVERAL),
+        scheme=scheme,
+        # vLLM has linear attention for CPUs only in bfloat16.
+        bf16=kind == "qwen3_5",
+        vllm_max_model_length=512,
     )
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
@@ -72,12 +80,20 @@ def trained(kind, tmp_path_factory):
     gc.collect()
 
 
-def test_learner_and_engine_agree_before_and_after_updates(trained):
-    """In float32 only the order of sums differs. Each rollout was checked to have the learner's prompts."""
+@pytest.fixture
+def limit(trained):
+    """Of a mean distance of log-probs. In float32 only the order of sums differs; in bfloat16 pictures may have twice
+    the distance of text."""
+    trainer, _ = trained
+    return 2 * max(logged(trainer, "publish/canary_abs_logp")) if trainer.args.bf16 else 1e-5
+
+
+def test_learner_and_engine_agree_before_and_after_updates(trained, limit):
+    """Each rollout was checked to have the learner's prompts."""
     trainer, before = trained
     assert len(logged(trainer, "mismatch/abs_logp_mean")) == 3
-    assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
-    assert max(logged(trainer, "publish/canary_picture_abs_logp")) < 1e-5
+    assert max(logged(trainer, "mismatch/abs_logp_mean")) < limit
+    assert max(logged(trainer, "publish/canary_picture_abs_logp")) < limit
     moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
     assert {name for name in before if "vis" in name} and before.keys() - moved <= {
         "model.visual.patch_embed.proj.bias"
@@ -93,7 +109,7 @@ def test_layers_outside_the_decoder_are_published_as_they_are(trained):
         return
     skipped = trainer.swap_report.skipped
     around = {name for name, why in skipped.items() if why == "outside the language model"}
-    assert around and all("vis" in name or "connector" in name for name in around)
+    assert around and all(re.search("vis|connector|projector", name) for name in around)
     assert trainer.swap_report.converted and not any("vis" in name for name in trainer.swap_report.converted)
     ignored = trainer.vllm_generation.description["quantization_config"]["ignore"]
     assert around < {*ignored} and {f"{names.of_tensor(name)}.weight" for name in around} < published.keys()
@@ -103,14 +119,14 @@ def publish(trainer):
     return trainer.vllm_generation.publisher.publish("again")
 
 
-def test_the_canary_sees_a_blanked_tensor_of_the_tower(trained):
+def test_the_canary_sees_a_blanked_tensor_of_the_tower(trained, limit):
     """No fingerprint is taken between two publications, and the text alone is scored as before."""
     trainer, _ = trained
     publisher = trainer.vllm_generation.publisher
-    assert publish(trainer)["publish/canary_picture_abs_logp"] < 1e-5
+    assert publish(trainer)["publish/canary_picture_abs_logp"] < limit
     learner = publisher.canary.score()
     model = publisher.engine._worker.model_runner.model
-    name, weight = next((n, p) for n, p in model.named_parameters() if "patch_embed" in n and p.ndim > 1)
+    name, weight = next((n, p) for n, p in model.named_parameters() if "patch" in n and p.ndim > 1)
     right = weight.detach().clone()
     with torch.no_grad():
         weight.zero_()
@@ -140,7 +156,8 @@ def test_the_canary_and_the_description_see_another_processor(trained, monkeypat
     trainer, _ = trained
     publisher = trainer.vllm_generation.publisher
     other = copy.deepcopy(publisher.processing_class)
-    other.image_processor.image_mean = [0.1, 0.2, 0.3]
+    # Gemma 4's does not normalize.
+    other.image_processor.image_mean, other.image_processor.do_normalize = [0.1, 0.2, 0.3], True
     monkeypatch.setattr(publisher, "processing_class", other)
     with pytest.raises(ValueError, match=r"pictures.image processor: learner .*0.1, 0.2, 0.3.*engine"):
         publisher.check_engine()
@@ -168,14 +185,14 @@ def test_a_rollout_whose_prompt_is_expanded_twice_is_lost(trained, monkeypatch):
     assert trainer.evaluate(make_picture_problems(2))["eval_reward"] >= 0
 
 
-def test_rows_without_pictures_are_drawn_or_refused(trained):
+def test_rows_without_pictures_are_drawn_or_refused(trained, limit):
     trainer, _ = trained
-    if trainer.model.config.model_type in ("idefics3", "smolvlm"):
+    if "image_grid_thw" not in trainer.processing_class.image_processor.model_input_names:
         with pytest.raises(ValueError, match=r"prompt 0 of 8 has no picture, .*Processor pads rows"):
             trainer.evaluate(make_mixed_problems(4))
         return
     trainer.evaluate(make_mixed_problems(4))
-    assert 0 < logged(trainer, "eval_mismatch/abs_logp_mean")[-1] < 1e-5
+    assert 0 < logged(trainer, "eval_mismatch/abs_logp_mean")[-1] < limit
 
 
 @pytest.fixture(scope="module")

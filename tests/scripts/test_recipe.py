@@ -1,13 +1,15 @@
 """
 A recipe for another script, open-r1's GRPO on Qwen2.5-1.5B-Instruct: one start of `trl-qarl train` names everything in
-it that has to change.
+it that has to change, and the mended recipe trains.
 """
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from testing_utils import path_without
 
@@ -59,6 +61,7 @@ save_strategy: "epoch"
 save_total_limit: 1
 seed: 42
 warmup_ratio: 0.1
+beta: none of it
 # One of our own, too.
 torch_compile: true
 """
@@ -73,11 +76,14 @@ WRONG = {
     "torch_compile=True is not supported",
     "push_to_hub was given, but HF_HUB_OFFLINE is set",
     "The masters are bfloat16",
+    "attn_implementation='flash_attention_2' runs on GPUs only",
     "report_to='wandb': its package is not installed",
     "Unknown reward function 'accuracy'",
     "Could not import reward function 'format_of.answers'",
     "--dataset_name='./problems.jsonl': there is no such file",
     "learning_rates='3': unknown option. Did you mean `learning_rate`?",
+    "--num_generations: invalid int value: 'four'",
+    "--beta: invalid float value: 'none of it'",
 }
 
 
@@ -91,9 +97,31 @@ def run(folder, *words):
 @pytest.mark.slow
 def test_one_start_names_all_that_is_wrong_in_a_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    result = run(tmp_path, "--use_cpu", "true", "--learning_rates", "3")
+    result = run(tmp_path, "--use_cpu", "true", "--learning_rates", "3", "--num_generations", "four")
     assert result.returncode == 2
     text = result.stderr[result.stderr.index("trl-qarl: error:") :]
     problems = [line.removeprefix("- ") for line in text.splitlines() if line.startswith("- ")]
     counts = {wrong: sum(problem.startswith(wrong) for problem in problems) for wrong in WRONG}
     assert counts == dict.fromkeys(WRONG, 1) and len(problems) == len(WRONG), text
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_mended_recipe_trains(tiny_model, tmp_path):
+    recipe = yaml.safe_load(RECIPE)
+    for name in (
+        *("torch_dtype", "dataset_prompt_column", "system_prompt", "vllm_device", "max_prompt_length"),
+        *("overwrite_output_dir", "torch_compile", "beta", "push_to_hub", "attn_implementation"),
+    ):
+        del recipe[name]
+    recipe |= {"warmup_steps": recipe.pop("warmup_ratio"), "report_to": "none", "model_name_or_path": tiny_model}
+    recipe |= {"reward_funcs": ["think_format_reward", "format_of.answers"], "use_vllm": False, "use_cpu": True}
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1"}]} for i in range(4)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "format_of.py").write_text(
+        "def answers(completions, **kwargs):\n    return [float(len(c[0]['content'])) for c in completions]\n"
+    )
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    result = run(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "exported to" in result.stdout

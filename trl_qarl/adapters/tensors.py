@@ -84,7 +84,10 @@ def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[st
         yield f"adapter: the engine would round it to {lora['dtype']}, its weights are {engine['dtype']}. Leave out --lora-dtype"
     missing = sorted(set(_targets(model)) - set(lora["modules"]))
     if missing:
-        yield f"adapter: the learner trains one on {missing}, the engine serves adapters only on {lora['modules']}"
+        yield (
+            f"adapter: the learner trains one on {missing}, the engine serves adapters only on {lora['modules']}. Leave them out of "
+            "`target_modules`, or use lora_mode='merged'"
+        )
 
 
 def _runs_beside(model: nn.Module) -> bool:

@@ -180,7 +180,9 @@ def _described(group: dict[str, Any]) -> str:
     for part in ("weights", "input_activations"):
         if args := group.get(part):
             size = f" of {args['group_size']}" if args.get("group_size") else ""
-            parts.append(f"{part} in {args['type']}{args['num_bits']} per {args['strategy']}{size}")
+            # Of weights all scales are fixed.
+            fixed = " with fixed scales" if part != "weights" and not args.get("dynamic") else ""
+            parts.append(f"{part} in {args['type']}{args['num_bits']} per {args['strategy']}{size}{fixed}")
     return " and ".join(parts)
 
 

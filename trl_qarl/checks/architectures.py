@@ -74,15 +74,18 @@ def _problems_on_cpu(
         )
 
 
-def problem_of_architecture(model: nn.Module) -> str | None:
-    """Return why the installed vLLM has no implementation of a model's class, or `None`, also without vLLM. Loads
-    vLLM's list of classes."""
+def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str | None:
+    """Return why the installed vLLM has no implementation of a model's class, or one that takes no adapter if the
+    model has one next to its layers; `None` otherwise, also without vLLM. Loads vLLM's list of classes."""
     if find_spec("vllm") is None:
         return None
+    from vllm.model_executor.models.interfaces import supports_lora
     from vllm.model_executor.models.registry import ModelRegistry
 
     name, cls = architecture(model), type(base_model(model))
     if name in ModelRegistry.get_supported_archs():
+        if has_adapter and not supports_lora(ModelRegistry.models[name].load_model_cls()):
+            return f"the installed vLLM's class {name} takes no adapters (`SupportsLoRA`). Set lora_mode='merged'"
         return None
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"

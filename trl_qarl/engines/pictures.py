@@ -33,20 +33,27 @@ _MAX_REQUESTS = 64
 
 
 def takes_pictures(model: nn.Module) -> bool:
-    """Return whether the pictures of a model's class were compared with vLLM's."""
-    return family_of(architecture(model)).has_compared_pictures
+    """Return whether the pictures of a model's class were compared with vLLM's, and are the same there."""
+    return problem_of_class(model) is None
 
 
 def problem_of_class(model: nn.Module) -> str | None:
     """Return the reason why a model cannot be trained on pictures with vLLM, or `None`."""
-    if takes_pictures(model):
-        return None
     name = architecture(model)
+    is_compared = family_of(name).has_compared_pictures
+    attention = is_compared and getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    # The second are the larger Gemma 4.
+    if name == "Gemma3ForConditionalGeneration" or attention == "vision":
+        reason = (
+            "tokens of a picture attend to later ones of it, which vLLM's attention for CPUs leaves out (v1/attention/backends/cpu_attn.py), "
+            "and GPUs are untested"
+        )
+    elif not is_compared:
+        reason = "its pictures in vLLM were not compared with the learner's"
+    else:
+        return None
     compared = ", ".join(with_fact("has_compared_pictures"))
-    return (
-        f"{name} with pictures and use_vllm=True: its pictures in vLLM were not compared with the learner's. Use one of {compared}, or "
-        "use_vllm=False."
-    )
+    return f"{name} with pictures and use_vllm=True: {reason}. Use one of {compared}, or use_vllm=False."
 
 
 class ExpandedPrompt(list):
@@ -116,9 +123,10 @@ def expanded_prompts(
 
 
 def placeholders_of(processing_class: Any) -> frozenset[int]:
-    """Return the token ids that stand for pictures; none for a tokenizer."""
-    token = getattr(processing_class, "image_token_id", None)
-    return frozenset() if token is None else frozenset([token])
+    """Return the token ids that stand for pictures, videos and sound; none for a tokenizer. For each of them Gemma 4
+    takes the embedding of padding, also in a text."""
+    ids = (getattr(processing_class, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return frozenset(token for token in ids if token is not None)
 
 
 def engine_arguments(model: nn.Module) -> dict[str, Any]:
@@ -159,10 +167,10 @@ def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -
     """Return an `LLM.generate` that sends one placeholder for each picture, and uses [`draw_again`]."""
 
     def generate_with_pictures(prompts, sampling_params, **kwargs):
-        has_pictures = any("multi_modal_data" in prompt for prompt in prompts)
         prompts = [{**prompt, "prompt_token_ids": sent_ids(prompt["prompt_token_ids"])} for prompt in prompts]
         outputs = generate(prompts, sampling_params, **kwargs)
-        if not has_pictures:
+        # A request for log-probs of its prompt keeps nothing of its completion.
+        if getattr(sampling_params, "prompt_logprobs", 0) is not None:
             return outputs
         # With the seed of a request the same tokens would be drawn again.
         unseeded = copy(sampling_params)

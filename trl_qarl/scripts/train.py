@@ -5,16 +5,17 @@ data files, reports an invalid configuration in one line, and ends with an expor
 
 import importlib
 import os
+import re
 import signal
 import sys
 import traceback
-from argparse import SUPPRESS, ArgumentParser
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..checks.names import RENAMED, problems_of_names
 from ..checks.problems import Problems, raise_problems
@@ -108,11 +109,8 @@ def read_options(
     """
     Return the options of `argv`, and of the YAML file that it names, as instances of the parser's dataclasses; then
     those of `accelerate launch` in the file, and those in `argv`. `ValueError` is raised with everything that is
-    wrong: unknown names, options that are not honoured, and inputs that do not exist. A value that argparse cannot
-    read ends the process, as in every command.
+    wrong: unknown names, values, options that are not honoured, and inputs that do not exist.
     """
-    from ..checks.configuration import low_precision_masters
-
     known = known_options(parser, launch_parser)
     words, of_file = _read_file(argv)
     unknown: dict[str, Any] = {name.replace("-", "_"): value for name, value in unknown_options(words, known).items()}
@@ -121,8 +119,9 @@ def read_options(
     for name in RENAMED.keys() & unknown.keys():
         # The value is checked like one under the new name.
         of_file.setdefault(RENAMED[name], unknown[name])
+    usual = {action.dest: action.default for action in parser._actions}
     config_remaining = parser.set_defaults_with_config(**of_file)
-    namespace, cli_remaining = parser.parse_known_args(words)
+    namespace, cli_remaining = _parse(parser, words, usual, of_file, problems)
     parsed = []
     for cls in parser.dataclass_types:
         made = cls.__new__(cls)
@@ -140,8 +139,7 @@ def read_options(
     script_args, config, model_args, mixture = parsed
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
     problems += of_inputs
-    if not model_args.use_peft:
-        problems += low_precision_masters(config, model_args.dtype)
+    problems += _problems_of_loading(config, model_args)
     if problems:
         # The training process would find these after the others are mended.
         problems += [problem for problem in _problems_of_content(*parsed) if problem not in of_inputs]
@@ -171,6 +169,69 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
         raise ValueError(f"`env` in --config={path!r} must be a mapping.")
     os.environ.update({name: str(value) for name, value in environment.items()})
     return argv[:place] + argv[place + 2 :], {str(name): value for name, value in content.items()}
+
+
+def _parse(
+    parser: ArgumentParser, words: list[str], usual: Mapping[str, Any], of_file: Mapping[str, Any], problems: list[str]
+) -> tuple[Namespace, list[str]]:
+    """Parse `words`, and add a problem for each option, there or `of_file`, whose value argparse refuses. It then gets
+    its `usual` value."""
+
+    def refuse(message: str) -> NoReturn:
+        raise _Refused(message)
+
+    parser.error = refuse
+    try:
+        while True:
+            try:
+                return parser.parse_known_args(words)
+            except _Refused as error:
+                match = re.match(r"argument (--\w+)\S*: (.*)", str(error), re.DOTALL)
+                if match is None:
+                    raise_problems([*problems, f"{error}."])
+                name, text = match.groups()
+                problems.append(f"{name}: {text}.")
+                kept = _without(words, name)
+                if kept == words:
+                    # The value is the YAML file's.
+                    if name[2:] not in of_file:
+                        raise_problems(problems)
+                    parser.set_defaults(**{name[2:]: usual[name[2:]]})
+                    of_file = {other: value for other, value in of_file.items() if other != name[2:]}
+                words = kept
+    finally:
+        del parser.error
+
+
+class _Refused(Exception):
+    pass
+
+
+def _without(words: list[str], name: str) -> list[str]:
+    """Return `words` without an option, in any spelling, and its values."""
+    kept, skips = [], False
+    for word in words:
+        if word.startswith("--"):
+            skips = name.startswith(word.partition("=")[0].replace("-", "_").replace("__", "--", 1))
+        if not skips:
+            kept.append(word)
+    return kept
+
+
+def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
+    """Yield problems of the model's dtype and attention that loading would meet later."""
+    from transformers.utils import is_flash_attn_2_available, is_kernels_available
+
+    from ..checks.configuration import low_precision_masters
+
+    if not model_args.use_peft:
+        yield from low_precision_masters(config, model_args.dtype)
+    attention = model_args.attn_implementation or ""
+    if attention.startswith("flash_attention"):
+        if config.use_cpu:
+            yield f"attn_implementation={attention!r} runs on GPUs only, and use_cpu=True. Remove it."
+        elif not (is_flash_attn_2_available() or is_kernels_available()):
+            yield f"attn_implementation={attention!r} needs the package `flash-attn` or `kernels`. Install one, or remove it."
 
 
 def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:

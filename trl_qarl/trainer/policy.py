@@ -172,7 +172,8 @@ class Policy:
             problems = [*problems_with_vllm(model, dtype, args.use_cpu, schemes)]
             if is_placed and args.vllm_mode == "colocate":
                 # Loads vLLM.
-                problems += filter(None, [problem_of_architecture(model)])
+                runs_beside = has_adapter and args.lora_mode == "adapter"
+                problems += filter(None, [problem_of_architecture(model, runs_beside)])
             yield from (f"use_vllm=True: {each}" for each in problems)
         if is_placed:
             yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)

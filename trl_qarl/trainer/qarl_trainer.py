@@ -240,9 +240,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)
         check_rows(counts, self.processing_class, num_processes)
-        # Pixtral's processor returns tensors, which prompts of different lengths are not.
-        is_text = not any(counts) and type(self.processing_class).__name__ == "PixtralProcessor"
-        with replaced(self, processing_class=self._tokenizer) if is_text else nullcontext():
+        # Some processors, such as Pixtral's, return tensors by default, which prompts of different lengths are not.
+        options = {"processor_kwargs": {"return_tensors": None}} if self._is_vlm else {}
+        is_text = isinstance(prompts[0], str)
+        with replaced(
+            self,
+            processing_class=self._tokenizer if is_text else self.processing_class,
+            chat_template_kwargs={**options, **self.chat_template_kwargs},
+        ):
             prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.args)
         images = images and [pictures or [] for pictures in images]

@@ -5,8 +5,9 @@ back, and [`serve_adapter`] has the worker add the adapter to each request.
 vLLM wraps the layers that may have an adapter. It keeps A and B of `q_proj`, `k_proj` and `v_proj` side by side.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -129,17 +130,41 @@ class PublishedAdapter:
         packed = self.model.lora_manager.packed_modules
         problems = []
         for path, layer in _wrapped_layers(self.model):
-            for index, part in enumerate(packed.get(path) or [path]):
-                for kind, stacked in (("lora_A", layer.lora_a_stacked), ("lora_B", layer.lora_b_stacked)):
-                    held = stacked[index][slot, 0]
-                    name, tensor = sent.pop(f"{part}.{kind}.weight", (part, held[:0, :0]))
-                    rows, columns = tensor.shape
-                    inside = held[:rows, :columns]
-                    if tensor.numel() and (ours := fingerprint(tensor)) != (theirs := fingerprint(inside)):
-                        problems.append(f"{name}: learner {ours}, engine's buffer {theirs}")
-                    if held.count_nonzero() != inside.count_nonzero():
-                        problems.append(f"{name}: the engine's buffer holds more than was sent")
+            for part, first, last in _slices(layer, packed.get(path) or [path], sent):
+                buffers = {
+                    "lora_A": [stacked[slot, 0] for stacked in layer.lora_a_stacked[first:last]],
+                    "lora_B": [torch.cat([stacked[slot, 0] for stacked in layer.lora_b_stacked[first:last]])],
+                }
+                for kind, held in buffers.items():
+                    name, tensor = sent.pop(f"{part}.{kind}.weight", (part, held[0][:0, :0]))
+                    problems += chain.from_iterable(_differences(name, tensor, each) for each in held)
         return problems + [f"{name}: the engine has no adapter there" for name, _ in sent.values()]
+
+
+def _slices(
+    layer: nn.Module, parts: list[str], sent: Mapping[str, tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the matrices of a checkpoint that a layer fuses, with the first of their slices and the one after the
+    last: the three projections of `in_proj_qkv` of a linear attention are slices of their own, with one A."""
+    first, sizes = 0, [stacked.shape[2] for stacked in layer.lora_b_stacked]
+    for part in parts:
+        if f"{part}.lora_B.weight" in sent:
+            rows = len(sent[f"{part}.lora_B.weight"][1])
+            last = next((i for i in range(first + 1, len(sizes)) if sum(sizes[first:i]) >= rows), len(sizes))
+        else:
+            last = first + 1 if len(parts) == len(sizes) else len(sizes)
+        yield part, first, last
+        first = last
+
+
+def _differences(name: str, tensor: torch.Tensor, held: torch.Tensor) -> Iterator[str]:
+    """Yield how a buffer differs from the matrix that was sent, and padding."""
+    rows, columns = tensor.shape
+    inside = held[:rows, :columns]
+    if tensor.numel() and (ours := fingerprint(tensor)) != (theirs := fingerprint(inside)):
+        yield f"{name}: learner {ours}, engine's buffer {theirs}"
+    if held.count_nonzero() != inside.count_nonzero():
+        yield f"{name}: the engine's buffer holds more than was sent"
 
 
 def serve_adapter(model_runner: Any, adapter: PublishedAdapter) -> Callable[[], None]:

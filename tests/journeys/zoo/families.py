@@ -406,14 +406,15 @@ REFUSED: dict[str, str] = {
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
 
+_MIXTURES = [
+    family
+    for family, fields in FAMILIES.items()
+    if fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
+]
 _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
-    **{
-        (family, "vllm"): "No WNA16 MoE backend"
-        for family, fields in FAMILIES.items()
-        if fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
-    },
+    **{(family, "vllm"): "No WNA16 MoE backend" for family in _MIXTURES},
     ("falcon_h1", "vllm"): _SIZES,
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
@@ -428,6 +429,18 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("granitemoeshared", "transformers"): "random values",
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
+
+ADAPTED: dict[str, str] = {
+    **dict.fromkeys(_MIXTURES, r".*(self_attn|linear_attn)\.\w*proj\w*"),
+    **dict.fromkeys(WITH_TOWER, r".*(language_model|text_model)\.layers\..*_proj"),
+}
+"""Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
+
+# Checkpoints of GLM fuse two matrices that vLLM's class takes one by one (models/glm.py).
+LORA_FAILS: dict[str, str] = {
+    **dict.fromkeys(("glm", "glm4"), "adapter: the learner trains one on ['gate_up_proj']"),
+}
+"""Parts of the refusals of adapters next to low-bit layers, by family."""
 
 # The norms of GLM's latent attention add 1e-6 in transformers and `rms_norm_eps`, 1e-5, in vLLM.
 LOOSE = {"glm4_moe_lite": 3e-5, "nemotron_h": 1e-4}

@@ -29,8 +29,10 @@ def row(family: str, dtype: str, visit) -> str:
     before, *after = found["mismatch"]
     plain = [f"{value:.0e}" if isinstance(value, float) else "no" for value in visit.plain.values()]
     note = f" {NOTES[family]}" if family in NOTES else ""
-    own = f" (bf16: {max(found['own']):.0e})" if "own" in found else ""
-    cells = [found["numerics"], f"{before:.0e}, {max(after):.0e}{own}", "; ".join(kept) + note, *plain, gguf]
+    others = {"bf16": found.get("bf16"), "LoRA": found["lora"]}
+    beside = [f"{name}: {max(m):.0e}" if isinstance(m, list) else f"{name}: no" for name, m in others.items() if m]
+    mismatch = f"{before:.0e}, {max(after):.0e} ({', '.join(beside)})"
+    cells = [found["numerics"], mismatch, "; ".join(kept) + note, *plain, gguf]
     return f"| {family} | {dtype} | {' | '.join(cells)} |"
 
 

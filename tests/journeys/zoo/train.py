@@ -1,7 +1,8 @@
 """
-`python train.py FAMILY FOLDER DTYPE [SCHEME]`: makes a tiny random model of a family in a folder, trains it for three
-updates with vLLM in this process, as a user would, exports the policy, and writes what was found to
-`FOLDER/trained.json`.
+`python train.py FAMILY FOLDER DTYPE all|bf16|lora`: makes a tiny random model of a family in a folder, trains it for
+three updates with vLLM in this process, as a user would, and writes what was found to `FOLDER/trained.json`. `all`
+weights are trained with `w4a16`, and the policy is exported; `bf16` is the same without quantization, and `lora` an
+adapter on the low-bit base.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from families import FAMILIES, SIZES, WITH_TOWER, WITHOUT_HEAD_DIM
+from families import ADAPTED, FAMILIES, SIZES, WITH_TOWER, WITHOUT_HEAD_DIM
 
 from testing_utils import make_problems, make_tiny_tokenizer, spread
 from testing_utils.pictures import make_picture_model, make_picture_processor
@@ -70,8 +71,9 @@ def log_probs(trainer, rows):
     return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].tolist()
 
 
-def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
+def main(family: str, folder: Path, dtype: str, trained: str) -> dict:
     import torch
+    from peft import LoraConfig
     from vllm.model_executor.models import registry
 
     from trl_qarl import QaRLConfig, QaRLTrainer
@@ -81,10 +83,10 @@ def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
     make_model(family, folder / "model")
     args = QaRLConfig(
         str(folder / "out"),
-        scheme=scheme,
+        scheme="bf16" if trained == "bf16" else "w4a16",
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_max_model_length=64,
+        vllm_max_model_length=128,
         bf16=dtype == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
         use_cpu=True,
@@ -101,7 +103,8 @@ def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
         disable_tqdm=True,
         disable_dropout=True,
     )
-    trainer = QaRLTrainer(str(folder / "model"), spread, args, make_problems())
+    adapter = LoraConfig(r=4, target_modules=ADAPTED.get(family, "all-linear")) if trained == "lora" else None
+    trainer = QaRLTrainer(str(folder / "model"), spread, args, make_problems(), peft_config=adapter)
     report = trainer.swap_report
     reasons = {}
     for name, reason in report.skipped.items():
@@ -111,7 +114,7 @@ def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
     trainer.train()
     rows = [row for row in trainer.state.log_history if "mismatch/abs_logp_mean" in row]
     found["mismatch"] = [row["mismatch/abs_logp_mean"] for row in rows]
-    if scheme == "bf16":
+    if trained != "all":
         return found
     found["flips"] = [
         row.get("quant/code_flip_rate") for row in trainer.state.log_history if "quant/code_flip_rate" in row
@@ -124,6 +127,6 @@ def main(family: str, folder: Path, dtype: str, scheme: str = "w4a16") -> dict:
 
 
 if __name__ == "__main__":
-    family, folder, dtype, *scheme = sys.argv[1:]
-    found = main(family, Path(folder), dtype, *scheme)
+    family, folder, dtype, trained = sys.argv[1:]
+    found = main(family, Path(folder), dtype, trained)
     Path(folder, "trained.json").write_text(json.dumps(found))

@@ -73,20 +73,24 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transforme
         code = warm[kind].start(argv, env, log, folder).wait(300)
         return code, log.read_text(errors="replace")
 
-    code, log = run("engines", "train.py", family, str(folder), dtype_of(family))
-    if code != 0:
-        return Visit(None, log, {})
-    found, plain = json.loads((folder / "trained.json").read_text()), {}
-    if family in IN_BFLOAT16:
-        place = folder / "bf16"
+    def train(trained: str) -> tuple[dict[str, Any] | None, str]:
+        place = folder / trained
         place.mkdir()
-        code, log = run("engines", "train.py", family, str(place), "bfloat16", "bf16")
-        assert code == 0, log[-3000:]
-        found["own"] = json.loads((place / "trained.json").read_text())["mismatch"]
+        code, log = run("engines", "train.py", family, str(place), dtype_of(family), trained)
+        return (json.loads((place / "trained.json").read_text()) if code == 0 else None), log
+
+    found, log = train("all")
+    if found is None:
+        return Visit(None, log, {})
+    plain = {}
+    others = ["lora", *(["bf16"] if family in IN_BFLOAT16 else [])]
+    for trained in others:
+        other, its_log = train(trained)
+        found[trained] = its_log[-2000:] if other is None else other["mismatch"]
     for engine in engines:
-        code, output = run("plain", "plain.py", engine, str(folder))
+        code, output = run("plain", "plain.py", engine, str(folder / "all"))
         if code == 0:
-            theirs = json.loads((folder / f"{engine}.json").read_text())
+            theirs = json.loads((folder / "all" / f"{engine}.json").read_text())
             differences = [
                 abs(a - b)
                 for row, other in zip(found["log_probs"], theirs, strict=True)

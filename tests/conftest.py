@@ -12,6 +12,9 @@ import pytest
 # of torch.
 sys.path.append(os.path.join(sys.prefix, "pictures"))
 
+# As the Makefile does, however tests are started: every process of theirs would compile all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # One thread per process: xdist runs several, and sums come out in the same order on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

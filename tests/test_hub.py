@@ -124,14 +124,6 @@ def test_a_save_pushes_the_policy_if_the_strategy_says_so(tiny_model, tmp_path, 
     assert [*hub.repos] == ["someone/policy"] and not any("masters" in path for path in pushed_files(hub))
 
 
-@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
-def test_pushes_of_checkpoints_are_refused(tmp_path, hub, strategy):
-    with pytest.raises(
-        ValueError, match=f"hub_strategy='{strategy}'.*only the policy is pushed.* Use 'every_save' or 'end'"
-    ):
-        QaRLConfig(str(tmp_path / "run"), push_to_hub=True, hub_strategy=strategy)
-
-
 def test_push_replaces_shards_and_adapter_of_an_earlier_model(tiny_model, tmp_path, hub):
     names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json", "notes.txt"]
     (tmp_path / "old").mkdir()

@@ -252,46 +252,6 @@ def test_a_child_ends_with_its_parent(tmp_path):
         assert ended([child])
 
 
-STARTS_A_CHILD = """
-import sys
-from testing_utils.children import start
-
-code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-start([sys.executable, "-c", code]).wait()
-"""
-# As the tests above start a command.
-STARTS_A_COMMAND = """
-import sys
-from pathlib import Path
-from test_processes import running
-
-with running(Path(sys.argv[1]), sys.argv[2:], ["doctor"], lambda process: process) as (command, process):
-    command.suspend()
-    print(command.pid, flush=True)
-    process.wait()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone does it")
-@pytest.mark.parametrize(
-    ("code", "prefix"),
-    [
-        pytest.param(STARTS_A_CHILD, [], id="a child"),
-        pytest.param(STARTS_A_COMMAND, [], id="a command"),
-        pytest.param(STARTS_A_COMMAND, *as_process_1.values, id="process 1", marks=as_process_1.marks),
-    ],
-)
-def test_what_a_test_starts_ends_with_a_run_that_is_killed(tmp_path, code, prefix):
-    """A server would go on for good: nothing is torn down in such a run."""
-    path = [str(Path(__file__).parent), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-c", code, str(tmp_path), *prefix]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as run:
-        child = psutil.Process(int(run.stdout.readline()))
-        run.kill()
-        assert ended([child])
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("prefix", [as_process_1])

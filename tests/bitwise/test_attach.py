@@ -107,16 +107,3 @@ def test_gradient_checkpointing_of_a_row_changes_no_bit(tmp_path):
     ours, grads = score(model, batch, True)
     assert torch.equal(ours.log_probs, plain.log_probs)
     assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
-
-
-def test_a_sequence_alone_has_the_bits_that_it_has_in_a_row(tmp_path):
-    model = make_model(tmp_path, "llama", "w8a8")
-    attach_engine_numerics(model)
-    batch, rows = make_batch((9, 17), (40, 7, 12, 1), times=2)
-    ours, _ = score(model, batch, True)
-    for row, (prompt, completion) in enumerate(rows):
-        alone = torch.tensor([prompt + completion])
-        output, _ = score(
-            model, {"input_ids": alone, "attention_mask": torch.ones_like(alone), "labels": alone}, False
-        )
-        assert torch.equal(output.log_probs[0, len(prompt) - 1 :], ours.log_probs[row, 16 : 16 + len(completion)])

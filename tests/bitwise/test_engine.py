@@ -308,12 +308,6 @@ def test_rollouts_in_vllm_have_engine_numerics_by_default(tmp_path, caplog):
     assert sum("the largest mismatch is" in record.message for record in caplog.records) == 1
 
 
-def test_fast_numerics_are_chosen_with_a_reason(tmp_path, caplog):
-    with caplog.at_level("INFO", "trl_qarl.trainer.policy"):
-        trainer = make_trainer(tmp_path, numerics=None, use_vllm=False, vllm_mode="server")
-    assert trainer.numerics == "fast" and "numerics='fast': rollouts are the learner's own" in caplog.text
-
-
 def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkeypatch):
     settings = cpu_environment() | {"VLLM_CPU_ATTN_SPLIT_KV": "1"}
     monkeypatch.setattr("trl_qarl.engines.in_process.cpu_environment", lambda: settings)

@@ -63,15 +63,6 @@ def test_exported_tensors_equal_the_learners(tmp_path, arch, name):
     assert ("lm_head.weight" in tensors) == (not model.config.tie_word_embeddings)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w8a16", "bf16"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_transformers_computes_the_learners_logits(tmp_path, name, tied):
-    model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
-    prepare_model(model, name)
-    folder = export_checkpoint(model, tmp_path / "export", tokenizer, dtype=torch.float32)
-    assert_close(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model)
-
-
 # Of a quantized layer, whose scale says so, and of one in high precision.
 @pytest.mark.parametrize("layer", ["model.layers.1.mlp.down_proj", "model.norm"])
 @pytest.mark.parametrize(
@@ -226,15 +217,6 @@ def test_experts_of_a_plan_have_their_own_group(tmp_path):
         weight = experts_of(model)[path].quantized_weights["down_proj"].low_bit_weight()
         assert torch.equal(experts.down_proj.flatten(0, 1), weight.dequantize(torch.bfloat16))
     assert_close(ours, model)
-
-
-def test_large_models_are_sharded_with_an_index(tmp_path):
-    model, _ = load(tmp_path)
-    prepare_model(model, "w4a16")
-    folder = export_checkpoint(model, tmp_path / "export", max_shard_size="100KB")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index) == set(tensors_of(folder)) and len(set(index.values())) > 1
-    AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.slow

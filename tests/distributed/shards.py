@@ -18,6 +18,7 @@ from pathlib import Path
 MODULES = ("sharded_codes", "sharded_checkpoints", "sharded_trainers", "zero", "ddp", "fail_ddp", "sharded_pictures")
 NIGHTLY = (
     "zero_1_trains_what_it_trains_with_whole_state",
+    "training_equals_one_process",
     "batches_drawn_ahead_train_what_they_train_with_whole_masters",
     "zero_trains_batches_drawn_ahead",
     "pictures_train_what_they_train_with_whole_masters",

@@ -9,8 +9,6 @@ trainer's greedy tokens in plain transformers and plain vLLM, in processes that 
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -28,7 +26,6 @@ FOLDER = Path(__file__).parent
 CONFIGURATIONS = FOLDER.parents[1] / "examples" / "accelerate_configs"
 # As in conftest.py.
 PICTURES = [os.path.join(sys.prefix, "pictures")]
-IS_COLD = os.environ.get("JOURNEYS_COLD") == "1"
 NEAR = 0.6
 """Distance of two logits below which the roundings of another engine may exchange them: the largest are about 20, of
 which bfloat16 has every eighth."""
@@ -73,7 +70,6 @@ class User:
     def __init__(self, folder: Path, warm: dict[str, Warm]):
         self.folder, self._warm = folder, warm
         self.seconds: dict[str, float] = {}
-        self._cold: list[subprocess.Popen] = []
         self.environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(
                 [str(FOLDER), str(FOLDER.parent), *PICTURES, os.environ.get("PYTHONPATH", "")]
@@ -102,18 +98,7 @@ class User:
         path = self.folder / log
         path.touch()
         env = self.environment | {"JOURNEY_LOG": str(path)} | environment
-        if IS_COLD:
-            # `sitecustomize` changes processes that train.
-            env["PYTHONPATH"] = os.pathsep.join([str(FOLDER / "cold"), env["PYTHONPATH"]])
-            argv = (str(Path(sys.executable).with_name(argv[0])), *argv[1:]) if "/" not in argv[0] else argv
-            with path.open("a") as output:
-                process = subprocess.Popen(
-                    argv, env=env, cwd=self.folder, stdout=output, stderr=output, start_new_session=True
-                )
-            self._cold.append(process)
-        else:
-            process = self._warm[kind].start(argv, env, path, self.folder)
-        return process
+        return self._warm[kind].start(argv, env, path, self.folder)
 
     def run(self, *argv: str, code: int = 0, log: str = "log", timeout: float = 300, **options) -> str:
         """Run a command to its end, which must have this exit code (`None` for any failure); returns its output."""
@@ -127,14 +112,14 @@ class User:
         assert found == code if code is not None else found != 0, f"{argv} ended with {found}:\n{output[-6000:]}"
         return output
 
-    def launch(self, name: str, *options: str, code: int | None = 0, kind: str = "commands") -> str:
+    def launch(self, name: str, *options: str, code: int | None = 0) -> str:
         """Run `trl-qarl train` as a shipped file says, on two processes; return the output of the first machine."""
         argv = ["trl-qarl", "train", "--config", "recipe.yaml", "--accelerate_config", *two_processes(name), *options]
         others = [
-            self.start(*argv, "--machine_rank", str(rank), log=f"log{rank}", kind=kind, JOURNEY_LAUNCH=name)
+            self.start(*argv, "--machine_rank", str(rank), log=f"log{rank}", JOURNEY_LAUNCH=name)
             for rank in range(1, 2 if name.endswith("two_nodes") else 1)
         ]
-        output = self.run(*argv, "--machine_rank", "0", code=code, kind=kind, JOURNEY_LAUNCH=name)
+        output = self.run(*argv, "--machine_rank", "0", code=code, JOURNEY_LAUNCH=name)
         for other in others:
             found = other.wait(120)
             assert found == code if code is not None else found != 0, (self.folder / "log1").read_text()[-6000:]
@@ -180,7 +165,7 @@ class User:
         if any("-parallel-size" in word for word in words):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         log, argv = f"server-{port}", ("trl-qarl", "vllm-serve", *words, *options)
-        server = self.start(*argv, log=log, kind="engines", **environment)
+        server = self.start(*argv, log=log, **environment)
         host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
         self.wait_for(f"http://{host}:{port}/health", server)
         self.seconds["serve"] = self.seconds.get("serve", 0) + time.monotonic() - start
@@ -197,9 +182,6 @@ class User:
 
     def close(self) -> None:
         """End what still runs."""
-        for process in self._cold:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
         for warm in self._warm.values():
             warm.end_commands()
 

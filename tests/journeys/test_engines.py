@@ -24,9 +24,9 @@ def train_killed_and_resumed(user, *options, **more):
     """Kill the trainer in its second generation batch, and go on; returns the rows of its log."""
     argv = ["trl-qarl", "train", "--config", "recipe.yaml", *options]
     (user.folder / "dies").write_text("1")
-    user.run(*argv, code=None, kind="engines", DIES_AS="0", **more)
+    user.run(*argv, code=None, DIES_AS="0", **more)
     assert (user.folder / "out" / "checkpoint-1" / "checkpoint_complete").is_file()
-    user.run(*argv, "--resume_from_checkpoint", "true", kind="engines", **more)
+    user.run(*argv, "--resume_from_checkpoint", "true", **more)
     rows = json.loads((user.folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     found = [row["mismatch/abs_logp_max"] for row in rows if "mismatch/abs_logp_max" in row]
     assert len(found) == 3
@@ -83,7 +83,7 @@ def test_one_colocated_engine_of_two_processes_deploys(user):
     plan = {"scheme": "w4a16", "group_size": 64, "numerics": "fast"}
     user.write_recipe(**ENGINE, **plan, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     try:
-        user.launch("ddp", kind="engines")
+        user.launch("ddp")
     finally:
         # vLLM leaves them behind.
         for path in set(Path("/dev/shm").glob("*cpushm_*")) - left:

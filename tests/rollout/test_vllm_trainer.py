@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from testing_utils import logged, make_vllm_trainer
-from testing_utils.trainings import lora
 from trl_qarl.quantization.swap import quantized_forward
 
 
@@ -75,29 +74,6 @@ class TestColocated:
         mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
         assert (low_bit - sampling)[mask].abs().max() < 1e-5
         assert (batch["old_per_token_logps"] - sampling)[mask].abs().mean() > 1e-3
-
-    def test_a_merged_adapter_is_published_with_the_weights(self, tmp_path):
-        pytest.importorskip("peft")
-        # Bands that drop nothing: every update moves the codes.
-        options = dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
-        options |= {"lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
-        options |= {"save_strategy": "steps", "save_steps": 2}
-        trainer = make_vllm_trainer(tmp_path, peft_config=lora(lora_alpha=8), vllm_mode="colocate", **options)
-        trainer.train()
-        assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-        assert logged(trainer, "rollout/weight_version") == [0, 2] and min(logged(trainer, "quant/code_flip_rate")) > 0
-        trainer.model.train()
-        batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
-        mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
-        assert (batch["old_per_token_logps"] - sampling)[mask].abs().max() < 1e-5
-        with torch.no_grad(), trainer.model.disable_adapter():
-            base, _, _ = trainer._score(trainer.model, batch)
-        assert (base - sampling)[mask].abs().mean() > 1e-3
-        # Back at update 2, the engine gets what it had then. The rollout above is in no row.
-        trainer._metrics["train"].clear()
-        trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-        assert trainer.state.global_step == 4 and max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-        assert logged(trainer, "rollout/weight_version") == [0, 2]
 
 
 @pytest.fixture(scope="class")

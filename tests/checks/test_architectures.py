@@ -66,6 +66,14 @@ def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
     assert tied == [] and f"tie_word_embeddings={not is_tied}: vLLM" in untied[0]
 
 
+def test_experts_without_a_gate_have_no_kernel_in_16_bits_on_a_cpu():
+    model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, moe_intermediate_size=64)
+    schemes, _ = assign_schemes(model, get_plan("w4a16"))
+    assert [*problems_with_vllm(model, torch.float32, on_cpu=True, schemes=schemes)] == []
+    (problem,) = problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})
+    assert "experts without a gate" in problem and problem.endswith("Use scheme='w4a16'")
+
+
 def test_low_bit_layers_of_mamba_1_are_refused():
     model = model_of("mamba", state_size=16, time_step_rank=8)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))

@@ -67,7 +67,8 @@ def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
 
 
 def test_experts_without_a_gate_have_no_kernel_in_16_bits_on_a_cpu():
-    model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, moe_intermediate_size=64)
+    sizes = {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}
+    model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, **sizes)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))
     assert [*problems_with_vllm(model, torch.float32, on_cpu=True, schemes=schemes)] == []
     (problem,) = problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})
@@ -94,6 +95,11 @@ BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_laye
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("bamba", BAMBA, "only if all its layers attend"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
+        (
+            "solar_open",
+            {"n_routed_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
+            "a second name",
+        ),
     ],
 )
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):

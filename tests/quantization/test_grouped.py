@@ -90,7 +90,7 @@ def test_experts_that_fsdp_has_gathered_take_their_gradient(layer):
     x, ids, weights = route()
     plain = [(w.low_bit_weight(), w.parameter, None) for w in layer.quantized_weights.values()]
     gathered = []
-    for low_bit, master in plain:
+    for low_bit, master, _ in plain:
         whole = LowBitTensor(low_bit.qdata, low_bit.scale, low_bit.scheme, torch.float32, master.shape)
         gathered.append((parameter := torch.nn.Parameter(whole), parameter, None))
     for operands in (plain, gathered):

@@ -54,6 +54,7 @@ class Family:
       of the residual stream before they are rounded, `"rounded"` norms rounded ones, and `"transformers"` is
       transformers' own code around vLLM's linear layers, norms and attention.
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
+    - `problem_on_cpu`: the reason why vLLM cannot run it on a CPU, where rules do not tell.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
     - `shares_head`: whether vLLM's class shares the weight of embedding and output head, whatever the configuration
       says; `None` if it follows the configuration.
@@ -68,6 +69,7 @@ class Family:
     model_type: str
     engine_layers: str | None = None
     problem_with_vllm: str | None = None
+    problem_on_cpu: str | None = None
     problem_of_float32: str | None = None
     shares_head: bool | None = None
     has_longer_window: bool = False
@@ -145,6 +147,11 @@ _ROWS = (
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
+    Family(
+        "OlmoHybridForCausalLM",
+        "olmo_hybrid",
+        problem_on_cpu="its linear attention asks for Triton in vLLM 0.31 (layers/mamba/gdn/olmo_gdn_linear_attn.py)",
+    ),
     Family("PhiForCausalLM", "phi", shares_head=False),
     Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
     Family(

@@ -66,6 +66,15 @@ def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
     assert tied == [] and f"tie_word_embeddings={not is_tied}: vLLM" in untied[0]
 
 
+def test_experts_without_a_gate_have_no_kernel_in_16_bits_on_a_cpu():
+    sizes = {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}
+    model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, **sizes)
+    schemes, _ = assign_schemes(model, get_plan("w4a16"))
+    assert [*problems_with_vllm(model, torch.float32, on_cpu=True, schemes=schemes)] == []
+    (problem,) = problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})
+    assert "experts without a gate" in problem and problem.endswith("Use scheme='w4a16'")
+
+
 def test_low_bit_layers_of_mamba_1_are_refused():
     model = model_of("mamba", state_size=16, time_step_rank=8)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))
@@ -86,6 +95,11 @@ BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_laye
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("bamba", BAMBA, "only if all its layers attend"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
+        (
+            "solar_open",
+            {"n_routed_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
+            "a second name",
+        ),
     ],
 )
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):

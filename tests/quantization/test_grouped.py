@@ -8,7 +8,7 @@ from testing_utils import make_mixture, relative_error
 from testing_utils.layers import naive_experts, route
 from trl_qarl.bitwise.low_bit import low_bit_linear
 from trl_qarl.quantization import experts
-from trl_qarl.quantization.experts import QuantizedExperts, grouped_experts, is_grouping_faster
+from trl_qarl.quantization.experts import QuantizedExperts, gated, grouped_experts, is_grouping_faster
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -16,21 +16,27 @@ from trl_qarl.quantization.tensors import LowBitTensor
 EXPERTS = 8
 
 
+def make_layer(arch):
+    module = make_mixture(arch).get_submodule("model.layers.1.mlp.experts")
+    return QuantizedExperts.from_experts(module, get_scheme("w4a16"))
+
+
 @pytest.fixture
 def layer():
-    module = make_mixture().get_submodule("model.layers.1.mlp.experts")
-    return QuantizedExperts.from_experts(module, get_scheme("w4a16"))
+    return make_layer("qwen3_moe")
 
 
 def gradients(y, layer, *inputs):
     torch.manual_seed(2)
-    return torch.autograd.grad(y, (*inputs, layer.gate_up_proj, layer.down_proj), torch.randn(y.shape).to(y.dtype))
+    parameters = layer.parameters(recurse=False)
+    return torch.autograd.grad(y, (*inputs, *parameters), torch.randn(y.shape).to(y.dtype))
 
 
-def test_value_and_every_gradient_equal_the_float64_loop(layer):
-    x, ids, weights = route()
-    operands = [(w.low_bit_weight(), w.parameter) for w in layer.quantized_weights.values()]
-    y = grouped_experts(x, ids, weights, EXPERTS, *operands, F.silu)
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+def test_value_and_every_gradient_equal_the_float64_loop(arch):
+    layer, (x, ids, weights) = make_layer(arch), route()
+    operands = map(layer._stacked_operand, layer.quantized_weights.values())
+    y = grouped_experts(x, ids, weights, EXPERTS, *operands, layer._activation)
     expected, leaves = naive_experts(layer, x, ids, weights)
     assert relative_error(y, expected) < 1e-6
     torch.manual_seed(2)
@@ -82,14 +88,14 @@ def test_engine_numerics_and_frozen_experts(layer, monkeypatch):
 
 def test_experts_that_fsdp_has_gathered_take_their_gradient(layer):
     x, ids, weights = route()
-    plain = [(w.low_bit_weight(), w.parameter) for w in layer.quantized_weights.values()]
+    plain = [(w.low_bit_weight(), w.parameter, None) for w in layer.quantized_weights.values()]
     gathered = []
-    for low_bit, master in plain:
+    for low_bit, master, _ in plain:
         whole = LowBitTensor(low_bit.qdata, low_bit.scale, low_bit.scheme, torch.float32, master.shape)
-        gathered.append((parameter := torch.nn.Parameter(whole), parameter))
+        gathered.append((parameter := torch.nn.Parameter(whole), parameter, None))
     for operands in (plain, gathered):
-        grouped_experts(x, ids, weights, EXPERTS, *operands, F.silu).sum().backward()
-    for (_, master), (_, parameter) in zip(plain, gathered, strict=True):
+        grouped_experts(x, ids, weights, EXPERTS, *operands, gated(F.silu)).sum().backward()
+    for (_, master, _), (_, parameter, _) in zip(plain, gathered, strict=True):
         assert torch.equal(master.grad, parameter.grad) and master.grad.any()
 
 

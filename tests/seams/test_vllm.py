@@ -136,6 +136,13 @@ def test_gpt_oss_is_still_loaded_by_expert_and_its_sinks_in_place():
     assert 'getattr(self.quant_method, "weight_dtype", "")' in loader and '"mxfp4",' in loader
 
 
+def test_the_last_check_of_experts_asks_for_a_gate():
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    *_, condition, _ = re.split(r"\n        if |\n            raise ", inspect.getsource(FusedMoEConfig.__post_init__))
+    assert condition.startswith("not self.is_act_and_mul and not (")
+
+
 def test_refused_mixtures_are_still_built_so():
     from vllm.model_executor.models.transformers.base import Base
 

@@ -120,7 +120,8 @@ def _by_segments(query, key, value, query_lengths, key_lengths, scale, window, d
         is_plain = length == num_keys and (window is None or num_keys <= window)
         mask = None if is_plain else _mask(length, num_keys, window, q.device)
         outputs.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain, scale=scale))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    # AFMoE takes a view of it.
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _mask(length: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -272,7 +273,7 @@ def _with_layouts(name: str, original: Callable[..., Any]) -> Callable[..., Any]
         takes_flash &= not query.is_cuda or query.dtype in (torch.bfloat16, torch.float16)
         if name == "sdpa" and takes_flash and (window is None or window >= max(layout.key_lengths)):
             rows = (x[0].transpose(0, 1) for x in (query, key, value))
-            return joined_attention(*rows, layout.query_lengths, layout.runs, scale)[None], None
+            return joined_attention(*rows, layout.query_lengths, layout.runs, scale)[None].contiguous(), None
         if layout.keys is not None:
             key, value = (_Gather.apply(x, layout.keys) for x in (key, value))
         lengths = layout.query_lengths, layout.key_lengths

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.layout import problem_of_mixture
-from ..models import family_of
+from ..models import IN_FLOAT32, family_of
 from ..quantization.inventory import Inventory
-from ..quantization.names import architecture, base_model
+from ..quantization.names import architecture, base_model, base_state_dict
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import shapes_of
 
@@ -55,6 +55,8 @@ def _problems_on_cpu(
             f"{name} has experts without a gate, for which vLLM has no kernel in 16 bits on a CPU (`_supports_no_act_and_mul` in "
             "cpu_moe.py). Use scheme='w4a16'"
         )
+    if problem := family_of(name).problem_on_cpu:
+        yield f"{name} on a CPU: {problem}"
     if getattr(inventory.model.config.get_text_config(), "index_topk", None):
         yield f"{name} has sparse attention, which vLLM does not have on a CPU (`use_sparse` in platforms/cpu.py)"
     decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
@@ -93,4 +95,9 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     is_recurrent = any("A_log" in shapes_of(module) for module in Inventory.of(model).modules.values())
     if is_recurrent or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
+    if any(tensor.endswith(IN_FLOAT32) for tensor in base_state_dict(model)):
+        return (
+            f"the installed vLLM has no class {name}, and gives the bias of the router of transformers' own a second name, which the audit of "
+            "weights does not know (models/transformers/moe.py)"
+        )
     return None

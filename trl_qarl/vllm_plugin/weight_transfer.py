@@ -455,7 +455,9 @@ class AuditedReload:
                         continue
                 blocks = as_in_checkpoints(layer, path.rpartition(".")[2])[: sum(rows)].split(rows)
                 # Some kernels have gpt-oss' experts padded.
-                blocks = (block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True))
+                blocks = (
+                    block[tuple(map(slice, shape[: block.ndim]))] for block, shape in zip(blocks, shapes, strict=True)
+                )
                 self._loaded += [(name, fingerprint(block)) for name, block in zip(names, blocks, strict=True)]
             process(layer)
             for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):

@@ -222,13 +222,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_heads": 2,
     },
     # Mixtures of experts
-    "afmoe": {
-        **_EIGHT,
-        "num_shared_experts": 1,
-        "num_hidden_layers": 3,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
     "axk1": {
         **_EXPERTS,
         **_LATENT,
@@ -382,12 +375,15 @@ WITHOUT_HEAD_DIM = {"falcon"}
 
 REFUSED: dict[str, str] = {
     "axk1": "gives its dense layers a norm",
+    "dots1": "a second name",
     "exaone_moe": "reads `sliding_windows`",
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
     "laguna": "leaves out the bias of its router",
     "longcat_flash": "interface for the computation of experts",
     "mimo_v2_flash": "reads `hybrid_layer_pattern`",
     "minicpm3": "no name",
+    "olmo_hybrid": "asks for Triton",
+    "solar_open": "a second name",
     "bamba": "only if all its layers attend",
     "bloom": "reorders the rows",
     "deepseek_v32": "sparse attention",
@@ -419,6 +415,7 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,
+    ("nemotron_h moe", "vllm"): _SIZES,
     # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have (modeling_mamba2.py).
     ("mamba2", "transformers"): "weight",
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
@@ -443,7 +440,7 @@ LORA_FAILS: dict[str, str] = {
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 
 # The norms of GLM's latent attention add 1e-6 in transformers and `rms_norm_eps`, 1e-5, in vLLM.
-LOOSE = {"glm4_moe_lite": 3e-5, "nemotron_h": 1e-4}
+LOOSE = {"glm4_moe_lite": 3e-5, "nemotron_h": 1e-4, "nemotron_h moe": 1e-4}
 """Limits of families whose operations enlarge rounding, such as a squared ReLU, or differ: transformers limits the
 step sizes of Nemotron-H."""
 

@@ -33,6 +33,8 @@ TINY = RECIPE | {
     "vllm_enable_sleep_mode": False,
 }
 del TINY["scheme"]
+# Plain vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
+ENGINES = {"qwen3": ("transformers", "vllm"), "qwen3_moe": ("transformers",)}
 
 
 def follow(user, text, launch=None):
@@ -85,13 +87,13 @@ RECIPES = [*sorted((ROOT / "examples" / "recipes").glob("*.yaml")), ROOT / "exam
 def test_a_recipe_trains_at_tiny_scale(user, path):
     text = path.read_text()
     assert str(path.relative_to(ROOT)) in text
-    if "Qwen3-235B-A22B" in text or "Qwen3-30B-A3B" in text:
-        user.make_model("qwen3_moe", **EXPERTS)
+    arch = "qwen3_moe" if re.search(r"Qwen3-\d+B-A\d+B", text) else "qwen3"
+    user.make_model(arch, **(EXPERTS if arch == "qwen3_moe" else {}))
     (commands,) = re.findall(r"^#\n((?:#   .*\n)+)", text, re.MULTILINE)
     output = follow(user, re.sub("^# *", "", commands, flags=re.MULTILINE))
     assert "Policy (w4a16) exported to out/w4a16" in output
     assert user.trained()["shards"] == ("fsdp2" in commands)
-    user.assert_deployed("out/w4a16")
+    user.assert_deployed("out/w4a16", ENGINES[arch])
 
 
 def served():
@@ -146,7 +148,7 @@ def test_commands_of_the_estimate_train(user, arch, gpus, place, options):
     assert place in chosen, output
     output = follow(user, commands, launch)
     assert "Policy (w4a16) exported to out/w4a16" in output
-    user.assert_deployed("out/w4a16")
+    user.assert_deployed("out/w4a16", ENGINES[arch])
 
 
 @pytest.mark.nightly

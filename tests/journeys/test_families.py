@@ -32,13 +32,13 @@ def test_family_trains_with_vllm_and_its_export_is_the_policy(family, tmp_path, 
     assert visited.found is not None, visited.log[-3000:]
     largest = LARGEST[dtype_of(family)]
     assert len(visited.found["mismatch"]) == 3 and max(visited.found["mismatch"]) < largest
-    if family.partition(" ")[0] in EXACT:
+    is_exact = family.partition(" ")[0] in EXACT
+    if is_exact:
         assert (visited.found["numerics"], visited.found["mismatch"]) == ("engine", [0.0] * 3)
-        assert visited.found["lora"] == [0.0] * 3
     if family in LORA_FAILS:
         assert LORA_FAILS[family] in visited.found["lora"]
     else:
-        assert max(visited.found["lora"]) < largest
+        assert max(visited.found["lora"]) <= (0.0 if is_exact else largest)
     if "bf16" in visited.found:
         assert max(visited.found["mismatch"]) < 1.5 * max(visited.found["bf16"])
     assert max(visited.found["flips"]) > 0

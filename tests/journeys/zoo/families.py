@@ -436,6 +436,7 @@ ADAPTED: dict[str, str] = {
 # Checkpoints of GLM fuse two matrices that vLLM's class takes one by one (models/glm.py).
 LORA_FAILS: dict[str, str] = {
     **dict.fromkeys(("glm", "glm4"), "adapter: the learner trains one on ['gate_up_proj']"),
+    **dict.fromkeys(("gptj", "mamba2", "stablelm"), "takes no adapters"),
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 

@@ -1,6 +1,7 @@
 """
 Measures the memory that a process needs beyond its shards for a weight sync of FSDP2-sharded masters, which are
-gathered layer by layer: `torchrun --nproc_per_node 2 benchmarks/gathering.py`, on a CPU under Linux.
+gathered layer by layer, for a server in the main process and for engines in all processes: `torchrun --nproc_per_node
+2 benchmarks/gathering.py`, on a CPU under Linux.
 """
 
 from pathlib import Path
@@ -36,14 +37,14 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     shard_low_bit(model)
     # The first round also quantizes this process's rows, which stay in memory.
-    for _ in range(3):
+    for to_main in (True, True, True, False, False):
         before, sizes = memory("VmRSS"), []
         Path("/proc/self/clear_refs").write_text("5")
-        for layer in iter_checkpoint_layers(model, torch.bfloat16):
+        for layer in iter_checkpoint_layers(model, torch.bfloat16, to_main=to_main):
             sizes.append(sum(tensor.nbytes for _, tensor in layer))
-        extra = memory("VmHWM") - before
+        extra, receiver = memory("VmHWM") - before, "the main process" if to_main else "all"
         print(
-            f"process {dist.get_rank()}: {extra / 1e6:.1f} MB, largest layer {max(sizes) / 1e6:.1f}, all {sum(sizes) / 1e6:.1f}"
+            f"process {dist.get_rank()}, to {receiver}: {extra / 1e6:.1f} MB, largest layer {max(sizes) / 1e6:.1f}, all {sum(sizes) / 1e6:.1f}"
         )
     dist.destroy_process_group()
 

@@ -215,8 +215,9 @@ def _crossing(
     )
     if run.lora_rank:
         # Masters cross, are rounded, and gathered.
-        arriving = max(embedding, head) * (2 + 6 // shards)
-        return {"gathered": 2 * codes, "crossing": max(2 * outside, arriving - layer_bytes - 2 * codes)}
+        largest = max(embedding, head)
+        arriving = 2 * largest + 6 * largest // shards - layer_bytes - 2 * codes
+        return {"gathered": 2 * codes, "crossing": max(2 * outside, arriving)}
     gathered = 2 * codes + 2 * layer
     is_tied = model.config.get_text_config().tie_word_embeddings
 

@@ -81,3 +81,16 @@ def test_requests_of_one_pass_see_what_they_saw():
 
     parts = seen(starts.tolist(), lengths.tolist(), request.tolist())
     assert parts == seen(query_starts.tolist(), keys, range(len(keys)))
+
+
+def test_sequences_share_the_full_blocks_of_their_prompt():
+    prompt = (0, 1, 2, 3, 4)
+    seen = [prompt, (*prompt, 5, 6), (*prompt, 7)]
+    counts = tuple(map(len, seen))
+    slots, places, table, starts, lengths = cpu.blocks_of_keys((5, 2, 1), counts, sum(seen, ()), 2)
+    assert (starts.tolist(), lengths.tolist()) == ([0, 5, 7, 8], [5, 7, 6])
+    # Two blocks of all, the prompt's last one, and two and one of the others.
+    assert int(table.max()) == 5 and len(places) == 10
+    blocks = torch.full((6, 2), -1)
+    blocks.view(-1)[slots] = places
+    assert [tuple(blocks[row].flatten()[:count].tolist()) for row, count in zip(table, counts, strict=True)] == seen

@@ -55,7 +55,8 @@ def test_keys_of_several_sequences_have_their_exact_gradient(window, arithmetic)
     if window is not None and not kernels.has_engine_kernels():
         pytest.skip("windows are vLLM's alone")
     generator = torch.Generator().manual_seed(0)
-    prompts, rests = (31, 70), ((90,), (40, 41, 1, 70, 66, 64, 2, 39, 10))
+    # The longer prompt fills a block of keys.
+    prompts, rests = (31, 150), ((90,), (40, 41, 1, 70, 66, 64, 2, 39, 10))
     queries, keys, start = [], [], 0
     for prompt, lengths in zip(prompts, rests, strict=True):
         shared = list(range(start, start + prompt))
@@ -65,7 +66,10 @@ def test_keys_of_several_sequences_have_their_exact_gradient(window, arithmetic)
             start += length
     index = torch.tensor([place for each in keys for place in each])
     inputs = [torch.randn(start, heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)]
-    output = ops.attention(*inputs, tuple(queries), tuple(map(len, keys)), 0.125, window, index)
+    lengths = tuple(queries), tuple(map(len, keys))
+    output = ops.attention(*inputs, *lengths, 0.125, window, index)
+    of_own_keys = ops.attention(inputs[0], *(x[index] for x in inputs[1:]), *lengths, 0.125, window)
+    assert torch.equal(output, of_own_keys)
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]

@@ -52,6 +52,7 @@ from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.sharding.fsdp2 import _fsdp_parameters
 from trl_qarl.sync.channels import FileChannel
 from trl_qarl.sync.publisher import Publisher
 from trl_qarl.trainer import qarl_trainer
@@ -402,7 +403,9 @@ class _OnDevice(LiveBytes):
     def alive(self):
         found = {}
         for model, optimizer in self.host:
-            tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+            # In a forward the model itself has gathered parameters.
+            masters = [each.sharded_param for each in _fsdp_parameters(model)]
+            tensors = [tensor for p in masters for tensor in (p, p.grad) if tensor is not None]
             tensors += [value for values in optimizer.state.values() for value in values.values()]
             tensors = [storage_of(tensor).local(tensor) for tensor in tensors]
             kept = [low_bit for weight in weights_of(model) for low_bit, _ in weight._kept.values()]
@@ -416,37 +419,42 @@ class _WatchesDevice(_Phases):
         super().on_train_begin(args, state, control, model=model)
         self.live.host = [(model, optimizer.optimizer)]
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        # AdamW steps on the host.
+        self.live.phase = "step"
 
-def the_peak_with_masters_on_the_host_is_below_what_was_calculated(folder):
-    words, hidden = 8192, 128
-    if dist.get_rank() == 0:
-        make_tiny_model(f"{folder}/host", "qwen2", hidden_size=hidden, intermediate_size=256, vocab_size=words)
-    dist.barrier()
-    with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/host/qwen2"))
-    world = dist.get_world_size()
-    live, run = _OnDevice(), MemorySettings(world, "adamw_torch", num_tokens=2 * 64)
-    int4_packed._table.cache_clear()
-    options = {"bf16": True, "num_generations": 2, "rollout_func": give_completions, "max_steps": 2}
-    callbacks = [_WatchesDevice(live)]
-    with live:
-        launch = {"offload_params": True}
-        [trainer] = train(f"{folder}/host", "peak-host", launch=launch, callbacks=callbacks, **options)
-    with torch.device("meta"):
-        parts = parts_of_memory(shapes, get_plan(trainer.args.scheme), run)["fsdp2_offload"]
-    # Nothing is published. On a CPU the sum of gradients is itself the gradient in host memory; gloo reduces a copy,
-    # and codes are unpacked with a table.
-    calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"] - 4 * words * hidden // world
-    calculated += 4 * words * hidden * (world > 1) + 2**20
-    # The embedding's 16 bits, which the formula counts, are not gathered while gradients of the head leave.
-    assert 0.95 < calculated / live.peaks["layers"] < 1.35, (calculated, live.peaks, parts)
-    state = [*trainer.optimizer.optimizer.state.values()]
-    measured = {
-        "host masters": sum(p.to_local().nbytes for p in trainer.model.parameters()),
-        "host optimizer": sum(v.to_local().nbytes for values in state for v in values.values() if v.ndim),
-    }
-    for name, size in measured.items():
-        assert world * size == pytest.approx(parts[name], rel=1e-3), name
+
+def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
+    """Of a model that is mostly vocabulary, and of one that is mostly layers."""
+    world, hidden = dist.get_world_size(), 128
+    for words, inner, count in ((8192, 256, 2), (512, 1024, 8)):
+        place = f"{folder}/host-{words}"
+        if dist.get_rank() == 0:
+            make_tiny_model(place, "qwen2", hidden_size=hidden, intermediate_size=inner, vocab_size=words)
+        dist.barrier()
+        with torch.device("meta"):
+            shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{place}/qwen2"))
+        # The prompt that all completions share is computed once.
+        live, run = _OnDevice(), MemorySettings(world, "adamw_torch", num_tokens=4 + 60 * count)
+        int4_packed._table.cache_clear()
+        options = {"bf16": True, "num_generations": count, "rollout_func": give_completions, "max_steps": 2}
+        options |= {"per_device_train_batch_size": count, "callbacks": [_WatchesDevice(live)]}
+        with live:
+            [trainer] = train(place, "peak-host", launch={"offload_params": True}, **options)
+        with torch.device("meta"):
+            parts = parts_of_memory(shapes, get_plan(trainer.args.scheme), run)["fsdp2_offload"]
+        # Nothing is published. gloo reduces a copy, and codes are unpacked with tables.
+        calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"]
+        calculated += 4 * words * hidden * (world > 1) + 3 * 2**19
+        print(f"{calculated / live.peaks['layers']:.3f} of the peak", words, world, dict(live.peaks))
+        assert calculated == pytest.approx(live.peaks["layers"], rel=0.1), (words, parts)
+        state = [*trainer.optimizer.optimizer.state.values()]
+        measured = {
+            "host masters": sum(p.to_local().nbytes for p in trainer.model.parameters()),
+            "host optimizer": sum(v.to_local().nbytes for values in state for v in values.values() if v.ndim),
+        }
+        for name, size in measured.items():
+            assert world * size == pytest.approx(parts[name], rel=1e-3), name
 
 
 def torchao_steps_in_4_bits(folder):

@@ -28,7 +28,7 @@ NIGHTLY = (
     "zero_trains_pictures",
     "pictures_are_shown_to_an_engine_in_every_process",
     "the_peak_of_fsdp2_is_what_was_calculated",
-    "the_peak_with_masters_on_the_host_is_below_what_was_calculated",
+    "the_peak_with_masters_on_the_host_is_what_was_calculated",
     "torchao_steps_in_4_bits",
     "replicas_of_shards_train_what_they_train_with_whole_masters",
     "engine_numerics_beside_an_adapter_or_a_reference",

@@ -156,14 +156,14 @@ def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
 def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp_path, capsys):
     path = tmp_path / "launch.yaml"
     command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0"]
-    # Not enough for masters.
-    command += ["--host_memory", "0.02"]
     assert cli.main([*command, "--gpu_memory", "1", "--write", str(path)]) == 0
     assert "Launch with ddp, a server elsewhere:" in capsys.readouterr().out
     assert yaml.safe_load(path.read_text()) == launch_configuration("ddp", 8)
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(8, num_tokens=64))
     sizes = [on_gpu(parts[launch]) / 1e9 for launch in LAUNCHES]
     assert sizes[1] < sizes[0]
+    # Enough to load the model, and too little for masters.
+    command += ["--host_memory", str(1.01 * on_host(parts["fsdp2"]) / 1e9)]
     assert cli.main([*command, "--gpu_memory", str(sum(sizes[:2]) / 2), "--write", str(path)]) == 0
     assert "Launch with fsdp2, a server" in capsys.readouterr().out
     # What is shipped, for 8 GPUs, is the same.
@@ -184,6 +184,8 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert cli.main([*command, "--gpu_memory", str(sizes[1] * 1.001), "--gradient_accumulation_steps", "2"]) == 1
     assert "sync_each_batch" in capsys.readouterr().out
     argv = ["--gpu_memory", str(less * 1.001), "--use_peft", "--lora_r", "8", "--write", str(path)]
+    # Each process loads the base.
+    argv += ["--host_memory", str(1.01 * on_host(parts["fsdp2"]) / 1e9)]
     assert cli.main([*command, *argv]) == 0
     # The other value is refused with LoRA and with global scales.
     assert launch_environment(path)["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"

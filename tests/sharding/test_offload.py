@@ -44,8 +44,8 @@ class OnHost(Storage):
     def device(self, tensor):
         return torch.device("cuda", 0)
 
-    def whole(self, tensor, dtype=None, to_main=False):
-        return tensor.to(dtype)
+    def gathered(self, tensor, part, to_main):
+        return part.to(self.device(tensor))
 
 
 # torchao looks values up in a table, for which a build of torch for CPUs refuses fake tensors of a GPU.

@@ -23,10 +23,12 @@ attention in [`one_pass_requests`]. Products of low-bit weights are in [`trl_qar
 import sys
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ..packages import installed
 from ..quantization import gemm
@@ -207,14 +209,14 @@ def has_rounding_rotation() -> bool:
     return rotate(x, torch.zeros(1, dtype=torch.int64), cache)[0, 0, 0].item() == 1 + 2**-7
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None, keys=None):
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
-    num_key_heads = key.shape[1]
-    num_threads = torch.get_num_threads()
-    layout = _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, num_threads, window)
-    isa, slots, table, query_starts, lengths, schedule = layout
+    num_key_heads, places = key.shape[1], None if keys is None else tuple(keys.tolist())
+    sizes = num_heads, num_key_heads, head_dim, query.dtype, torch.get_num_threads(), window
+    isa, slots, places, table, query_starts, lengths, schedule = _layout(query_lengths, key_lengths, places, *sizes)
+    key, value = (x.index_select(0, places) for x in (key, value))
     num_blocks = int(table.max()) + 1
     cache = query.new_zeros(num_blocks, num_key_heads, 2 * KV_BLOCK_SIZE, head_dim)
     key_cache, value_cache = cache.chunk(2, dim=2)
@@ -273,33 +275,41 @@ def one_pass_requests(
 
 
 def blocks_of_keys(
-    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the slot of each key among all blocks, int64, and, in int32, the blocks, the first query and the number
-    of keys of each sequence."""
-    lengths = torch.tensor(key_lengths, dtype=torch.int32)
-    num_blocks = (lengths + block_size - 1) // block_size
-    first = num_blocks.cumsum(0) - num_blocks
-    table = first[:, None] + torch.arange(int(num_blocks.max()))
+    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], places: tuple[int, ...] | None, block_size: int
+) -> tuple[torch.Tensor, ...]:
+    """Return the slot of each key among all blocks and its place, int64, and, in int32, the blocks, the first query and
+    the number of keys of each sequence. `places` are those of all keys, by default in order; sequences that see the
+    same keys share their blocks."""
+    places = tuple(range(sum(key_lengths))) if places is None else places
+    numbers: dict[tuple[int, ...], int] = {}
+    ends = [*accumulate(key_lengths)]
+    rows = [
+        [
+            numbers.setdefault(places[start : min(start + block_size, end)], len(numbers))
+            for start in range(end - length, end, block_size)
+        ]
+        for length, end in zip(key_lengths, ends, strict=True)
+    ]
+    slots = [number * block_size + offset for block, number in numbers.items() for offset in range(len(block))]
     # The table is not read beyond a sequence's blocks, but must name existing blocks.
-    table = table.clamp(max=int(num_blocks.sum()) - 1).int()
-    slots = torch.cat([int(start) * block_size + torch.arange(n) for start, n in zip(first, key_lengths, strict=True)])
-    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
-    return slots, table, query_starts, lengths
+    table = pad_sequence([torch.tensor(row, dtype=torch.int32) for row in rows], batch_first=True)
+    query_starts = torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int32)
+    taken = torch.tensor([*chain.from_iterable(numbers)])
+    return torch.tensor(slots), taken, table, query_starts, torch.tensor(key_lengths, dtype=torch.int32)
 
 
 @lru_cache(maxsize=4)
-def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
+def _layout(query_lengths, key_lengths, places, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
     """Return the layout that all layers of a forward share: slots of keys, blocks of sequences, thread schedule."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, KV_BLOCK_SIZE, head_dim)
-    slots, table, query_starts, keys = blocks_of_keys(query_lengths, key_lengths, KV_BLOCK_SIZE)
+    slots, places, table, query_starts, keys = blocks_of_keys(query_lengths, key_lengths, places, KV_BLOCK_SIZE)
     size = queries_in_one_pass(isa, num_heads, num_key_heads, window is not None)
     query_starts, keys, request = one_pass_requests(query_starts, keys, size)
     table = table[request]
     metadata = schedule(num_heads, num_key_heads, head_dim, dtype, isa, query_starts, keys, window)
-    return isa, slots, table, query_starts, keys, metadata
+    return isa, slots, places, table, query_starts, keys, metadata
 
 
 def dispatch_row_invariant(original, is_ours):

@@ -186,19 +186,20 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return _batch_invariant().log_softmax(logits, -1)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None, keys=None):
     """[`~trl_qarl.bitwise.ops.attention`] by FlashAttention, with blocks of keys and without splits."""
     if (window, softcap) != (None, None):
         raise NotImplementedError("Only vLLM's kernels for CPUs support a window of keys, or a cap of scores.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
-    slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)
+    places = None if keys is None else tuple(keys.tolist())
+    slots, places, table, query_starts, lengths = _layout(query_lengths, key_lengths, places, query.device)
     shape = (int(table.max()) + 1) * BLOCK_SIZE, *key.shape[1:]
-    keys, values = (x.new_zeros(shape).index_copy_(0, slots, x).unflatten(0, (-1, BLOCK_SIZE)) for x in (key, value))
+    keys, values = (x.new_zeros(shape).index_copy_(0, slots, x[places]) for x in (key, value))
     return flash_attn_varlen_func(
         q=query.contiguous(),
-        k=keys,
-        v=values,
+        k=keys.unflatten(0, (-1, BLOCK_SIZE)),
+        v=values.unflatten(0, (-1, BLOCK_SIZE)),
         cu_seqlens_q=query_starts,
         max_seqlen_q=max(query_lengths),
         seqused_k=lengths,
@@ -213,8 +214,8 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None,
 
 
 @lru_cache(maxsize=4)
-def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.to(device) for tensor in blocks_of_keys(query_lengths, key_lengths, BLOCK_SIZE))
+def _layout(query_lengths, key_lengths, places, device) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(device) for tensor in blocks_of_keys(query_lengths, key_lengths, places, BLOCK_SIZE))
 
 
 def _batch_invariant() -> ModuleType:

@@ -191,9 +191,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window, keys, softcap):
         ctx.save_for_backward(query, key, value, keys)
         ctx.lengths, ctx.options = (query_lengths, key_lengths), (scale, window, softcap)
-        if keys is not None:
-            key, value = key.index_select(0, keys), value.index_select(0, keys)
-        return backend_of(query).attention(query, key, value, query_lengths, key_lengths, scale, window, softcap)
+        return backend_of(query).attention(query, key, value, *ctx.lengths, scale, window, softcap, keys)
 
     @staticmethod
     @once_differentiable

@@ -126,7 +126,7 @@ def export_checkpoint(
         else {n: whole(t, to_main=True) for n, t in adapted.state_dict().items() if ".lora_" in n}
     )
     if is_other:
-        for _ in iter_checkpoint_tensors(model, dtype, to_main=True):
+        for _ in iter_checkpoint_tensors(model, dtype):
             pass
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
@@ -251,7 +251,7 @@ def check_export_dir(folder: str | Path) -> None:
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return [`~trl_qarl.checkpoint.layout.iter_checkpoint_tensors`] as contiguous tensors on the CPU. `ValueError` is
     raised if one is not finite."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype, to_main=True)}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
     check_finite(tensors.items())
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():

@@ -106,11 +106,9 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def iter_checkpoint_tensors(
-    model: nn.Module, dtype: torch.dtype, to_main: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of [`iter_checkpoint_layers`] one by one."""
-    return chain.from_iterable(iter_checkpoint_layers(model, dtype, to_main=to_main))
+def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of [`iter_checkpoint_layers`] one by one, sharded ones with values in the main process."""
+    return chain.from_iterable(iter_checkpoint_layers(model, dtype, to_main=True))
 
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """
 Memory of a training on each GPU, and of its machine, calculated from the shapes of a model by the formulas of
-docs/sharding.md: exact for the state, fitted to the memory of tensors on a CPU for activations, within 10 % in total;
-with masters in host memory it is an upper bound. Kernels, attention and the allocator of a GPU need additional memory.
+docs/sharding.md: exact for the state, fitted to the memory of tensors on a CPU for activations, within 10 % in total.
+Kernels, attention and the allocator of a GPU need additional memory.
 """
 
 import math
@@ -149,18 +149,20 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: MemorySettings
     if run.accumulates:
         # FSDP2 adds up in float32 before it divides.
         parts["gradients"] = (4 if is_sharded else run.gradient_bytes) * total
-    if is_sharded:
-        parts["gathered"] = _gathered(model, low_bit_bytes, has_gradients=not run.lora_rank)
-    if is_offloaded:
-        parts["crossing"] = _crossing(model, shards, has_gradients=not run.lora_rank)
     tokens, hidden, width = run.num_tokens, config.hidden_size, 2 if is_sharded else 4
     inner = getattr(config, "intermediate_size", 4 * hidden)
-    layer = tokens * (16 * hidden + 22 * inner)
-    parts["activations"] = width * config.num_hidden_layers * tokens * hidden + layer
+    # FSDP2 computes everything in 16 bits.
+    layer = tokens * (24 * hidden + 12 * inner if is_sharded else 16 * hidden + 22 * inner)
     # The backward of `trl.trainer.utils.add_fused_lm_head` has one tile of the logits at a time.
     vocabulary = config.vocab_size
     logits = 2 * min(tokens, TILE[0]) * TILE[1] + 2 * min(vocabulary, TILE[1]) * hidden
     logits += 0 if run.lora_rank else 4 * vocabulary * hidden
+    if is_offloaded:
+        parts |= _crossing(model, low_bit_bytes, layer, shards, run)
+        logits += 2 * vocabulary * hidden - parts["gathered"] - parts["crossing"]
+    elif is_sharded:
+        parts["gathered"] = _gathered(model, low_bit_bytes, has_gradients=not run.lora_rank)
+    parts["activations"] = width * config.num_hidden_layers * tokens * hidden + layer
     parts["logits"] = max(logits - layer, 0)
     parts["weight sync"] = chunk
     parts["engine"] = run.engine_bytes
@@ -195,28 +197,48 @@ def _state(shape: Sequence[int], optim: str, is_matrix: bool, is_rare: bool) -> 
     return bytes_of_moment if is_matrix else bytes_of_moment + (4 * number if is_rare else bytes_of_moment)
 
 
-def _crossing(model: nn.Module, shards: int, has_gradients: bool) -> int:
-    """Return the bytes of the largest unit that is on its way to a GPU, or whose gradients leave it: both in
-    float32, gradients before and after they are added up."""
-    quantized = {id(weight) for weight in _quantized(model)}
-    units: dict[str, list[int]] = {}
-    for name, parameter in model.named_parameters():
-        layer = layer_of(name)
-        unit = units.setdefault(layer if layer.rpartition(".")[2].isdigit() else name, [0, 0])
-        unit[0] += parameter.numel()
-        unit[1] += 0 if id(parameter) in quantized else parameter.numel()
-    leaving = max(number + number // shards for number, _ in units.values()) if has_gradients else 0
-    return 4 * max(leaving, max(number for _, number in units.values()))
+def _crossing(
+    model: nn.Module, low_bit_bytes: int, layer_bytes: int, shards: int, run: MemorySettings
+) -> dict[str, int]:
+    """
+    Return the bytes that a layer has in its backward with masters on the host, and those above them and its
+    activations, `layer_bytes`, at the worst moment of a backward. FSDP2 gives up what it has gathered of a unit before
+    its gradients leave: added up in float32, which stays until the next unit's leave, and the sum's shard, rounded if
+    gradients have 16 bits; with several processes it holds the last gradient in 16 bits meanwhile (torch 2.13). The
+    embedding's leave while the head is gathered again, if a forward without gradients came before.
+    """
+    layers, outside = _sizes_of_layers(model, low_bit_bytes)
+    codes, layer = max(layers, default=(0, 0))
+    embedding, head = (
+        0 if each is None else each.weight.numel()
+        for each in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    if run.lora_rank:
+        # Masters cross, are rounded, and gathered.
+        largest = max(embedding, head)
+        arriving = 2 * largest + 6 * largest // shards - layer_bytes - 2 * codes
+        return {"gathered": 2 * codes, "crossing": max(2 * outside, arriving)}
+    gathered = 2 * codes + 2 * layer
+    is_tied = model.config.get_text_config().tie_word_embeddings
+
+    def leaving(number: int) -> int:
+        return 4 * number + (4 if run.gradient_bytes == 4 else 6) * number // shards + 2 * number * (shards > 1)
+
+    waiting = 4 * (head + layer if is_tied else max(head, layer))
+    leaves = max(leaving(head), leaving(layer), leaving(embedding) + 2 * head * (shards > 1 and not is_tied))
+    return {"gathered": gathered, "crossing": max(waiting, leaves - gathered - layer_bytes)}
 
 
 def _quantized(model: nn.Module) -> list[torch.Tensor]:
     return [w.parameter for layer in Inventory.of(model).layers.values() for w in layer.quantized_weights.values()]
 
 
-def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
+def _sizes_of_layers(model: nn.Module, low_bit_bytes: int) -> tuple[list[tuple[int, int]], int]:
+    """Return the bytes of the gathered weights of each decoder layer, and its number of weights, and the number of
+    weights outside of layers."""
     quantized = {id(weight) for weight in _quantized(model)}
     num_quantized = sum(p.numel() for p in model.parameters() if id(p) in quantized)
-    layers: dict[str, list[int]] = {}
+    layers: dict[str, tuple[int, int]] = {}
     outside = 0
     for name, parameter in model.named_parameters():
         layer, number = layer_of(name), parameter.numel()
@@ -224,12 +246,17 @@ def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
             outside += number
             continue
         bytes_of_weight = number * low_bit_bytes / num_quantized if id(parameter) in quantized else 2 * number
-        sizes = layers.setdefault(layer, [0, 0])
-        sizes[0], sizes[1] = sizes[0] + int(bytes_of_weight), sizes[1] + 2 * number
-    largest = max(layers.values(), default=[0, 0])
+        held, count = layers.get(layer, (0, 0))
+        layers[layer] = held + int(bytes_of_weight), count + number
+    return [*layers.values()], outside
+
+
+def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
+    layers, outside = _sizes_of_layers(model, low_bit_bytes)
+    codes, number = max(layers, default=(0, 0))
     head = model.get_output_embeddings()
-    gradients = largest[1] + (2 * head.weight.numel() if head is not None else 0)
-    return 2 * largest[0] + 2 * outside + (gradients if has_gradients else 0)
+    gradients = 2 * number + (2 * head.weight.numel() if head is not None else 0)
+    return 2 * codes + 2 * outside + (gradients if has_gradients else 0)
 
 
 def memory_of_machine() -> int:

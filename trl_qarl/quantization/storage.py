@@ -69,15 +69,11 @@ class Storage:
         """Return these rows in high precision, with gradients; the tensor itself if it consists of them."""
         return tensor
 
-    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, to_main: bool = False) -> torch.Tensor:
-        """Return the whole parameter, in `dtype` if given; every process has to call. With `to_main` the other
-        processes may get a tensor without values, on the meta device."""
-        value = self.value(tensor)
-        return value if dtype is None else value.to(dtype)
-
-    def whole_low_bit(self, weight: Any, to_main: bool = False) -> torch.Tensor:
-        """Return the low-bit form of a whole [`QuantizedWeight`], as [`~Storage.whole`] does."""
-        return weight.low_bit_weight()
+    def gathered(self, tensor: torch.Tensor, part: torch.Tensor, to_main: bool) -> torch.Tensor:
+        """Return the rows of all processes, of which `part` are those that this process quantizes of `tensor`, on the
+        computing device; every process has to call. With `to_main` the other processes may get a tensor without
+        values, on the meta device."""
+        return part
 
     def refresh(self, model: nn.Module) -> None:
         """Drop parameters that stay gathered after the last forward of `model`."""
@@ -111,9 +107,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None, to_main: bool = False) -> torch.Tensor:
-    """Return the whole tensor, in `dtype` if given; if it is sharded, every process has to call. With `to_main` the
-    other processes may get a tensor without values, on the meta device."""
-    return storage_of(tensor).whole(tensor, dtype, to_main)
+    """Return the whole tensor, in `dtype` if given; if it is sharded, as [`~Storage.gathered`] does."""
+    storage = storage_of(tensor)
+    value = storage.value(tensor)
+    # Converted first, because 16 bits are cheaper to move and to gather.
+    return storage.gathered(tensor, value if dtype is None else value.to(dtype), to_main)
 
 
 def refresh(model: nn.Module) -> None:

@@ -181,7 +181,12 @@ class QuantizedWeight:
     @torch.no_grad()
     def whole_low_bit(self, to_main: bool = False) -> LowBitTensor:
         """Return the whole low-bit weight, as [`~trl_qarl.quantization.storage.whole`] does."""
-        return storage_of(self.parameter).whole_low_bit(self, to_main)
+        low_bit, parameter = self.low_bit_weight(), self.parameter
+        storage = storage_of(parameter)
+        if storage.is_whole:
+            return low_bit
+        parts = [storage.gathered(parameter, part, to_main) for part in low_bit.parts()]
+        return LowBitTensor.from_parts(parts, low_bit.scheme, low_bit.orig_dtype)
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
         """Return the low-bit form of a `weight` with inputs last, without caching it."""

@@ -159,20 +159,22 @@ class Rows(Storage):
         return tensor.to_local()
 
     @override
-    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, to_main: bool = False) -> torch.Tensor:
-        # Converted first, because 16 bits are cheaper to move and to gather.
-        tensor = (tensor if dtype is None else tensor.to(dtype)).to(self.device(tensor))
+    def gathered(self, tensor: torch.Tensor, part: torch.Tensor, to_main: bool) -> torch.Tensor:
+        """Processes of another replica than the main one's send none with `to_main`."""
+        mesh, part = _mesh_of_rows(tensor), part.detach().as_subclass(torch.Tensor).to(self.device(tensor))
+        # Codes have the rows of all stacked matrices.
+        num_rows = tensor.shape[1:-1].numel() if part.ndim < tensor.ndim else 1
+        part = _with_rows(part, -(-len(tensor) // mesh.size()) * num_rows)
+        raw = part.contiguous().view(torch.uint8)
+        is_main = dist.get_rank() == _MAIN
+        device = raw.device if is_main or not to_main else torch.device("meta")
+        gathered = raw.new_empty((mesh.size() * len(raw), *raw.shape[1:]), device=device)
         if not to_main:
-            return tensor.full_tensor()
-        mesh, local = _mesh_of_rows(tensor), tensor._local_tensor.detach().as_subclass(torch.Tensor)
-        return _gather(_with_rows(local, -(-len(tensor) // mesh.size())), mesh, to_main)[: len(tensor)]
-
-    @override
-    def whole_low_bit(self, weight: QuantizedWeight, to_main: bool = False) -> LowBitTensor:
-        shard, mesh = _shard(weight.parameter), _mesh_of_rows(weight.parameter)
-        parts, metadata = shard.fsdp_pre_all_gather(mesh)
-        outputs = [_gather(part.to(self.device(weight.parameter)), mesh, to_main) for part in parts]
-        return shard.fsdp_post_all_gather(outputs, metadata, weight.parameter.dtype)[0]
+            _all_gather(gathered, raw, group=mesh.get_group())
+        elif _MAIN in mesh.mesh:
+            outputs = list(gathered.chunk(mesh.size())) if is_main else None
+            dist.gather(raw, outputs, dst=_MAIN, group=mesh.get_group())
+        return gathered.view(part.dtype)[: len(tensor) * num_rows]
 
     @override
     def refresh(self, model: nn.Module) -> None:
@@ -364,23 +366,6 @@ def _mesh_of_rows(tensor: Any) -> DeviceMesh:
     last dimension of the tensor's mesh."""
     mesh = tensor.device_mesh
     return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-
-
-def _gather(part: torch.Tensor, mesh: DeviceMesh, to_main: bool) -> torch.Tensor:
-    """Return the parts of all processes of a mesh along the first dimension. With `to_main` the processes other than
-    the main one get no values, and those of another replica send none."""
-    count, raw = mesh.size(), part.contiguous().view(torch.uint8)
-    shape = (count * len(raw), *raw.shape[1:])
-    if to_main and dist.get_rank() != _MAIN:
-        if _MAIN in mesh.mesh:
-            dist.gather(raw, dst=_MAIN, group=mesh.get_group())
-        return raw.new_empty(shape, device="meta").view(part.dtype)
-    gathered = raw.new_empty(shape)
-    if to_main:
-        dist.gather(raw, list(gathered.chunk(count)), dst=_MAIN, group=mesh.get_group())
-    else:
-        _all_gather(gathered, raw, group=mesh.get_group())
-    return gathered.view(part.dtype)
 
 
 def _shard(weight: torch.Tensor) -> MasterShard:

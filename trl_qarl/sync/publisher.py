@@ -139,7 +139,7 @@ class Publisher:
         fingerprints: dict[str, str] = {}
         # First: it gathers, and the other ranks must not wait for this one if anything else fails.
         learner = self.canary.score()
-        layers = self._layers(to_main=not self.engine.in_every_process)
+        layers = self._layers()
         try:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
         finally:
@@ -160,12 +160,13 @@ class Publisher:
     def join(self) -> None:
         """Join the collectives of another process' publication."""
         self.canary.score()
-        for _ in self._layers(to_main=True):
+        for _ in self._layers():
             pass
 
-    def _layers(self, to_main: bool) -> Iterator[Tensors]:
-        """Yield the tensors to publish layer by layer, at last those of an adapter. With `to_main` sharded ones reach
-        the main process alone."""
+    def _layers(self) -> Iterator[Tensors]:
+        """Yield the tensors to publish layer by layer, at last those of an adapter. Sharded ones reach the main
+        process alone unless each process has an engine."""
+        to_main = self.engine is None or not self.engine.in_every_process
         yield from iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True, to_main=to_main)
         yield list(iter_adapter_tensors(self.model, self.dtype, to_main))
 

@@ -39,7 +39,7 @@ pytestmark = [needs_torchvision, pytest.mark.vllm, pytest.mark.slow, pytest.mark
 pytestmark += [pytest.mark.usefixtures("quick_engines")]
 
 SEVERAL = ((56, 42), (84, 28))
-OFTEN = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma4")
+OFTEN = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @pytest.fixture(scope="module", autouse=True)

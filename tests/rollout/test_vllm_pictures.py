@@ -39,8 +39,8 @@ pytestmark = [needs_torchvision, pytest.mark.vllm, pytest.mark.slow, pytest.mark
 pytestmark += [pytest.mark.usefixtures("quick_engines")]
 
 SEVERAL = ((56, 42), (84, 28))
-# One whose processor pads rows, one whose does not, and one that pads pictures in vLLM alone.
-OFTEN = ("smolvlm", "qwen3_vl", "gemma4")
+# One whose processor pads rows, and one whose does not.
+OFTEN = ("smolvlm", "qwen3_vl")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,7 @@
 """A LoRA adapter next to low-bit weights in a real vLLM engine: what arrives, is refused and is computed then."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,17 @@ def test_unreached_running_buffers_are_noticed(publisher, monkeypatch, wrong, me
     assert message in str(error.value)
     assert publisher.publish("right")["publish/unchanged_tensors"] == 0
     assert mismatch(publisher) < 1e-5
+
+
+@pytest.mark.parametrize("adapted", [["in_proj_qkv", "in_proj_z"], ["in_proj_qkv"]])
+def test_slices_of_a_fused_layer_belong_to_their_matrices(adapted):
+    """Those of Qwen3.5's linear attention: three of one matrix, and one of another."""
+    from trl_qarl.vllm_plugin.lora import _slices
+
+    layer = SimpleNamespace(lora_b_stacked=[torch.zeros(1, 1, rows, 4) for rows in (2, 2, 4, 4)])
+    rows = {"in_proj_qkv": 8, "in_proj_z": 4}
+    sent = {f"{name}.lora_B.weight": (name, torch.zeros(rows[name], 4)) for name in adapted}
+    assert [*_slices(layer, [*rows], sent)] == [("in_proj_qkv", 0, 3), ("in_proj_z", 3, 4)]
 
 
 @pytest.mark.parametrize(

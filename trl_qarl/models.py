@@ -95,6 +95,7 @@ _ROWS = (
         problem_with_vllm="vLLM 0.31 gives its dense layers a norm that checkpoints do not have (`post_mlp_layernorm` in models/AXK1.py)",
     ),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
+    Family("Cohere2MoeForCausalLM", "cohere2_moe", has_longer_window=True),
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
     Family(

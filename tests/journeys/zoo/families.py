@@ -446,7 +446,7 @@ LOOSE = {"glm4_moe_lite": 3e-5, "nemotron_h": 1e-4, "nemotron_h moe": 1e-4}
 step sizes of Nemotron-H."""
 
 NOTES: dict[str, str] = {
-    "cohere2": "sequences within the window",
+    **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(
         ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),

@@ -76,6 +76,19 @@ def test_options_unknown_to_the_script_go_to_accelerate(launched, train_argv):
     assert args.training_script_args == train_argv
 
 
+def test_a_launch_in_other_precision_is_refused_before_it_starts(launched, train_argv, tmp_path, capsys):
+    file = tmp_path / "launch.yaml"
+    file.write_text(yaml.safe_dump({"distributed_type": "NO", "mixed_precision": "bf16", "use_cpu": True}))
+    command = ["train", *train_argv, "--accelerate_config", str(file)]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--bf16", "false"])
+    assert "with `mixed_precision: bf16`" in capsys.readouterr().err and launched == []
+    assert (
+        main([*command, "--bf16", "true"]) == 0 and main([*command, "--bf16", "false", "--mixed_precision", "no"]) == 0
+    )
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
 def test_options_reach_the_script_and_accelerate(launched, tmp_path, train_argv):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"scheme": "w8a8", "exclude_modules": ["o_proj"], "num_processes": 3}))

@@ -10,14 +10,14 @@ import logging
 import os
 import select
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ._version import __version__
 from .packages import problem_of_torchvision
 from .processes import become, exit_on_signals
-from .scripts.command_line import configuration_errors, option_names, spell
+from .scripts.command_line import check_names, configuration_errors, option_names, spell
 
 
 COMMANDS = {
@@ -81,6 +81,8 @@ def _run(argv: list[str]) -> int:
     if command == "vllm-serve":
         # Remaining arguments are vLLM's.
         return module.main(*parser.parse_known_args(argv))
+    with configuration_errors():
+        check_names(argv, known)
     return module.main(parser.parse_args(argv)) or 0
 
 
@@ -123,6 +125,8 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.commands.training import _subtract_subsequence
 
+    from .checks.launch import launched_with
+
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
     argv = spell(argv, known_options(parser, launch_parser))
     with configuration_errors(), _without_warnings():
@@ -138,6 +142,9 @@ def _train(argv: list[str]) -> int:
     args = launch_parser.parse_args(launch_args)
     with configuration_errors():
         _check_launch_file(args.config_file)
+    with configuration_errors(), _without_warnings(), launched_with(_precision_of(args)):
+        # Every process does so too, but the message of this one stands alone.
+        parser.parse_args_and_config(argv, return_remaining_strings=True)
     # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
     launch.simple_launcher = lambda args: become(*prepare_simple_launcher_cmd_env(args))
     try:
@@ -153,6 +160,15 @@ def _train(argv: list[str]) -> int:
         # The training process has reported the error.
         return error.returncode
     return 0
+
+
+def _precision_of(args: Namespace) -> str:
+    """Return the `mixed_precision` with which `accelerate launch` starts processes."""
+    from accelerate.commands.config import default_config_file, load_config_from_file
+
+    if args.mixed_precision is None and (args.config_file or (os.path.isfile(default_config_file) and not args.cpu)):
+        return str(load_config_from_file(args.config_file).mixed_precision or "no")
+    return args.mixed_precision or "no"
 
 
 def _check_launch_file(path: str | None) -> None:

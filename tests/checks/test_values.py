@@ -69,6 +69,15 @@ def test_all_wrong_values_come_in_one_message(tmp_path):
     assert len(error.value.problems) == len(found) and str(error.value).startswith(f"{len(found)} problems:\n- ")
 
 
+def test_problems_of_trl_join_those_of_ours(tmp_path):
+    with pytest.raises(Problems) as error:
+        config(tmp_path, torch_compile=True, per_device_train_batch_size=3, num_generations=4, steps_per_generation=1)
+    assert [problem.split("=")[0].split(" ")[0] for problem in error.value.problems] == [
+        "torch_compile",
+        "generation_batch_size",
+    ]
+
+
 def test_numbers_of_numpy_and_infinite_bounds_are_taken(tmp_path):
     c = config(
         tmp_path,

@@ -42,6 +42,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
             f"--bits 8: precisions=[8] has 8 bits, which no layer of scheme '{SIGNED[4]}' can have",
         ),
         # Before the model is converted.
+        ("export --outptu-dir x", "`--outptu-dir`"),
         (f"{TRAIN} --max_steps ten", "--max_steps: invalid int value: 'ten'"),
         ("trian", "invalid choice: 'trian'"),
         (f"{TRAIN} --group_size 7", "group_size=7 is not supported"),

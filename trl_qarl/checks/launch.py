@@ -4,6 +4,7 @@ parallelism, compilation."""
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,19 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
 def launched_precision() -> str:
     """Return the `mixed_precision` that accelerate was launched with, `"no"` without a launch."""
     return os.environ.get(_PRECISION_VARIABLE, "no")
+
+
+@contextmanager
+def launched_with(precision: str) -> Iterator[None]:
+    """While open, make this process look as if accelerate had launched it with this `mixed_precision`."""
+    before = os.environ.get(_PRECISION_VARIABLE)
+    os.environ[_PRECISION_VARIABLE] = precision
+    try:
+        yield
+    finally:
+        del os.environ[_PRECISION_VARIABLE]
+        if before is not None:
+            os.environ[_PRECISION_VARIABLE] = before
 
 
 def problems_of_precision(args: Any) -> Iterator[str]:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..checks.names import misspelled
+from ..checks.problems import raise_problems
 from ..packages import installed
 from ..quantization.plan import get_plan, parse_scheme
 from ..quantization.schemes import SCHEMES
@@ -86,6 +88,17 @@ def unknown_options(argv: list[str], known: Iterable[str]) -> dict[str, str | bo
             has_value = following and not following[0].startswith("--")
             found[name[2:]] = value if is_joined else following[0] if has_value else True
     return found
+
+
+def check_names(argv: list[str], known: Iterable[str]) -> None:
+    """Raise `ValueError`, with the likely intended names, for the options in `argv` that are unknown. argparse would
+    first report missing options, and makes no suggestions."""
+    names = {option[2:].replace("-", "_") for option in known}
+    problems = []
+    for name in unknown_options(argv, known):
+        best = misspelled(name.replace("-", "_"), names)
+        problems.append(f"Unknown option `--{name}`." + (f" Did you mean `--{best}`?" if best else ""))
+    raise_problems(problems)
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:

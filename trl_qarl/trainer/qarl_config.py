@@ -14,6 +14,7 @@ from ..checks import configuration as checks
 from ..checks.conflicts import problems_of_conflicts
 from ..checks.launch import launched_precision, problems_of_precision
 from ..checks.names import RENAMED, problems_of_names
+from ..checks.refused import REFUSED
 from ..checks.values import as_dict, problems_of_values
 from ..objectives.registry import get_objective, problems_of_objective
 from ..options import CHOICES, MUONS, EngineOptions, LearnerOptions, ObjectiveOptions, QuantOptions, describe_options
@@ -98,11 +99,21 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             # So that the checks below can go on.
             setattr(self, name, defaults[name])
         self._choose_device()
-        checks.raise_problems([*problems, *self.problems()])
-        if get_objective(self) is not None:
+        problems += self.problems()
+        if problems:
+            for name in REFUSED.keys() & defaults.keys():
+                setattr(self, name, defaults[name])
+        elif get_objective(self) is not None:
             # TRL would compute and log a weight that the loss does not use.
             self.vllm_importance_sampling_correction = False
-        self._finish()
+        try:
+            self._finish()
+        except Exception as error:
+            if not problems:
+                raise
+            # The configuration is not used: only what TRL and transformers have to say counts.
+            problems += [str(error)] if isinstance(error, ValueError) else []
+        checks.raise_problems(problems)
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)

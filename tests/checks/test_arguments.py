@@ -8,7 +8,7 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.nemotron_h import modeling_nemotron_h
 from trl import GRPOConfig
 
@@ -94,7 +94,7 @@ def test_pictures_are_refused_for_a_class_that_was_not_compared(tiny_model, tmp_
     ],
 )
 def test_a_class_and_equal_bits_are_refused_with_their_reasons(tmp_path, cls, options, reason):
-    model = type(f"{cls}ForConditionalGeneration", (torch.nn.Module,), {})()
+    model = type(f"{cls}ForConditionalGeneration", (torch.nn.Module,), {"config": PreTrainedConfig()})()
     args = arguments(tmp_path, use_vllm=True)
     vars(args).update(options)
     problems = [*problems_of_pictures(model, args)]

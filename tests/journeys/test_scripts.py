@@ -3,6 +3,7 @@ Scripts as people copy them, with QaRLConfig and QaRLTrainer in the place of TRL
 that has to change, and the mended script trains a policy that deploys.
 """
 
+import json
 import sys
 
 import pytest
@@ -64,22 +65,108 @@ GSM8K = {
     "vllm_device": "cuda:0",
     "report_to": "none",
 }
+# The reasoning notebooks of Unsloth, which hand options of vLLM through its own configuration.
+UNSLOTH = {
+    "output_dir": "out",
+    "temperature": 1.0,
+    "learning_rate": 5e-6,
+    "weight_decay": 0.001,
+    "warmup_ratio": 0.1,
+    "lr_scheduler_type": "linear",
+    "optim": "adamw_8bit",
+    "logging_steps": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 4,
+    "max_prompt_length": 64,
+    "max_completion_length": 4,
+    "max_steps": 2,
+    "save_steps": 100,
+    "report_to": "none",
+    "vllm_sampling_params": {"min_p": 0.1, "seed": 3407},
+}
 
 
 def write_script(user, options) -> None:
     (user.folder / "train.py").write_text(SCRIPT.replace("**OPTIONS", f"**{options!r}"))
 
 
-def test_a_copied_script_is_mended_once_and_deploys(user):
-    unknown, renamed = ("max_prompt_length", "vllm_device"), {"warmup_ratio": "warmup_steps"}
-    write_script(user, GSM8K)
+@pytest.mark.parametrize(
+    ("options", "unknown", "renamed"),
+    [
+        pytest.param(GSM8K, ("max_prompt_length", "vllm_device"), {"warmup_ratio": "warmup_steps"}, id="gsm8k"),
+        pytest.param(
+            UNSLOTH,
+            ("max_prompt_length", "vllm_sampling_params"),
+            {"warmup_ratio": "warmup_steps"},
+            id="unsloth",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_copied_script_is_mended_once_and_deploys(user, options, unknown, renamed):
+    write_script(user, options)
     output = user.run(sys.executable, "train.py", code=1)
     message = output[output.rindex(" problems:") :]
     for name in (*unknown, *renamed):
         assert message.count(f"{name}=") == 1, (name, message)
     assert message.count("\n- ") == len(unknown) + len(renamed), message
-    mended = {renamed.get(name, name): value for name, value in GSM8K.items() if name not in unknown}
+    mended = {renamed.get(name, name): value for name, value in options.items() if name not in unknown}
     # What a laptop cannot do is not the script's fault: GPUs, and an engine beside every other test.
     write_script(user, mended | {"use_vllm": False, "learning_rate": 1e-2})
     user.run(sys.executable, "train.py")
     user.assert_deployed("policy", engines=("transformers",))
+
+
+TRLS_SCRIPT = """
+import json
+from datasets import load_dataset
+from rewards import digits
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer
+
+script_args, training_args, model_args = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
+dataset = load_dataset("json", data_files=script_args.dataset_name, split="train")
+trainer = GRPOTrainer(
+    model=model_args.model_name_or_path,
+    reward_funcs=[digits],
+    args=training_args,
+    train_dataset=dataset,
+    peft_config=get_peft_config(model_args),
+)
+trainer.train()
+trainer.save_model(training_args.output_dir)
+trainer.export_model("policy")
+"""
+
+
+@pytest.mark.nightly
+def test_a_script_in_the_form_of_trls_examples_trains_lora(user):
+    (user.folder / "train.py").write_text(TRLS_SCRIPT)
+    words = (
+        "--model_name_or_path model --dataset_name problems.json --output_dir out --learning_rate 3e-2 --max_steps 2"
+    )
+    words += " --max_completion_length 4 --per_device_train_batch_size 1 --gradient_accumulation_steps 2"
+    words += " --num_generations 2 --use_peft --lora_target_modules q_proj v_proj --log_completions --report_to none"
+    user.run(sys.executable, "train.py", *words.split())
+    user.assert_deployed("policy", engines=("transformers",))
+
+
+MAKES_REWARD_MODEL = """
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+config = AutoConfig.from_pretrained("model", num_labels=1, pad_token_id=0)
+AutoModelForSequenceClassification.from_config(config).save_pretrained("reward")
+AutoTokenizer.from_pretrained("model").save_pretrained("reward")
+"""
+
+
+@pytest.mark.nightly
+def test_a_reward_model_from_disk_teaches_a_policy(user):
+    (user.folder / "make.py").write_text(MAKES_REWARD_MODEL)
+    user.run(sys.executable, "make.py")
+    name = user.write_recipe(reward_funcs=[], reward_model_name_or_path="reward")
+    user.run("trl-qarl", "train", "--config", name)
+    rows = [json.loads(line) for line in (user.folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("reward_std") for row in rows)
+    user.assert_deployed("out/w4a16", engines=("transformers",))

@@ -23,7 +23,6 @@ from trl_qarl import QuantScheme, get_scheme, prepare_model, restore_model
 from trl_qarl.quantization.precisions import (
     parse_precisions,
     precision_at,
-    problems_of_patterns,
     problems_of_precisions,
     set_precision,
 )
@@ -89,8 +88,7 @@ def warm_start(
     report = prepare_model(student, scheme, scale_dtype=torch.bfloat16 if config.bf16 else torch.float32)
     callbacks = []
     if precisions is not None:
-        problems = problems_of_precisions(precisions, report.plan, config.max_steps)
-        for problem in (*problems, *problems_of_patterns(precisions, report.schemes)):
+        for problem in problems_of_precisions(precisions, report.plan, config.max_steps):
             raise ValueError(problem)
         callbacks.append(InTurn(precisions, report.schemes))
     DistillationTrainer(

@@ -330,15 +330,20 @@ def replicas_of_shards_train_what_they_train_with_whole_masters(folder):
             assert norm == pytest.approx(num_elements(parameters) ** 0.5, rel=1e-6)
 
 
+def _plain_tensors(tree):
+    return [tensor for tensor in tree_leaves(tree) if type(tensor) is torch.Tensor and not tensor.is_meta]
+
+
 class _Largest(TorchDispatchMode):
-    """Keeps the bytes of the largest tensor that an operation makes."""
+    """Keeps the bytes of the largest tensor that an operation makes, other than a view."""
 
     num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors((args, kwargs))}
         found = [
-            tensor.nbytes for tensor in tree_leaves(output) if type(tensor) is torch.Tensor and not tensor.is_meta
+            tensor.nbytes for tensor in _plain_tensors(output) if tensor.untyped_storage().data_ptr() not in given
         ]
         self.num_bytes = max([self.num_bytes, *found])
         return output

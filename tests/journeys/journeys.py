@@ -164,7 +164,7 @@ class User:
         options = ("--model", "model", "--max-model-len", "64", "--port", str(port))
         if any("-parallel-size" in word for word in words):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        log, argv = f"server-{port}", ("trl-qarl", "vllm-serve", *words, *options)
+        log, argv = f"server-{port}", ("trl-qarl", "vllm-serve", *options, *words)
         server = self.start(*argv, log=log, **environment)
         host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
         self.wait_for(f"http://{host}:{port}/health", server)

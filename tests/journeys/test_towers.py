@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from test_engines import ENGINE, serve, train_killed_and_resumed
+from test_engines import ENGINE, train_killed_and_resumed
 
 from testing_utils.pictures import make_picture_model, make_picture_processor
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -33,11 +33,11 @@ def test_a_checkpoint_with_a_tower_trains_on_text_and_deploys(user, kind, mode):
     model.get_output_embeddings().weight.data *= 1 if model.config.tie_word_embeddings else 10
     shutil.rmtree(user.folder / "model")
     export_checkpoint(model, user.folder / "model", make_picture_processor(kind))
-    assert "trains with vLLM in bfloat16" in user.run("trl-qarl", "doctor", "model", kind="engines")
+    assert "trains with vLLM in bfloat16" in user.run("trl-qarl", "doctor", "model")
     # Of Gemma 4 the canary's picture has 70 tokens.
     options = {**ENGINE, "vllm_mode": mode, "vllm_max_model_length": 128}
     if mode == "server":
-        server, options["vllm_server_port"] = serve(user, {"scheme": "w4a16", "max-model-len": 128})
+        server, options["vllm_server_port"] = user.serve("--scheme", "w4a16", "--max-model-len", "128")
     user.write_recipe(**options)
     assert max(train_killed_and_resumed(user)) < 0.5
     user.assert_deployed("out/w4a16")

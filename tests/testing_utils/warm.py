@@ -222,6 +222,8 @@ def leave(argv: list[str]) -> None:
 
 def run(kind: str, place: str, argv, env, log, cwd) -> None:
     os.setsid()
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
     # The process that it was forked from ends with the test run.
     end_with_parent(signal.SIGKILL)
     os.environ.clear()
@@ -269,6 +271,16 @@ def main(place: str, kind: str) -> None:
     gc.collect()
     gc.freeze()
     running: set[int] = set()
+
+    def end(number, frame):
+        # An engine that a server has spawned is in the server's group, and outlives it.
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{place}.new")
         server.listen(16)

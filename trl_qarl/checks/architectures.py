@@ -25,8 +25,8 @@ def problems_with_vllm(
     inventory, name = Inventory.of(model), architecture(model)
     if problem := family_of(name).problem_with_vllm or problem_of_mixture(inventory, schemes):
         yield problem
-    shares, wants = inventory.model.config.get_text_config().tie_word_embeddings, family_of(name).shares_head
-    if wants is not None and shares is not wants:
+    wants = family_of(name).shares_head
+    if wants is not None and (shares := inventory.model.config.tie_word_embeddings) is not wants:
         yield (
             f"{name} with tie_word_embeddings={shares}: vLLM 0.31 {'always' if wants else 'never'} shares the weight of embedding and "
             "output head in its class, whatever the configuration says"

@@ -73,7 +73,9 @@ class QuantPlan:
     @property
     def summary(self) -> dict[str, Any]:
         """Entries `scheme` and, for a mapping, `layers`, for reports and cards."""
-        return {"scheme": self.name} | ({} if self.is_uniform else {"layers": self.option_value})
+        if self.is_uniform:
+            return {"scheme": self.name}
+        return {"scheme": self.name, "layers": self.option_value}
 
     def assign(
         self,

@@ -57,7 +57,7 @@ def test_type_checking_imports_match_the_lazy_ones():
 @pytest.mark.slow
 def test_a_command_says_nothing_of_torchao():
     said = run_python("-m", "trl_qarl.cli", "doctor").stderr
-    assert "torchao" not in said and "register_constant" not in said and "Failed to load" not in said
+    assert "torchao" not in said and "register_constant" not in said
 
 
 @pytest.mark.slow

@@ -209,17 +209,15 @@ def _crossing(
     """
     layers, outside = _sizes_of_layers(model, low_bit_bytes)
     codes, layer = max(layers, default=(0, 0))
-    embedding, head = (
-        0 if each is None else each.weight.numel()
-        for each in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = (0 if each is None else each.weight.numel() for each in ends)
     if run.lora_rank:
         # Masters cross, are rounded, and gathered.
         largest = max(embedding, head)
         arriving = 2 * largest + 6 * largest // shards - layer_bytes - 2 * codes
         return {"gathered": 2 * codes, "crossing": max(2 * outside, arriving)}
     gathered = 2 * codes + 2 * layer
-    is_tied = model.config.get_text_config().tie_word_embeddings
+    is_tied = len({each.weight for each in ends if each is not None}) == 1
 
     def leaving(number: int) -> int:
         return 4 * number + (4 if run.gradient_bytes == 4 else 6) * number // shards + 2 * number * (shards > 1)

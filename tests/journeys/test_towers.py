@@ -7,6 +7,7 @@ from test_engines import ENGINE, train_killed_and_resumed
 
 from testing_utils.pictures import make_picture_model, make_picture_processor
 from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.engines.pictures import placeholders_of
 
 
 pytestmark = [
@@ -28,11 +29,13 @@ pytestmark = [
     ],
 )
 def test_a_checkpoint_with_a_tower_trains_on_text_and_deploys(user, kind, mode):
-    model = make_picture_model(kind)
-    # Far apart logits, as in `make_model`.
-    model.get_output_embeddings().weight.data *= 1 if model.config.tie_word_embeddings else 10
+    model, processor = make_picture_model(kind), make_picture_processor(kind)
+    head = model.get_output_embeddings().weight.data
+    # Far apart logits, as in `make_model`, but a policy that writes placeholders cannot be scored.
+    head *= 1 if model.config.tie_word_embeddings else 10
+    head[[*placeholders_of(processor)]] = 0
     shutil.rmtree(user.folder / "model")
-    export_checkpoint(model, user.folder / "model", make_picture_processor(kind))
+    export_checkpoint(model, user.folder / "model", processor)
     assert "trains with vLLM in bfloat16" in user.run("trl-qarl", "doctor", "model")
     # Of Gemma 4 the canary's picture has 70 tokens.
     options = {**ENGINE, "vllm_mode": mode, "vllm_max_model_length": 128}

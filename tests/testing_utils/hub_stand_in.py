@@ -156,7 +156,7 @@ def use(hub: StandInHub, monkeypatch, home: Path) -> None:
     """Makes it the Hub of this process, which has imported huggingface_hub with other settings."""
     import time
 
-    from huggingface_hub import constants
+    from huggingface_hub import constants, hf_api
     from huggingface_hub.utils import _http
     from transformers.utils import hub as transformers_hub
 
@@ -170,6 +170,8 @@ def use(hub: StandInHub, monkeypatch, home: Path) -> None:
     }.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr(transformers_hub, "_hf_api", None)
+    # PEFT has imported functions of it.
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.endpoint)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     # The client waits a second and more before it tries again.
     clock = {name: getattr(time, name) for name in dir(time) if not name.startswith("_")}

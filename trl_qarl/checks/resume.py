@@ -62,8 +62,9 @@ def state_settings(args: Any, config: Any, adapter: Mapping[str, Any] | None, op
         "lr_scheduler_type": schedule if schedule in _WITH_OWN_STATE else "a function of the update",
     }
     if config is not None:
-        text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-        settings |= {key: getattr(text, key) for key in _SHAPES if getattr(text, key, None) is not None}
+        # Sizes that differ among layers, such as those of Gemma 4's heads, cannot be read as attributes.
+        sizes = config.get_text_config().to_dict() if isinstance(config, PreTrainedConfig) else vars(config)
+        settings |= {key: sizes[key] for key in _SHAPES if sizes.get(key) is not None}
     settings["adapter"] = adapter and {key: _plain(adapter[key]) for key in _ADAPTER if adapter.get(key)}
     return settings
 

@@ -158,13 +158,13 @@ class User:
             num_tokens = sum(len(theirs["tokens"]) for theirs in expected)
             assert num_equal >= num_tokens / 2, (engine, expected, found)
 
-    def serve(self, *words: str, **environment: str):
+    def serve(self, *words: str, max_model_len: int = 64, **environment: str):
         """Start a server for a trainer, and wait until it answers; returns its process and port."""
         start, port = time.monotonic(), free_port()
-        options = ("--model", "model", "--port", str(port))
+        options = ("--model", "model", "--max-model-len", str(max_model_len), "--port", str(port))
         if any("-parallel-size" in word for word in words):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        log, argv = f"server-{port}", ("trl-qarl", "vllm-serve", "--max-model-len", "64", *words, *options)
+        log, argv = f"server-{port}", ("trl-qarl", "vllm-serve", *words, *options)
         server = self.start(*argv, log=log, **environment)
         host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
         self.wait_for(f"http://{host}:{port}/health", server)

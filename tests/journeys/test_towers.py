@@ -40,7 +40,7 @@ def test_a_checkpoint_with_a_tower_trains_on_text_and_deploys(user, kind, mode):
     # Of Gemma 4 the canary's picture has 70 tokens.
     options = {**ENGINE, "vllm_mode": mode, "vllm_max_model_length": 128}
     if mode == "server":
-        server, options["vllm_server_port"] = user.serve("--scheme", "w4a16", "--max-model-len", "128")
+        server, options["vllm_server_port"] = user.serve("--scheme", "w4a16", max_model_len=128)
     user.write_recipe(**options)
     assert max(train_killed_and_resumed(user)) < 0.5
     user.assert_deployed("out/w4a16")

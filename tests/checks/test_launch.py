@@ -114,9 +114,12 @@ ZERO_2 = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"
 
 
 @pytest.mark.parametrize("state", [{}, {"deepspeed_plugin": ZERO_2}], ids=["ddp", "deepspeed"])
-def test_rounded_gradients_need_fsdp2_for_several_processes(state):
-    refused(launched(**state), "gradient_dtype='bfloat16' with DDP or DeepSpeed", gradient_dtype="bfloat16")
-    check_launch(launched(fsdp()), config(optim="muon_8bit", gradient_dtype="bfloat16"), nn.Linear(2, 2))
+def test_rounded_gradients_need_fsdp2_where_a_launcher_is(monkeypatch, state):
+    args = config(optim="muon_8bit", gradient_dtype="bfloat16")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_launch(launched(fsdp()), args, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="gradient_dtype='bfloat16' with DDP or DeepSpeed"):
+        check_launch(launched(**state), args, nn.Linear(2, 2))
 
 
 def test_bitsandbytes_is_refused_with_its_replacement():

@@ -195,6 +195,15 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert shipped["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
 
 
+@pytest.mark.parametrize(("gpus", "launch"), [("8", "fsdp2"), ("1", "ddp")])
+def test_rounded_gradients_are_not_launched_with_ddp(tiny_model, capsys, gpus, launch):
+    command = ["estimate", tiny_model, "--gpus", gpus, "--gpu_memory", "24", "--tokens", "64"]
+    command += ["--vllm_gpu_memory_utilization", "0", "--optim", "muon_8bit", "--gradient_dtype", "bfloat16"]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert f"Launch with {launch}" in said and ("  ddp 0" in said) == (launch == "ddp")
+
+
 def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsys):
     command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--write", str(tmp_path / "launch.yaml")]
     split = [

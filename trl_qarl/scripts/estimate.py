@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -191,7 +191,8 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
     bfloat16."""
     from ..doctor.memory import LAUNCHES, on_gpu, on_host
 
-    takes_ddp = args.gradient_dtype == "float32"
+    def without_refused(launches: Iterable[str], num_gpus: int) -> list[str]:
+        return [name for name in launches if name != "ddp" or num_gpus == 1 or args.gradient_dtype == "float32"]
 
     engine = found["ddp"]["engine"]
     servers = {n: _server(model, n, served / _GB / args.gpu_memory) for n in range(1, args.gpus)}
@@ -200,7 +201,7 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
             place = (
                 ("an engine in each process" + ", asleep in updates" * is_asleep) if engine else "a server elsewhere"
             )
-            for launch in launches if takes_ddp or args.gpus == 1 else launches[-1:]:
+            for launch in without_refused(launches, args.gpus):
                 sizes = on_gpu(found[launch], is_asleep) / _GB, on_host(found[launch]) / _GB
                 yield _Layout(launch, place, args.gpus, *sizes, None, is_asleep, not engine or served < engine)
         for number, parts in enumerate(found_split, 1):
@@ -209,7 +210,7 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
                 continue
             several = f"{server[0]} servers" if server[0] > 1 else "a server"
             place = f"{number} of the GPUs, and {several} on {math.prod(server)}"
-            for launch in launches if takes_ddp or number == 1 else launches[-1:]:
+            for launch in without_refused(launches, number):
                 yield _Layout(launch, place, number, on_gpu(parts[launch]) / _GB, on_host(parts[launch]) / _GB, server)
 
 

@@ -25,7 +25,9 @@ def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_p
                 seen.append((name, torch.is_grad_enabled()))
                 layout, positions = kwargs.get("layout"), kwargs["position_ids"]
                 if layout is not None:
-                    for part, keys in zip(positions[0].split(layout.query_lengths), layout.key_lengths, strict=True):
+                    for part, keys in zip(
+                        positions[0].split(layout.segments.query_lengths), layout.segments.key_lengths, strict=True
+                    ):
                         assert part.tolist() == list(range(keys - len(part), keys))
                         firsts.append(keys - len(part))
                     return

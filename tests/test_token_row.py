@@ -19,9 +19,9 @@ def test_a_prompt_of_two_completions_occurs_once():
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1]]
     assert layout.labels.tolist() == [[-100, -100, 11, 12, 21, 22, 23, -100, 31]]
     assert layout.counts.tolist() == [[2, 2, *[1] * 7]]
-    assert (layout.query_lengths, layout.key_lengths) == ((2, 2, 3, 2), (2, 4, 5, 2))
+    assert (layout.segments.query_lengths, layout.segments.key_lengths) == ((2, 2, 3, 2), (2, 4, 5, 2))
     assert layout.runs == ((slice(2, 7), slice(0, 2)),)
-    assert layout.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8]
+    assert layout.segments.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8]
     values = layout.unpack(layout.labels.float())
     assert torch.equal(values, LABELS[:, 1:].clamp(min=0).float())
 
@@ -35,8 +35,8 @@ def test_calls_of_copies_are_counted_together():
 
 def test_prompts_of_one_completion_are_not_divided():
     layout = Layout.of(IDS[1:], MASK[1:], LABELS[1:])
-    assert layout.input_ids.tolist() == [[1, 2, 3, 21, 22, 4, 5]] and (layout.keys, layout.runs) == (None, ())
-    assert layout.query_lengths == layout.key_lengths == (5, 2)
+    assert layout.input_ids.tolist() == [[1, 2, 3, 21, 22, 4, 5]] and (layout.segments.keys, layout.runs) == (None, ())
+    assert layout.segments.query_lengths == layout.segments.key_lengths == (5, 2)
 
 
 def test_sequences_without_a_scored_token_are_left_out():

@@ -12,10 +12,42 @@ predict nothing that is scored are left out.
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
+
+
+class Segments:
+    """
+    Sequences in one row of tokens, and the keys that each of them sees.
+
+    Not a dataclass: FSDP2 copies those for every layer, and the places on the host would be read again for each.
+
+    Args:
+        query_lengths (`tuple[int, ...]`):
+            Tokens of each segment. They follow each other in the row.
+        key_lengths (`tuple[int, ...]`, *optional*):
+            Number of keys that each segment sees, of which its queries are the last positions; by default
+            `query_lengths`.
+        keys (`torch.Tensor`, *optional*):
+            Places of the keys of all segments, one segment after the other, `(sum(key_lengths),)` int64. By default
+            they follow each other.
+    """
+
+    def __init__(
+        self,
+        query_lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...] | None = None,
+        keys: torch.Tensor | None = None,
+    ):
+        self.query_lengths, self.key_lengths, self.keys = query_lengths, key_lengths or query_lengths, keys
+
+    @cached_property
+    def places(self) -> tuple[int, ...] | None:
+        """Return `keys` on the host."""
+        return None if self.keys is None else tuple(self.keys.tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +62,8 @@ class Layout:
             The token after each one if it is scored, else -100.
         counts (`torch.Tensor` of shape `(1, N)`):
             Number of times that each token occurs in the batch.
-        query_lengths, key_lengths (`tuple[int, ...]`):
-            Tokens of each segment, and the number of keys that it sees: its queries are the last of these positions.
-        keys (`torch.Tensor`, *optional*):
-            Places in the row of the keys of all segments, one segment after the other, `(sum(key_lengths),)`. `None`
-            if every segment sees only itself.
+        segments ([`Segments`]):
+            The segments of the row. Their `keys` are `None` if every segment sees only itself.
         runs (`tuple[tuple[slice, slice], ...]`):
             Places of tokens that follow each other and see the same shared prompt, and those of the prompt.
         scored (`torch.Tensor` of shape `(B, T - 1)`):
@@ -48,9 +77,7 @@ class Layout:
     position_ids: torch.Tensor
     labels: torch.Tensor
     counts: torch.Tensor
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    keys: torch.Tensor | None
+    segments: Segments
     runs: tuple[tuple[slice, slice], ...]
     scored: torch.Tensor
     calls: deque[str] = field(default_factory=deque)
@@ -108,9 +135,9 @@ class Layout:
             position_ids=position[None],
             labels=following.flatten()[place][None],
             counts=count[None],
-            query_lengths=tuple(query_lengths),
-            key_lengths=tuple(map(len, keys)),
-            keys=torch.cat(keys).to(ids.device) if starts else None,
+            segments=Segments(
+                tuple(query_lengths), tuple(map(len, keys)), torch.cat(keys).to(ids.device) if starts else None
+            ),
             runs=tuple(runs),
             scored=scored,
         )

@@ -17,6 +17,7 @@ from trl_qarl.bitwise.exact import check_arithmetic
 from trl_qarl.checks.configuration import check_numerics
 from trl_qarl.engines.server_command import build_server_command
 from trl_qarl.engines.spec import EngineSpec
+from trl_qarl.token_row import Segments
 
 
 pytest.importorskip("vllm")
@@ -73,7 +74,7 @@ def test_a_query_sees_the_keys_up_to_its_place(gpu_kernels, query_lengths, key_l
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(sum(query_lengths), 4, 32, generator=generator).bfloat16()
     key, value = (torch.randn(sum(key_lengths), 2, 32, generator=generator).bfloat16() for _ in range(2))
-    output = cuda.attention(query, key, value, query_lengths, key_lengths, 0.3)
+    output = cuda.attention(query, key, value, Segments(query_lengths, key_lengths), 0.3)
     parts = zip(*(x.split(n) for x, n in ((output, query_lengths), (query, query_lengths), (key, key_lengths), (value, key_lengths))), strict=True)  # fmt: skip
     for out, q, k, v in parts:
         q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))

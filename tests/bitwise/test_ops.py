@@ -8,6 +8,7 @@ from testing_utils.live_bytes import LiveBytes
 from trl_qarl.bitwise import cpu as kernels
 from trl_qarl.bitwise import ops
 from trl_qarl.bitwise.ops import backend_of, token_log_probs
+from trl_qarl.token_row import Segments
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, window, softcap,
     inputs = [
         torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
-    output = ops.attention(*inputs, lengths, lengths, 0.125, window, softcap=softcap)
+    output = ops.attention(*inputs, Segments(lengths), 0.125, window, softcap)
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -67,8 +68,8 @@ def test_keys_of_several_sequences_have_their_exact_gradient(window, arithmetic)
     index = torch.tensor([place for each in keys for place in each])
     inputs = [torch.randn(start, heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)]
     lengths = tuple(queries), tuple(map(len, keys))
-    output = ops.attention(*inputs, *lengths, 0.125, window, index)
-    of_own_keys = ops.attention(inputs[0], *(x[index] for x in inputs[1:]), *lengths, 0.125, window)
+    output = ops.attention(*inputs, Segments(*lengths, index), 0.125, window)
+    of_own_keys = ops.attention(inputs[0], *(x[index] for x in inputs[1:]), Segments(*lengths), 0.125, window)
     assert torch.equal(output, of_own_keys)
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(upstream)
@@ -101,7 +102,7 @@ def test_attention_memory_is_not_quadratic(arithmetic):
     lengths = (2048, 2048)
     inputs = [torch.randn(4096, heads, 32).bfloat16().requires_grad_() for heads in (2, 1, 1)]
     with LargestTensor() as largest:
-        output = ops.attention(*inputs, lengths, lengths, 0.1)
+        output = ops.attention(*inputs, Segments(lengths), 0.1)
         output.backward(torch.ones_like(output))
     # The scores of one head of one sequence alone would be 16 times as many as those of a block of queries.
     assert 0 < largest.numel <= inputs[0].numel() < 2048**2 // 15

@@ -110,7 +110,7 @@ def test_flash_attention_gets_lengths_and_keys():
     query, key = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
     attend = rows._with_layouts("flash_attention_2", flash)
     attend(None, query, key, key, torch.ones(1, 9), scaling=0.5, sliding_window=8, layout=layout)
-    assert torch.equal(given["key"], key[:, :, layout.keys]) and given["mask"] is None
+    assert torch.equal(given["key"], key[:, :, layout.segments.keys]) and given["mask"] is None
     assert given["cu_seq_lens_q"].tolist() == [0, 2, 4, 7, 9] and given["max_length_q"] == 3
     assert given["cu_seq_lens_k"].tolist() == [0, 2, 6, 11, 13] and given["max_length_k"] == 5
     assert given["cu_seq_lens_q"].dtype is torch.int32 and (given["scaling"], given["sliding_window"]) == (0.5, 8)
@@ -134,7 +134,7 @@ def test_one_call_with_lengths_is_one_call_for_each_segment(monkeypatch, window)
         return torch.cat(outputs)
 
     monkeypatch.setattr(rows, "varlen_attn", kernel)
-    arguments = query, key, value, layout.query_lengths, layout.key_lengths, 0.3, window
+    arguments = query, key, value, layout.segments.query_lengths, layout.segments.key_lengths, 0.3, window
     torch.testing.assert_close(rows._by_lengths(*arguments), rows._by_segments(*arguments))
 
 

@@ -10,6 +10,7 @@ from trl_qarl.adapters.base import prepare_base
 from trl_qarl.bitwise import cpu as kernels
 from trl_qarl.bitwise.ops import backend_of, token_log_probs
 from trl_qarl.forward import scoring_forward
+from trl_qarl.token_row import Segments
 
 
 REASON = kernels.reason_against()
@@ -119,7 +120,7 @@ def make_attention(length, num_heads, num_key_heads, head_dim):
         parts = [(query[start:end], key[:end], value[:end]) for start, end in ranges]
         lengths = [(end - start, end) for start, end in ranges]
         output = backend_of(query).attention(
-            *map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1, window
+            *map(torch.cat, zip(*parts, strict=True)), Segments(*zip(*lengths, strict=True)), 0.1, window
         )
         return output.split([queries for queries, _ in lengths])
 

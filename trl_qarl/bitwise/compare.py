@@ -18,6 +18,7 @@ from torch import nn
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..replacing import replaced
+from ..token_row import Segments
 
 
 ROWS = (1, 5, 40)
@@ -122,7 +123,7 @@ def _cpu_attentions(kernels, random) -> Pairs:
 def _attentions(attention, engine, layer, block_size, make_metadata, random) -> Pairs:
     """Compare the learner's `attention` with `engine`, vLLM's attention of a `layer`."""
     query, key, value = random(*((NUM_KEYS, count, HEAD_DIM) for count in (HEADS, KEY_HEADS, KEY_HEADS)))
-    ours = attention(query, key, value, (NUM_KEYS,), (NUM_KEYS,), SCALE)
+    ours = attention(query, key, value, Segments((NUM_KEYS,)), SCALE)
     num_blocks = -(-NUM_KEYS // block_size)
     cache = query.new_zeros(num_blocks, KEY_HEADS, block_size, 2 * HEAD_DIM)
     slots = torch.arange(NUM_KEYS, device=query.device)

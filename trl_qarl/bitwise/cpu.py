@@ -209,15 +209,14 @@ def has_rounding_rotation() -> bool:
     return rotate(x, torch.zeros(1, dtype=torch.int64), cache)[0, 0, 0].item() == 1 + 2**-7
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None, keys=None):
+def attention(query, key, value, segments, scale, window=None, softcap=None):
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
-    num_key_heads, places = key.shape[1], None if keys is None else tuple(keys.tolist())
+    num_key_heads, seen = key.shape[1], (segments.query_lengths, segments.key_lengths, segments.places)
     sizes = num_heads, num_key_heads, head_dim, query.dtype, torch.get_num_threads(), window
-    isa, slots, places, table, query_starts, lengths, schedule = _layout(query_lengths, key_lengths, places, *sizes)
+    isa, num_blocks, slots, places, table, query_starts, lengths, schedule = _layout(*seen, *sizes)
     key, value = (x.index_select(0, places) for x in (key, value))
-    num_blocks = int(table.max()) + 1
     cache = query.new_zeros(num_blocks, num_key_heads, 2 * KV_BLOCK_SIZE, head_dim)
     key_cache, value_cache = cache.chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa)
@@ -307,9 +306,9 @@ def _layout(query_lengths, key_lengths, places, num_heads, num_key_heads, head_d
     slots, places, table, query_starts, keys = blocks_of_keys(query_lengths, key_lengths, places, KV_BLOCK_SIZE)
     size = queries_in_one_pass(isa, num_heads, num_key_heads, window is not None)
     query_starts, keys, request = one_pass_requests(query_starts, keys, size)
-    table = table[request]
+    num_blocks, table = int(table.max()) + 1, table[request]
     metadata = schedule(num_heads, num_key_heads, head_dim, dtype, isa, query_starts, keys, window)
-    return isa, slots, places, table, query_starts, keys, metadata
+    return isa, num_blocks, slots, places, table, query_starts, keys, metadata
 
 
 def dispatch_row_invariant(original, is_ours):

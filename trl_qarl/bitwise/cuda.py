@@ -186,24 +186,24 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return _batch_invariant().log_softmax(logits, -1)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None, keys=None):
+def attention(query, key, value, segments, scale, window=None, softcap=None):
     """[`~trl_qarl.bitwise.ops.attention`] by FlashAttention, with blocks of keys and without splits."""
     if (window, softcap) != (None, None):
         raise NotImplementedError("Only vLLM's kernels for CPUs support a window of keys, or a cap of scores.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
-    places = None if keys is None else tuple(keys.tolist())
-    slots, places, table, query_starts, lengths = _layout(query_lengths, key_lengths, places, query.device)
-    shape = (int(table.max()) + 1) * BLOCK_SIZE, *key.shape[1:]
+    seen = segments.query_lengths, segments.key_lengths, segments.places
+    num_blocks, slots, places, table, query_starts, lengths = _layout(*seen, query.device)
+    shape = num_blocks * BLOCK_SIZE, *key.shape[1:]
     keys, values = (x.new_zeros(shape).index_copy_(0, slots, x[places]) for x in (key, value))
     return flash_attn_varlen_func(
         q=query.contiguous(),
         k=keys.unflatten(0, (-1, BLOCK_SIZE)),
         v=values.unflatten(0, (-1, BLOCK_SIZE)),
         cu_seqlens_q=query_starts,
-        max_seqlen_q=max(query_lengths),
+        max_seqlen_q=max(segments.query_lengths),
         seqused_k=lengths,
-        max_seqlen_k=max(key_lengths),
+        max_seqlen_k=max(segments.key_lengths),
         softmax_scale=scale,
         causal=True,
         window_size=[-1, -1],
@@ -214,8 +214,11 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None,
 
 
 @lru_cache(maxsize=4)
-def _layout(query_lengths, key_lengths, places, device) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.to(device) for tensor in blocks_of_keys(query_lengths, key_lengths, places, BLOCK_SIZE))
+def _layout(query_lengths, key_lengths, places, device) -> tuple[int, torch.Tensor, ...]:
+    """Return the layout that all layers of a forward share: the number of blocks, and [`blocks_of_keys`] on the
+    device."""
+    slots, taken, table, *lengths = blocks_of_keys(query_lengths, key_lengths, places, BLOCK_SIZE)
+    return int(table.max()) + 1, *(tensor.to(device) for tensor in (slots, taken, table, *lengths))
 
 
 def _batch_invariant() -> ModuleType:

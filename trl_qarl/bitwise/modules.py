@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..quantization.names import adapted_layers
 from ..quantization.storage import weight_version
+from ..token_row import Segments
 from . import expert_products as experts
 from . import ops
 
@@ -343,8 +344,7 @@ def _attend(
     options = {"scale": scaling, "window": sliding_window or None, "softcap": softcap}
     if layout is not None:
         layout.calls.append(ATTENTION)
-        lengths = layout.query_lengths, layout.key_lengths
-        output = ops.attention(query[0], key[0], value[0], *lengths, keys=layout.keys, **options)
+        output = ops.attention(query[0], key[0], value[0], layout.segments, **options)
         return output[None], None
     if sliding_window and key.shape[1] != length:
         raise ValueError(
@@ -360,7 +360,7 @@ def _attend(
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
         packed = (x.flatten(0, 1) for x in (query, key, value))
-        output = ops.attention(*packed, query_lengths, key_lengths, **options)
+        output = ops.attention(*packed, Segments(query_lengths, key_lengths), **options)
         return output.view(query.shape), None
     present = attention_mask.bool()
     queries = present[:, -length:]
@@ -368,7 +368,7 @@ def _attend(
     if 0 in query_lengths:
         raise ValueError("A sequence of the batch has no token: its attention mask is 0 everywhere.")
     packed = query[queries], key[present], value[present]
-    output = ops.attention(*packed, query_lengths, key_lengths, **options)
+    output = ops.attention(*packed, Segments(query_lengths, key_lengths), **options)
     return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
+from ..token_row import Segments
 from . import cpu, cuda, portable
 
 
@@ -74,16 +75,13 @@ def rotate(
     return _Rotate.apply(x, positions, cache, is_interleaved)
 
 
-def attention(
-    query, key, value, query_lengths, key_lengths, scale, window=None, keys=None, softcap=None
-) -> torch.Tensor:
-    """Return the causal attention of packed sequences, with the same bits for any number of queries. `query`, like the
-    result, is `(sum(query_lengths), heads, head_dim)`, and `key` and `value` are `(sum(key_lengths), key_heads,
-    head_dim)`, or `(N, key_heads, head_dim)` with `keys`, `(sum(key_lengths),)` int64, the place of each key that a
-    sequence sees; gradients of keys that several see are added in float32. The queries of a sequence are its last
-    positions, and see `window` last keys, including their own, or all. A score `s` becomes `softcap * tanh(s / softcap)`.
-    Only vLLM's kernels for CPUs support a window or a `softcap`, other backends raise `NotImplementedError`."""
-    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window, keys, softcap)
+def attention(query, key, value, segments: Segments, scale, window=None, softcap=None) -> torch.Tensor:
+    """Return the causal attention of `segments`, with the same bits for any number of queries. `query`, like the
+    result, is `(queries, heads, head_dim)`, and `key` and `value` are `(keys, key_heads, head_dim)`; gradients of keys
+    that several segments see are added in float32. The queries of a segment see `window` last keys, including their
+    own, or all. A score `s` becomes `softcap * tanh(s / softcap)`. Only vLLM's kernels for CPUs support a window or a
+    `softcap`, other backends raise `NotImplementedError`."""
+    return _Attention.apply(query, key, value, segments, scale, window, softcap)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product) -> torch.Tensor:
@@ -188,16 +186,16 @@ class _Rotate(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window, keys, softcap):
-        ctx.save_for_backward(query, key, value, keys)
-        ctx.lengths, ctx.options = (query_lengths, key_lengths), (scale, window, softcap)
-        return backend_of(query).attention(query, key, value, *ctx.lengths, scale, window, softcap, keys)
+    def forward(ctx, query, key, value, segments, *options):
+        ctx.save_for_backward(query, key, value)
+        ctx.segments, ctx.options = segments, options
+        return backend_of(query).attention(query, key, value, segments, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value, keys = ctx.saved_tensors
-        query_lengths, key_lengths = ctx.lengths
+        query, key, value = ctx.saved_tensors
+        query_lengths, key_lengths, keys = ctx.segments.query_lengths, ctx.segments.key_lengths, ctx.segments.keys
         num_key_heads = key.shape[1]
         if keys is None:
             keys = torch.arange(len(key), device=key.device)
@@ -219,7 +217,7 @@ class _Attention(torch.autograd.Function):
                 of_queries[i].copy_(_unpad(of_query, query_lengths[i]))
                 for total, rows in zip(totals, of_keys, strict=True):
                     total.index_add_(0, places[i], _unpad(rows, key_lengths[i]))
-        return grad_query, *(total.to(grad.dtype) for total in totals), *[None] * 6
+        return grad_query, *(total.to(grad.dtype) for total in totals), *[None] * 4
 
 
 def _similar_lengths(

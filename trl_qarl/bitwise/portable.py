@@ -61,13 +61,14 @@ def rotate(
 rotate_gradient = rotate
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale, window=None, softcap=None, keys=None):
+def attention(query, key, value, segments, scale, window=None, softcap=None):
     if (window, softcap) != (None, None):
         raise NotImplementedError("Only vLLM's kernels for CPUs support a window of keys, or a cap of scores.")
     outputs = []
-    if keys is not None:
-        key, value = key.index_select(0, keys), value.index_select(0, keys)
-    for q, k, v in zip(query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
+    if segments.keys is not None:
+        key, value = (x.index_select(0, segments.keys) for x in (key, value))
+    lengths = segments.query_lengths, segments.key_lengths, segments.key_lengths
+    for q, k, v in zip(*(x.split(each) for x, each in zip((query, key, value), lengths, strict=True)), strict=True):
         num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]
         # (key_heads, queries * heads per key head, head_dim): one product for all heads that share keys.
         rows = q.float().unflatten(1, (-1, num_groups)).transpose(0, 1).flatten(1, 2) * scale

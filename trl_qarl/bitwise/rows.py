@@ -266,17 +266,18 @@ def _with_layouts(name: str, original: Callable[..., Any]) -> Callable[..., Any]
         if args or unknown:
             raise NotImplementedError(f"{type(module).__name__} calls attention with {unknown or 'other arguments'}.")
         layout.calls.append(name)
+        segments = layout.segments
         scale, window, dropout = (kwargs.get(each) for each in ("scaling", "sliding_window", "dropout"))
         if name == "sdpa":
             query, key, value = _in_autocast_dtype(query, key, value)
         takes_flash = query.shape[-1] == value.shape[-1] <= 256 and not dropout
         takes_flash &= not query.is_cuda or query.dtype in (torch.bfloat16, torch.float16)
-        if name == "sdpa" and takes_flash and (window is None or window >= max(layout.key_lengths)):
+        if name == "sdpa" and takes_flash and (window is None or window >= max(segments.key_lengths)):
             rows = (x[0].transpose(0, 1) for x in (query, key, value))
-            return joined_attention(*rows, layout.query_lengths, layout.runs, scale)[None].contiguous(), None
-        if layout.keys is not None:
-            key, value = (_Gather.apply(x, layout.keys) for x in (key, value))
-        lengths = layout.query_lengths, layout.key_lengths
+            return joined_attention(*rows, segments.query_lengths, layout.runs, scale)[None].contiguous(), None
+        if segments.keys is not None:
+            key, value = (_Gather.apply(x, segments.keys) for x in (key, value))
+        lengths = segments.query_lengths, segments.key_lengths
         if name != "sdpa":
             starts, longest = _starts(lengths, query.device)
             names = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"

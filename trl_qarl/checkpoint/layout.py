@@ -94,6 +94,10 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             # Powers of two, of which 255 is NaN.
             is_finite = tensor != 255
         elif tensor.is_floating_point() and (tensor.itemsize > 1 or name.endswith("_scale")):
+            # A sum of numbers that are all finite may overflow, but one of others is never finite; on a CPU it takes a
+            # thirtieth of the time.
+            if tensor.itemsize > 1 and tensor.sum().isfinite():
+                continue
             is_finite = tensor.float().isfinite() if tensor.itemsize == 1 else tensor.isfinite()
         else:
             continue

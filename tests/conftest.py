@@ -27,6 +27,20 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 
 
+def pytest_configure():
+    from testing_utils import parse_metadata_once
+
+    parse_metadata_once()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    from testing_utils import importing
+
+    with importing():
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """

@@ -108,10 +108,16 @@ def prepare_engines(folder, asked):
 def main(folder, asked):
     from forked import fork_ranks
 
-    for name in MODULES:
-        importlib.import_module(name)
-    if find_spec("vllm") is not None:
-        prepare_engines(folder, asked)
+    from testing_utils import importing, parse_metadata_once
+
+    parse_metadata_once()
+    with importing():
+        for name in MODULES:
+            importlib.import_module(name)
+        if find_spec("deepspeed") is not None:
+            importlib.import_module("deepspeed")
+        if find_spec("vllm") is not None:
+            prepare_engines(folder, asked)
     makes_launches = [name for name in NIGHTLY if "killed" in name]
     last = ["two_processes_go_on_from_a_checkpoint_of_one"]
     first = [name for name in (*CLAIMS, *NIGHTLY) if name not in (*ALONE, *BY_FOUR, *last, *makes_launches)]

@@ -9,7 +9,6 @@ connection: `start` a command, `poll` one that it has started, or `end` all of t
 """
 
 import atexit
-import gc
 import importlib
 import json
 import multiprocessing
@@ -29,6 +28,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from testing_utils import importing, parse_metadata_once, quicken_engines, start_engines_quickly
 from testing_utils.children import start
 from testing_utils.hub_stand_in import use
 from trl_qarl.processes import end_with_parent
@@ -260,8 +260,6 @@ def prepare_engines(kind: str) -> None:
     """Have engines of a kind start in a third of the time, and servers start theirs in forked processes."""
     from vllm.platforms import current_platform
 
-    from testing_utils import quicken_engines, start_engines_quickly
-
     if kind == "plain":
         quicken_engines(pytest.MonkeyPatch())
     else:
@@ -283,14 +281,13 @@ def main(place: str, kind: str) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "trl_qarl"]:
             del sys.modules[name]
         sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
-    for name in IMPORTED[kind]:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    if find_spec("vllm") is not None:
-        prepare_engines(kind)
-    # A collection in a child must not walk, and copy, all of it.
-    gc.collect()
-    gc.freeze()
+    parse_metadata_once()
+    with importing():
+        for name in IMPORTED[kind]:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(name)
+        if find_spec("vllm") is not None:
+            prepare_engines(kind)
     running: set[int] = set()
 
     def end(number, frame):

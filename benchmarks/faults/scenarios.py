@@ -443,13 +443,13 @@ CHOSEN = (
     "trainer of one output_dir at step_begin",
     "stranger at reward",
     "ahead, undisturbed",
+    "three epochs, ahead, undisturbed",
     "ahead, die in batch 2",
     "ahead, the trainer is killed at reward",
     "two ranks undisturbed",
     "two ranks die /update_weights",
     "two ranks gone /v1/completions",
     "kill trainer on rank 1 of two",
-    "two ranks, half a model on rank 0",
     "two ranks, ahead, undisturbed",
 )
 """Scenarios of all families that run every time; the whole families run each night."""

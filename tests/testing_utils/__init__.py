@@ -21,6 +21,7 @@ import functools
 import gc
 import importlib.metadata
 import json
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,10 @@ def parse_metadata_once() -> None:
 @contextmanager
 def importing():
     """Import without collections, which take a sixth of the time, and have none that comes later, as in a forked
-    process, walk and copy what was imported."""
+    process, walk and copy what was imported. scikit-learn, which takes as long, is here for lm-evaluation-harness alone,
+    which does without it, and transformers imports it where it is."""
     gc.disable()
+    sys.modules.setdefault("sklearn", None)  # pyrefly: ignore[bad-argument-type]
     try:
         yield
     finally:
@@ -181,8 +184,6 @@ def quicken_engines(patch, *modules) -> None:
     monkeypatch `patch` is undone. Results are unchanged. `modules` are further ones that collect garbage when an
     engine ends.
     """
-    import sys
-
     is_first = "vllm.entrypoints.llm" not in sys.modules
     import vllm.entrypoints.llm  # noqa: F401
     from torch._dynamo import eval_frame

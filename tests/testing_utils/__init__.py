@@ -45,8 +45,8 @@ def parse_metadata_once() -> None:
 @contextmanager
 def importing():
     """Import without collections, which take a sixth of the time, and have none that comes later, as in a forked
-    process, walk and copy what was imported. scikit-learn, which takes as long, is here for lm-evaluation-harness alone,
-    which does without it, and transformers imports it where it is."""
+    process, walk and copy what was imported. As long takes scikit-learn, which transformers imports where it is; it is
+    here for metrics of lm-evaluation-harness that no test needs."""
     gc.disable()
     sys.modules.setdefault("sklearn", None)  # pyrefly: ignore[bad-argument-type]
     try:
@@ -455,7 +455,6 @@ def path_without(folder, *packages: str) -> str:
     time.
     """
     import os
-    import sys
 
     hidden = Path(folder) / "without"
     hidden.mkdir(exist_ok=True)

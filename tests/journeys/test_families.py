@@ -17,7 +17,7 @@ pytestmark = [
     *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
 ]
 OFTEN = ("deepseek_v3", "qwen3_5_text", "smollm3", "gpt2")
-SHORTLY = ("falcon_h1", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt_oss", "granite", "lfm2", "olmo3", "phi3")
+SHORTLY = ("falcon_h1", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt_oss", "granite", "lfm2", "olmo3")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def importing():
     process, walk and copy what was imported. As long takes scikit-learn, which transformers imports where it is; it is
     here for metrics of lm-evaluation-harness that no test needs."""
     gc.disable()
-    sys.modules.setdefault("sklearn", None)  # pyrefly: ignore[bad-argument-type]
+    sys.modules.setdefault("sklearn", None)
     try:
         yield
     finally:

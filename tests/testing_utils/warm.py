@@ -1,8 +1,8 @@
 """
 Commands of journeys, and servers, that start at once: forked from a process that has imported what they need, which is
-most of what a start takes. Everything else is the user's: the command line, files, environment, working directory,
-launcher, exit code. Servers that are started as users start them, whose engines are spawned, are in
-test_vllm_server.py and in tests/distributed.
+most of what a start takes. Their engines start quickly, too ([`quicken_engines`]). Everything else is the user's: the
+command line, files, environment, working directory, launcher, exit code. A server that is started as users start it,
+whose engine is spawned, is in test_vllm_server.py.
 
 `python -m testing_utils.warm SOCKET KIND` is that process. It takes requests over the socket, one JSON object a
 connection: `start` a command, `poll` one that it has started, or `end` all of them.

@@ -21,10 +21,30 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 # accelerate imports DeepSpeed where it is installed, which prints its findings unless this is set.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Every file of a checkpoint waits until it is on disk, and in memory does not. Containers may have little of it.
+MEMORY = "/dev/shm"
+if os.path.ismount(MEMORY) and os.access(MEMORY, os.W_OK):
+    found = os.statvfs(MEMORY)
+    if found.f_bavail * found.f_frsize > 2**32 and not found.f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 # No test needs a network, and none reports to a tracker.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
+
+
+def pytest_configure():
+    from testing_utils import parse_metadata_once
+
+    parse_metadata_once()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    from testing_utils import importing
+
+    with importing():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -59,10 +59,13 @@ def hidden(tmp_path_factory):
     """The environment of a process in which trl_qarl cannot be imported, nor its plugin of vLLM loaded."""
     folder = tmp_path_factory.mktemp("hidden")
     (folder / "trl_qarl.py").write_text('raise ImportError("hidden")')
+    # transformers would import it, for seconds.
+    start = "import ctypes, sys\n\nsys.modules['sklearn'] = None\n"
     if platform.machine() == "x86_64":
         # Asks Linux for AMX (`arch_prctl`), in the processes of an engine too: plain vLLM's INT4 kernel does not, and
         # ends with "illegal instruction" (docs/vllm.md).
-        (folder / "sitecustomize.py").write_text("import ctypes\n\nctypes.CDLL(None).syscall(158, 0x1023, 18)\n")
+        start += "ctypes.CDLL(None).syscall(158, 0x1023, 18)\n"
+    (folder / "sitecustomize.py").write_text(start)
     path = os.pathsep.join([str(folder), os.path.join(sys.prefix, "pictures")])
     return os.environ | {"PYTHONPATH": path, "VLLM_PLUGINS": ""}
 

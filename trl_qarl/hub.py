@@ -5,6 +5,7 @@ import logging
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData, constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import Template
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 from trl.trainer.base_trainer import _BaseTrainer
@@ -76,8 +78,14 @@ def write_card(folder: Path, name: str, source: str, **about: Any) -> None:
     about["serve"] = serve_command(local, about["dtype"], rank) if is_export else ""
     about["serve"] += " --trust-remote-code" * bool(about.get("trust_remote_code"))
     about["versions"] = ", ".join(map(" ".join, installed(*_PACKAGES).items()))
-    card = ModelCard.from_template(data, str(Path(__file__).with_name("card.md")), **about)
+    # As `ModelCard.from_template`, which compiles the template again for each checkpoint.
+    card = ModelCard(_template().render(card_data=data.to_yaml(), **(data.to_dict() | about)))
     card.save(folder / "README.md")
+
+
+@cache
+def _template() -> Template:
+    return Template(Path(__file__).with_name("card.md").read_text())
 
 
 def _is_repository(name: str) -> bool:

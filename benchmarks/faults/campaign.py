@@ -13,7 +13,6 @@ must be those of an undisturbed run bit for bit, and no process and no file may 
 import atexit
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import importlib
 import json
@@ -34,6 +33,7 @@ from pathlib import Path
 import requests
 
 from faults.scenarios import num_steps
+from testing_utils import importing, make_tiny_model, parse_metadata_once
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.engines.server_process import free_port
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
@@ -638,33 +638,26 @@ def fork(function) -> int:
     return pid
 
 
-def keep_what_is_imported() -> None:
-    """A collection in a child must not walk, and copy, all of it."""
-    gc.collect()
-    gc.freeze()
-
-
 def prepare(root: Path) -> None:
     """Import what a training imports, so that forked trainings need not."""
     from transformers import AutoModelForCausalLM
 
-    for name in json.loads((root / "imported").read_text()):
-        if name not in sys.modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+    with importing():
+        for name in json.loads((root / "imported").read_text()):
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
     # At each exit it would import what makes tables and show none.
     atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
     # Compiles the patterns of names that transformers knows from checkpoints.
     AutoModelForCausalLM.from_pretrained(root / "qwen2")
-    keep_what_is_imported()
 
 
 def main(root: Path, at_once: int) -> None:
     # Once, for all.
-    import trl_qarl.trainer.qarl_trainer  # noqa: F401
-    from testing_utils import make_tiny_model
-
-    keep_what_is_imported()
+    parse_metadata_once()
+    with importing():
+        import trl_qarl.trainer.qarl_trainer  # noqa: F401
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

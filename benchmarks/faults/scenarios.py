@@ -95,6 +95,25 @@ def requests(kind: str) -> list[dict]:
     return scenarios
 
 
+def requests_in_turn() -> list[dict]:
+    """Each kind of fault in one run, up to three in a step: one less than a step has attempts."""
+    turns = (
+        ("refuse", "/resume", 1),
+        ("500", "qarl_finish", 1),
+        ("400", "/finish_weight_update", 2),
+        ("hang", "/v1/completions", 2),
+        ("reset", "/weight_info", 2),
+        ("die", "/update_weights", 3),
+        ("truncated", "/update_weights", 3),
+        ("garbage", "qarl_finish", 3),
+    )
+    faults = [
+        fault(endpoint, kind, 1, step=step, late=number % 2 == 1)
+        for number, (kind, endpoint, step) in enumerate(turns)
+    ]
+    return [scenario("each kind in turn", faults=faults)]
+
+
 def answers() -> list[dict]:
     """Completions that are valid HTTP and make no sense: once, another one in each step, and some of them each
     time."""
@@ -373,6 +392,7 @@ def drawn_ahead() -> list[dict]:
 
 FAMILIES = {
     **{f"requests, {kind}": requests(kind) for kind in KINDS},
+    "requests in turn": requests_in_turn(),
     "answers": answers(),
     "recovery": recovery(),
     "restarts": restarts(),
@@ -394,14 +414,7 @@ FAMILIES = {
 
 # One for each way in which a run goes on, or ends, and the undisturbed ones that these are compared with.
 CHOSEN = (
-    "refuse /resume first and middle",
-    "500 qarl_finish first and middle",
-    "400 /finish_weight_update middle and last",
-    "hang /v1/completions middle and last",
-    "reset /weight_info middle and last",
-    "die /update_weights middle and last",
-    "truncated /update_weights middle and last",
-    "garbage qarl_finish middle and last",
+    "each kind in turn",
     "log-prob NaN; log-prob inf; log-prob -inf",
     "no completions, always",
     "/v1/completions then /update_weights die",
@@ -430,13 +443,13 @@ CHOSEN = (
     "trainer of one output_dir at step_begin",
     "stranger at reward",
     "ahead, undisturbed",
+    "three epochs, ahead, undisturbed",
     "ahead, die in batch 2",
     "ahead, the trainer is killed at reward",
     "two ranks undisturbed",
     "two ranks die /update_weights",
     "two ranks gone /v1/completions",
     "kill trainer on rank 1 of two",
-    "two ranks, half a model on rank 0",
     "two ranks, ahead, undisturbed",
 )
 """Scenarios of all families that run every time; the whole families run each night."""

@@ -154,14 +154,13 @@ def test_lora_agrees_in_every_bit_during_training(tmp_path, lora_mode, scheme):
         peft_config=peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM"),
         optim="adamw_torch",
         beta=0.1,
-        max_steps=8,
     )
     assert trainer.numerics == "engine"
     batches = record_batches(trainer)
     trainer.train()
-    assert len(batches) == 4
+    assert len(batches) == 2
     assert_agrees(batches, 500)
-    assert logged(trainer, "mismatch/abs_logp_max") == [0.0] * 4
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0] * 2
     # The reference is the base without its adapter, in the same arithmetic.
     assert logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[-1]
 
@@ -231,7 +230,7 @@ def test_long_sequences_agree_in_every_bit_while_weights_change(tmp_path, arch, 
     model = make_tiny_model(tmp_path, arch, **sizes, **fields)
     generator = torch.Generator().manual_seed(0)
     prompts = [
-        "".join(map(chr, row)) for row in torch.randint(97, 123, (4, LENGTH - 248), generator=generator).tolist()
+        "".join(map(chr, row)) for row in torch.randint(97, 123, (4, LENGTH - 64), generator=generator).tolist()
     ]
     trainer = make_plain_trainer(
         model,
@@ -243,7 +242,7 @@ def test_long_sequences_agree_in_every_bit_while_weights_change(tmp_path, arch, 
         use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=LENGTH,
-        max_completion_length=248,
+        max_completion_length=64,
         generation_kwargs={"ignore_eos": True},
         optim="muon",
         learning_rate=1e-2,

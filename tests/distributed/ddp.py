@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from sharded_runs import LORA, Masters, train
 
-from testing_utils import fixed_completions, logged, make_problems, relative_error
-from trl_qarl.engines.server_process import free_port
+from testing_utils import fixed_completions, logged, make_problems, relative_error, save_at
+from testing_utils.warm import Warm
 
 
 OPTIONS = {"max_grad_norm": 1.0}
@@ -45,8 +45,8 @@ def assert_same(ours, theirs):
 
 def processes_train_the_same_weights_and_go_on_from_a_checkpoint(folder):
     for name, (options, step) in RUNS.items():
-        options, seen = OPTIONS | {"save_strategy": "steps", "save_steps": 1} | options, Masters()
-        [whole] = train(folder, f"ddp-{name}", callbacks=[seen], **options)
+        options, seen = OPTIONS | options, Masters()
+        [whole] = train(folder, f"ddp-{name}", callbacks=[seen, save_at(step)], **options)
         assert_same(*both(trained(whole)))
         if "lora" in options:
             pairs = zip(whole.model.parameters(), seen.at[0], strict=True)
@@ -99,16 +99,17 @@ def one_process_trains_with_engine_numerics_what_two_did(folder):
         assert relative_error(together - start, (alone - start).double()) < 2**-6
 
 
-SERVER = OPTIONS | {"scheme": "w8a16", "use_vllm": True, "vllm_mode": "server", "vllm_server_autostart": True}
-# Where many share the cores, vLLM takes long to start.
-SERVER |= {"vllm_server_timeout": 900, "vllm_max_model_length": 128}
+SERVER = OPTIONS | {"scheme": "w8a16", "use_vllm": True, "vllm_max_model_length": 128}
 
 
 def two_processes_share_one_server(folder):
+    """The first one starts it, by a fork of the process that has forked both."""
     if find_spec("vllm") is None:
         return
-    port, _ = both(free_port())
-    [trainer] = train(folder, "ddp-server", vllm_server_port=port, **SERVER)
+    with pytest.MonkeyPatch.context() as patch:
+        server = Warm("servers", Path(folder)).serve(patch)
+        server["vllm_server_port"], _ = both(server["vllm_server_port"])
+        [trainer] = train(folder, "ddp-server", **SERVER, **server)
     assert_same(*both(trained(trainer)))
     assert logged(trainer, "rollout/weight_version") == [0, 2]
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import requests
 
-from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils import logged, make_tiny_model, make_vllm_trainer, path_without
 from testing_utils.children import start
 from testing_utils.web_servers import complete, wait_until
 from trl_qarl.engines.client import QaRLClient
@@ -37,8 +37,9 @@ class Server:
         command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", make_tiny_model(directory, "qwen2")]
         command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
         command += ["--transfer_dir", str(self.transfer_dir)]
+        environment = os.environ | {"PYTHONPATH": path_without(directory)}
         with self.log.open("wb") as log:
-            self.process = start(command, stdout=log, stderr=subprocess.STDOUT)
+            self.process = start(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self.answers, 900, self.log.read_text)
         self.first_answer, self.first_state = self.complete(), self.state()
 

@@ -65,15 +65,6 @@ def find(names) -> list[dict]:
 
 @needs_vllm
 @pytest.mark.slow
-def test_what_is_drawn_ahead_is_trained_on(campaign):
-    """A run whose trust bands drop every sequence reaches the same weights, whatever a fault does to its batches."""
-    reports = campaign.run(find(["ahead, undisturbed", "three epochs, ahead, undisturbed"]))
-    assert [report["problems"] for report in reports] == [[], []]
-    assert max(report["dropped"] for report in reports) < 0.1
-
-
-@needs_vllm
-@pytest.mark.slow
 # Dozens of trainings, three at a time: on a machine that others use, too, that takes a while.
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
@@ -90,6 +81,8 @@ def test_no_fault_changes_what_is_learned(campaign, scenarios):
     if scenarios is FAMILIES["signals to the trainer"]:
         # Some come after the end.
         assert {"SIGKILL", "SystemExit", "KeyboardInterrupt"} <= {report["ended"][0] for report in reports}
+    # Weights that depend on nothing that is drawn are the same whatever a fault does to it.
+    assert max(report.get("dropped", 0) for report in reports) < 0.1
     failed = [report for report in reports if report["problems"]]
     for report in failed[:3]:
         print(report["name"], report.pop("log", ""), sep="\n")
@@ -106,4 +99,8 @@ def test_the_page_of_the_campaign_lists_the_families_that_are_run():
 
 
 def test_each_family_has_a_scenario_that_runs_every_time():
-    assert [family for family, scenarios in FAMILIES.items() if not {s["name"] for s in scenarios} & set(CHOSEN)] == []
+    chosen = find(CHOSEN)
+    # One run meets each kind of fault of a request.
+    run = {f"requests, {fault['kind']}" for each in chosen for fault in each.get("faults", [])}
+    run |= {family for family, scenarios in FAMILIES.items() if any(each in chosen for each in scenarios)}
+    assert FAMILIES.keys() - run == set()

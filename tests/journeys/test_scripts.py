@@ -20,7 +20,7 @@ from datasets import Dataset
 from rewards import digits
 from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer
 
-rows = [json.loads(line) for line in open("problems.json")]
+rows = [json.loads(line) for line in open("problems.json")][:4]
 messages = [[{"role": "system", "content": "Answer."}, {"role": "user", "content": row["prompt"]}] for row in rows]
 dataset = Dataset.from_dict({"prompt": messages, "answer": [row["solution"] for row in rows]})
 

@@ -6,9 +6,7 @@ seen when an engine is shown something else. One engine for each class of models
 import copy
 import gc
 import json
-import os
 import re
-import sys
 
 import pytest
 import torch
@@ -41,14 +39,6 @@ pytestmark += [pytest.mark.usefixtures("quick_engines")]
 SEVERAL = ((56, 42), (84, 28))
 # One whose processor pads rows, and one whose does not.
 OFTEN = ("smolvlm", "qwen3_vl")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torchvision_in_every_process():
-    """vLLM imports the class of a model in a process of its own, unless a file in its cache describes that class."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.path.join(sys.prefix, "pictures"), prepend=os.pathsep)
-        yield
 
 
 @pytest.fixture(

@@ -83,6 +83,7 @@ def trainer(tmp_path_factory):
     return trainer
 
 
+@pytest.mark.usefixtures("quick_engines")
 @pytest.mark.xdist_group("colocated")
 class TestOneTraining:
     """In order: each test goes on with the trainer and the engine that the one before has left."""

@@ -1,15 +1,14 @@
 """
 Commands of journeys, and servers, that start at once: forked from a process that has imported what they need, which is
-most of what a start takes. Everything else is the user's: the command line, files, environment, working directory,
-launcher, exit code. Servers that are started as users start them, whose engines are spawned, are in
-test_vllm_server.py and in tests/distributed.
+most of what a start takes. Their engines start quickly, too ([`quicken_engines`]). Everything else is the user's: the
+command line, files, environment, working directory, launcher, exit code. A server that is started as users start it,
+whose engine is spawned, is in test_vllm_server.py.
 
 `python -m testing_utils.warm SOCKET KIND` is that process. It takes requests over the socket, one JSON object a
 connection: `start` a command, `poll` one that it has started, or `end` all of them.
 """
 
 import atexit
-import gc
 import importlib
 import json
 import multiprocessing
@@ -22,11 +21,14 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from testing_utils import importing, parse_metadata_once, quicken_engines, start_engines_quickly
 from testing_utils.children import start
 from testing_utils.hub_stand_in import use
 from trl_qarl.processes import end_with_parent
@@ -114,17 +116,31 @@ class Warm:
         self.kind, self.place, self.log = kind, str(folder / f"{kind}.sock"), folder / f"{kind}.log"
         self.process = None
 
+    def fork(self) -> None:
+        """Start it as a fork of this process, which has imported much of it."""
+        if (pid := os.fork()) == 0:
+            end_with_parent(signal.SIGTERM)
+            for output in (1, 2):
+                os.dup2(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), output)
+            main(self.place, self.kind)
+        self.process = psutil.Process(pid)
+        self._wait(lambda: self.process.status() != psutil.STATUS_ZOMBIE)
+
+    def _wait(self, is_running) -> None:
+        while not Path(self.place).exists():
+            assert is_running(), self.log.read_text()
+            time.sleep(0.1)
+
     def start(self, argv, env, log, cwd) -> Command:
-        if self.process is None:
+        # Another process may have started it.
+        if self.process is None and not Path(self.place).exists():
             with self.log.open("w") as output:
                 command = [sys.executable, "-m", "testing_utils.warm", self.place, self.kind]
                 # Commands of one journey may have a Hub, and [`run`] gives it to them.
                 shared = {name: value for name, value in env.items() if not name.startswith("HF_")}
                 shared["HF_HUB_OFFLINE"] = "1"
                 self.process = start(command, env=shared, stdout=output, stderr=output, cwd=TESTS)
-            while not Path(self.place).exists():
-                assert self.process.poll() is None, self.log.read_text()
-                time.sleep(0.1)
+            self._wait(lambda: self.process.poll() is None)
         return Command(self.place, argv, env | {SOCKET_VARIABLE: self.place}, log, cwd)
 
     def serve(self, patch, in_one_process: bool = True) -> dict:
@@ -240,14 +256,17 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
     leave(argv)
 
 
-def fork_engines_quickly() -> None:
-    """Have servers start their engines in forked processes, and these in a third of the time."""
+def prepare_engines(kind: str) -> None:
+    """Have engines of a kind start in a third of the time, and servers start theirs in forked processes."""
     from vllm.platforms import current_platform
 
-    from testing_utils import start_engines_quickly
-
-    start_engines_quickly(pytest.MonkeyPatch())
+    if kind == "plain":
+        quicken_engines(pytest.MonkeyPatch())
+    else:
+        start_engines_quickly(pytest.MonkeyPatch())
     current_platform.register_triton_kernel_overrides()
+    if kind != "servers":
+        return
     for module in list(sys.modules.values()):
         if "get_mp_context" in getattr(module, "__dict__", {}):
             module.get_mp_context = lambda: multiprocessing.get_context("fork")
@@ -262,14 +281,13 @@ def main(place: str, kind: str) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "trl_qarl"]:
             del sys.modules[name]
         sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
-    for name in IMPORTED[kind]:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    if kind == "servers":
-        fork_engines_quickly()
-    # A collection in a child must not walk, and copy, all of it.
-    gc.collect()
-    gc.freeze()
+    parse_metadata_once()
+    with importing():
+        for name in IMPORTED[kind]:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(name)
+        if find_spec("vllm") is not None:
+            prepare_engines(kind)
     running: set[int] = set()
 
     def end(number, frame):

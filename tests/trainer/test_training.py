@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
-from testing_utils import ADAPTED_PLAN, make_tiny_model
+from testing_utils import ADAPTED_PLAN, make_tiny_model, save_at
 from testing_utils.releases import make_release
 from testing_utils.trainings import EXPERTS, SIGNED, assert_equal, lora, parameters, rows, without_times
 from testing_utils.trainings import make as make_trainer
@@ -111,14 +111,6 @@ def test_every_scheme_objective_and_kind_of_adapter_has_a_row():
     assert len(adapters) == 6 and {case.stop for case in CASES.values()} == {1, 2, 3}
 
 
-class SaveAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = state.global_step == self.step
-
-
 class Training(NamedTuple):
     """A training of a row: its trainer with a generation batch of each kind, parameters before it, and its folder."""
 
@@ -159,7 +151,7 @@ def training(request, tiny_model, tmp_path_factory):
         tiny_model = make_tiny_model(folder, "qwen3_moe", **EXPERTS)
     if case.is_release:
         tiny_model = make_release(tiny_model, folder / "release")
-    trainer = make(case, tiny_model, folder / "whole", [SaveAt(case.stop)])
+    trainer = make(case, tiny_model, folder / "whole", [save_at(case.stop)])
     batches, generate = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
     before = parameters(trainer)

@@ -105,7 +105,7 @@ def _sums(paths: list[Path]) -> list[str]:
 @lru_cache(maxsize=1024)
 def _sum(path: Path, size: int, written_at: int) -> str:
     """Return the CRC-32 of a file; size and time of the last write identify its content in this process."""
-    total, buffer = 0, memoryview(bytearray(_CHUNK))
+    total, buffer = 0, memoryview(bytearray(min(size, _CHUNK)))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             total = zlib.crc32(buffer[:count], total)

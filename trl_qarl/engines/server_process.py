@@ -106,7 +106,7 @@ class ServerProcess:
                 )
             if sys.stdout.isatty():
                 print(f"\rStarting a vLLM server ... {waited:.0f} s", end="", flush=True)
-            time.sleep(1.0)
+            time.sleep(0.2)
 
     def stop(self) -> None:
         """End the server and its workers, which are all of one process group."""

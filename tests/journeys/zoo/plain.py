@@ -28,10 +28,7 @@ def score_with_transformers(export, texts):
 def score_with_vllm(export, texts):
     import torch
     from vllm import LLM, SamplingParams
-    from vllm.model_executor.models import registry
 
-    # Of each class that it has not seen, vLLM asks another process.
-    registry._run_in_subprocess = lambda ask: ask()
     torch.cpu._init_amx()
     # Its INT4 kernel for CPUs has no float32.
     llm = LLM(model=export, dtype="bfloat16", max_model_len=64, enforce_eager=True, gpu_memory_utilization=0.1)

@@ -74,12 +74,9 @@ def log_probs(trainer, rows):
 def main(family: str, folder: Path, dtype: str, trained: str) -> dict:
     import torch
     from peft import LoraConfig
-    from vllm.model_executor.models import registry
 
     from trl_qarl import QaRLConfig, QaRLTrainer
 
-    # Of each class that it has not seen, vLLM asks another process.
-    registry._run_in_subprocess = lambda ask: ask()
     make_model(family, folder / "model")
     args = QaRLConfig(
         str(folder / "out"),

@@ -61,8 +61,9 @@ def dtype_of(family: str) -> str:
     return "bfloat16" if family.partition(" ")[0] in IN_BFLOAT16 | EXACT else "float32"
 
 
-def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transformers", "vllm")) -> Visit:
-    """Train a model of a family in a folder, and load its export in plain engines."""
+def visit(family: str, folder: Path, warm: dict[str, Warm], is_short: bool = False) -> Visit:
+    """Train a model of a family in a folder, an adapter, and without quantization where that is to be compared, and
+    load the export in plain engines. A short visit trains the model, and loads the export in transformers."""
     env = os.environ | ENVIRONMENT
     env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)])
 
@@ -84,10 +85,10 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transforme
         return Visit(None, log, {})
     plain = {}
     others = ["lora", *(["bf16"] if family in IN_BFLOAT16 else [])]
-    for trained in others:
+    for trained in () if is_short else others:
         other, its_log = train(trained)
         found[trained] = its_log[-2000:] if other is None else other["mismatch"]
-    for engine in engines:
+    for engine in ("transformers",) if is_short else ("transformers", "vllm"):
         code, output = run("plain", "plain.py", engine, str(folder / "all"))
         if code == 0:
             theirs = json.loads((folder / "all" / f"{engine}.json").read_text())

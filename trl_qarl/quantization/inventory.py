@@ -22,6 +22,7 @@ from .experts import (
     matrices_of_experts,
     problem_of_experts,
 )
+from .linear import is_plain
 from .names import (
     CheckpointNames,
     base_model,
@@ -241,7 +242,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "decays and step sizes of a recurrence"
         elif name in excluded:
             reasons[name] = "exclude_modules"
-        elif type(module) is not nn.Linear:
+        elif not is_plain(module):
             reasons[name] = f"{type(module).__name__} has its own forward"
         elif shapes_of(module).get("weight", module.weight.shape).numel() == 0:
             reasons[name] = "no weights"

@@ -17,6 +17,7 @@ import time
 from itertools import chain
 from typing import Any
 
+from ..models import FAMILIES, with_fact
 from ..wire.handshake import TOKEN_FILE_VARIABLE, take_token
 from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
 
@@ -31,6 +32,7 @@ _watcher: threading.Thread | None = None
 def register() -> None:
     """Register with vLLM; calling it again changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
 
@@ -45,6 +47,9 @@ def register() -> None:
         DPLBAsyncMPClient.call_utility_async = call_every_replica
     _end_with_parent()
     register_classes()
+    for architecture in with_fact("vllm_name"):
+        name = FAMILIES[architecture].vllm_name
+        ModelRegistry.models.setdefault(architecture, ModelRegistry.models[name])
     for backend, name in ((FILE_BACKEND, "FileReceiver"), (NCCL_BACKEND, "NCCLReceiver")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)

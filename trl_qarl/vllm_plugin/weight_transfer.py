@@ -54,9 +54,11 @@ from .cpu_sampling import register_sampling
 from .engine_tensors import (
     as_in_checkpoints,
     convolution_copies,
+    drop_unused_norms,
     engine_name,
     live_fingerprints,
     mappers_of_names,
+    mark_rows_by_heads,
     names_by_module,
     owned_names,
     part_name,
@@ -90,6 +92,8 @@ class AuditedReload:
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
         self._engine_name = partial(engine_name, mappers_of_names(self.model))
+        mark_rows_by_heads(self.model)
+        drop_unused_norms(self.model)
         # Names that the model's loader maps itself, such as those of experts and Granite 4's `A_log`, by the parameter
         # that they fill.
         self._found: dict[str, dict[Any, str]] = {}

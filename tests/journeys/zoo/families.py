@@ -243,6 +243,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_EIGHT,
         "num_shared_experts": 1,
         "sliding_window": 16,
+        "sliding_windows": [16, None],
         "layer_types": ["sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
     },
@@ -278,6 +279,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
         "sliding_window": 16,
         "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        # Those that releases have for vLLM.
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "layernorm_epsilon": 1e-5,
+        "rope_theta": 5e6,
+        "partial_rotary_factor": 0.5,
+        "sliding_window_size": 16,
+        "swa_rope_theta": 1e4,
+        "swa_head_dim": 64,
+        "swa_v_head_dim": 64,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "add_swa_attention_sink_bias": True,
     },
     "solar_open": {**_EXPERTS, "n_routed_experts": 8},
     "deepseek_v2": {
@@ -355,7 +373,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "olmoe": {**_EIGHT, "intermediate_size": 64},
-    "phimoe": {**_EIGHT_LOCAL},
+    "phimoe": {**_EIGHT_LOCAL, "attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {**_EIGHT, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {**_EIGHT},
     "qwen3_5_moe_text": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
@@ -374,30 +392,21 @@ IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5", "qwen3_5_moe_text", "qwen3_5
 WITHOUT_HEAD_DIM = {"falcon"}
 
 REFUSED: dict[str, str] = {
-    "axk1": "gives its dense layers a norm",
-    "dots1": "a second name",
-    "exaone_moe": "reads `sliding_windows`",
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
     "laguna": "leaves out the bias of its router",
     "longcat_flash": "interface for the computation of experts",
-    "mimo_v2_flash": "reads `hybrid_layer_pattern`",
     "minicpm3": "no name",
     "olmo_hybrid": "asks for Triton",
-    "solar_open": "a second name",
     "bamba": "only if all its layers attend",
-    "bloom": "reorders the rows",
     "deepseek_v32": "sparse attention",
-    "falcon": "FalconLinear has its own forward",
     "falcon_mamba": "selective_scan_fwd",
     "gemma3n_text": "leaves out the embeddings of each layer",
     "gpt2": "Its `Conv1D` is no linear layer",
-    "gpt_neox": "reorders the rows",
     "jamba": "selective_scan_fwd",
     "jetmoe": "interface for the computation of experts",
     "llama4_text": "interface for the computation of experts",
     "mamba": "selective_scan_fwd",
     "minimax": "only if all its layers attend",
-    "phimoe": "makes its router a plain linear layer",
     "zamba2": "names its shared blocks",
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
@@ -433,10 +442,8 @@ ADAPTED: dict[str, str] = {
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
 
-# Checkpoints of GLM fuse two matrices that vLLM's class takes one by one (models/glm.py).
 LORA_FAILS: dict[str, str] = {
-    **dict.fromkeys(("glm", "glm4"), "adapter: the learner trains one on ['gate_up_proj']"),
-    **dict.fromkeys(("gptj", "mamba2", "stablelm"), "takes no adapters"),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox", "gptj", "mamba2", "stablelm"), "takes no adapters"),
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 

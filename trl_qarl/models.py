@@ -80,6 +80,7 @@ class Family:
 
 
 _ROWS = (
+    Family("BloomForCausalLM", "bloom", vllm_values={"tie_word_embeddings": True}),
     Family(
         "ApertusForCausalLM",
         "apertus",

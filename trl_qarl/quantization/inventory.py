@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import (
@@ -25,6 +26,7 @@ from .experts import (
 from .linear import is_plain
 from .names import (
     CheckpointNames,
+    architecture,
     base_model,
     base_modules,
     base_state_dict,
@@ -101,10 +103,12 @@ class Inventory:
 
     @cached_property
     def names(self) -> CheckpointNames:
-        """Names in a checkpoint that differ from those in the model. Those of a model of text without experts do not:
-        it may come from a checkpoint of pictures and text, whose names vLLM's class of text does not know."""
-        is_plain = not has_tower(self.model) and not any(map(stacks_experts, self.modules.values()))
-        return CheckpointNames() if is_plain else find_checkpoint_names(self.model, self.modules)
+        """Names in a checkpoint that differ from those in the model. Those of a model of text without experts do not,
+        unless transformers renames tensors of its very class (GPT-NeoX): it may come from a checkpoint of pictures and
+        text, whose names vLLM's class of text does not know."""
+        is_renamed = get_checkpoint_conversion_mapping(architecture(self.model)) is not None
+        has_names = is_renamed or has_tower(self.model) or any(map(stacks_experts, self.modules.values()))
+        return find_checkpoint_names(self.model, self.modules) if has_names else CheckpointNames()
 
     @property
     def formats(self) -> dict[str, tuple[QuantScheme, int | None]]:

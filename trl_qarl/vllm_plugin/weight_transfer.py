@@ -107,8 +107,12 @@ class AuditedReload:
         self._addresses: Addresses | None = None
         # Read before a reload, which may be left unfinished, moves the tables to the meta device.
         self.rotations = rotations(self.model)
-        # Persistent buffers, which checkpoints may hold.
-        self._buffers = self.model.state_dict().keys() - dict(self.model.named_parameters()).keys()
+        # Names of persistent buffers, which checkpoints may hold, and further names of parameters, each with the first
+        # name of its tensor: in vLLM's Transformers backend a block and its experts have the same router.
+        state, first = self.model.state_dict(keep_vars=True), {}
+        for name, tensor in state.items():
+            first.setdefault(id(tensor), name)
+        self._first_names = {name: first[id(state[name])] for name in state.keys() - dict(self.model.named_parameters())}
         # Buffers with random values from dummy loading.
         self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":
@@ -200,8 +204,8 @@ class AuditedReload:
         `layer_scalar`, and parameters such as GLM's `gate_up_proj`, whose checkpoints hold the fused matrix that
         vLLM's mapping of packed modules splits."""
         for name in names:
-            if name in self._buffers:
-                self._owned[name] = [name]
+            if name in self._first_names:
+                self._owned[self._first_names[name]] = [name]
             if (parts := self._owned.get(name, [name])) != [name]:
                 if self._read_when_loaded.issuperset(parts):
                     self._read_when_loaded.add(name)
@@ -412,7 +416,8 @@ class AuditedReload:
             self._received[own_name] = name, tensor.shape
             if own_name in sources:
                 kept[own_name] = tensor
-            self._unknown = None if own_name in self._owned or own_name in self._parts else own_name
+            is_known = own_name in self._owned or own_name in self._parts or own_name in self._first_names
+            self._unknown = None if is_known else own_name
             if EACH not in name:
                 yield name, tensor
                 continue

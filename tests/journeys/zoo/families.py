@@ -47,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
     "cwm": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 2},
+    "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 2, "tie_word_embeddings": True},
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 64, "num_hidden_layers": 4},
     "ernie4_5": {},
@@ -373,7 +373,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "olmoe": {**_EIGHT, "intermediate_size": 64},
-    "phimoe": {**_EIGHT_LOCAL, "attention_bias": True, "lm_head_bias": True},
+    "phimoe": {**_EIGHT_LOCAL, "attention_bias": True, "lm_head_bias": True, "router_aux_loss_coef": 0.0},
     "qwen2_moe": {**_EIGHT, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {**_EIGHT},
     "qwen3_5_moe_text": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
@@ -425,8 +425,9 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,
     ("nemotron_h moe", "vllm"): _SIZES,
-    # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have (modeling_mamba2.py).
-    ("mamba2", "transformers"): "weight",
+    # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have (modeling_falcon.py and
+    # modeling_mamba2.py).
+    **dict.fromkeys((("falcon", "transformers"), ("mamba2", "transformers")), "weight"),
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
     ("gpt_oss", "transformers"): "random values",
@@ -443,7 +444,9 @@ ADAPTED: dict[str, str] = {
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
 
 LORA_FAILS: dict[str, str] = {
-    **dict.fromkeys(("bloom", "falcon", "gpt_neox", "gptj", "mamba2", "stablelm"), "takes no adapters"),
+    **dict.fromkeys(
+        ("bloom", "falcon", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"), "takes no adapters"
+    ),
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 
@@ -456,7 +459,7 @@ NOTES: dict[str, str] = {
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(
-        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "phimoe"),
         "`router_aux_loss_coef=0`",
     ),
     "phi3 long": "sequences within `original_max_position_embeddings`",

@@ -64,7 +64,7 @@ def dtype_of(family: str) -> str:
 def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transformers", "vllm")) -> Visit:
     """Train a model of a family in a folder, and load its export in plain engines."""
     env = os.environ | ENVIRONMENT
-    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)])
+    env["PYTHONPATH"] = os.pathsep.join(map(str, [FOLDER, JOURNEYS, JOURNEYS.parent, ROOT]))
 
     def run(kind: str, script: str, *options: str) -> tuple[int, str]:
         log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")

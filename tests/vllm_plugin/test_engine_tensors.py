@@ -14,7 +14,7 @@ from vllm.model_executor.models.falcon import FalconAttention, FalconModel
 from vllm.model_executor.models.gpt_neox import GPTNeoXAttention, GPTNeoXModel
 from vllm.model_executor.models.utils import WeightsMapper
 
-from trl_qarl.vllm_plugin import worker  # noqa: F401
+from trl_qarl.vllm_plugin import corrected_models  # noqa: F401
 from trl_qarl.vllm_plugin.engine_tensors import (
     as_in_checkpoints,
     convolution_copies,

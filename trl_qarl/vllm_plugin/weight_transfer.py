@@ -112,7 +112,9 @@ class AuditedReload:
         state, first = self.model.state_dict(keep_vars=True), {}
         for name, tensor in state.items():
             first.setdefault(id(tensor), name)
-        self._first_names = {name: first[id(state[name])] for name in state.keys() - dict(self.model.named_parameters())}
+        self._first_names = {
+            name: first[id(state[name])] for name in state.keys() - dict(self.model.named_parameters())
+        }
         # Buffers with random values from dummy loading.
         self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":

@@ -9,8 +9,6 @@ import vllm
 from vllm import ir
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import meta
-from vllm.model_executor.models.bloom import BloomModel
-from vllm.model_executor.models.gpt_neox import GPTNeoXModel
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.processor import cached_processor_from_config
@@ -30,22 +28,6 @@ for _sinks in ("sinks", "attention_sink_bias"):
     meta.SKIP_LOAD_TENSORS.add(_sinks)
     meta.SKIP_TENSORS.add(_sinks)
 
-
-def _keeping_shapes(reorder: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(reorder)
-    def reorder_rows(self, weights):
-        for name, tensor in weights:
-            if name.endswith("weight_shape"):
-                yield name, tensor
-            else:
-                yield from reorder(self, [(name, tensor)])
-
-    return reorder_rows
-
-
-# Their loaders reorder the rows of all tensors of a layer by heads, also the two numbers of `weight_shape`.
-for _model in (BloomModel, GPTNeoXModel):
-    _model._repack_qkv = _keeping_shapes(_model._repack_qkv)
 
 logger = logging.getLogger(__name__)
 

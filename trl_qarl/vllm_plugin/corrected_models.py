@@ -1,0 +1,43 @@
+"""
+Classes of vLLM 0.31 that compute another function than transformers', or cannot load a low-bit layer, put right where
+they differ. vLLM's registry names this module, which is imported when an engine needs one of them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.models import bloom, gpt_neox, phimoe
+
+
+BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
+
+
+class PhimoeForCausalLM(phimoe.PhiMoEForCausalLM):
+    """vLLM's class, which leaves out the bias of the output head (models/phimoe.py)."""
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
+
+
+def _without_shapes(reorder: Callable[..., Iterable[tuple[str, torch.Tensor]]]) -> Callable[..., Any]:
+    """Decorate a loader's function that reorders the rows of a layer's tensors by heads, to leave alone the two
+    numbers of `weight_shape`, which have no rows."""
+
+    @wraps(reorder)
+    def reorder_rows(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name.endswith("weight_shape"):
+                yield name, tensor
+            else:
+                yield from reorder(model, [(name, tensor)])
+
+    return reorder_rows
+
+
+for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
+    _model._repack_qkv = _without_shapes(_model._repack_qkv)
+# The activation of BLOOM has a hyperbolic tangent; vLLM takes the error function.
+bloom.get_act_fn = lambda name: get_act_fn({"gelu": "gelu_pytorch_tanh"}[name])

@@ -96,12 +96,6 @@ _ROWS = (
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
     Family("Gemma4ForConditionalGeneration", "gemma4", has_compared_pictures=True),
-    Family(
-        "Gemma3nForCausalLM",
-        "gemma3n_text",
-        problem_with_vllm="vLLM 0.31's class of text leaves out the embeddings of each layer (models/gemma3n.py: nothing but "
-        "`gemma3n_mm.py` calls `get_per_layer_input_embeddings`), so its log-probs are 0.4 nats from transformers' in a tiny model",
-    ),
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family("GPTJForCausalLM", "gptj", shares_head=False),

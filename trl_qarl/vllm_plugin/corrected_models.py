@@ -9,10 +9,22 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.models import bloom, gpt_neox, phimoe
+from vllm.model_executor.models import bloom, gemma3n, gpt_neox, phimoe
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
+
+
+class Gemma3nForCausalLM(gemma3n.Gemma3nForCausalLM):
+    """vLLM's class of text, which leaves out the embeddings of each layer that the class of pictures and text passes
+    (models/gemma3n.py, models/gemma3n_mm.py)."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs.get("per_layer_inputs") is None:
+            of_layers = self.model.get_per_layer_input_embeddings(input_ids)
+            shape = self.config.num_hidden_layers, self.config.hidden_size_per_layer_input
+            kwargs["per_layer_inputs"] = of_layers.unflatten(-1, shape)
+        return super().forward(input_ids, positions, **kwargs)
 
 
 class PhimoeForCausalLM(phimoe.PhiMoEForCausalLM):

@@ -400,7 +400,6 @@ REFUSED: dict[str, str] = {
     "bamba": "only if all its layers attend",
     "deepseek_v32": "sparse attention",
     "falcon_mamba": "selective_scan_fwd",
-    "gemma3n_text": "leaves out the embeddings of each layer",
     "gpt2": "Its `Conv1D` is no linear layer",
     "jamba": "selective_scan_fwd",
     "jetmoe": "interface for the computation of experts",

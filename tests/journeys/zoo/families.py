@@ -419,6 +419,8 @@ _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
     **{(family, "vllm"): "No WNA16 MoE backend" for family in _MIXTURES},
+    # Their loaders reorder `weight_shape` by heads.
+    **dict.fromkeys((("bloom", "vllm"), ("gpt_neox", "vllm")), "is invalid for input of size 2"),
     ("falcon_h1", "vllm"): _SIZES,
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
@@ -455,6 +457,8 @@ LOOSE = {"glm4_moe_lite": 3e-5, "nemotron_h": 1e-4, "nemotron_h moe": 1e-4}
 step sizes of Nemotron-H."""
 
 NOTES: dict[str, str] = {
+    "exaone_moe": "`sliding_windows` in its config.json",
+    "mimo_v2_flash": "vLLM's fields in its config.json",
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(

@@ -7,6 +7,7 @@ visit of all.
 
 import json
 import os
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -98,7 +99,9 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transforme
             ]
             plain[engine] = sum(differences) / len(differences)
         else:
-            plain[engine] = output.strip().splitlines()[-1]
+            lines = output.strip().splitlines()
+            # Progress bars may end after the error.
+            plain[engine] = next((line for line in reversed(lines) if re.match(r"[\w.]+Error: ", line)), lines[-1])
     return Visit(found, log, plain)
 
 

@@ -52,6 +52,8 @@ class Family:
     - `vllm_fields`: fields of a `config.json` that vLLM's class reads, and transformers' configuration does not have
       unless the file does.
     - `vllm_values`: values of its configuration that vLLM's class has, whatever the configuration says.
+    - `problem_of_plain_vllm`: what vLLM's class leaves out where this package is not installed next to it
+      ([`trl_qarl.vllm_plugin.corrected_models`]).
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
     - `problem_on_cpu`: the reason why vLLM cannot run it on a CPU, where rules do not tell.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
@@ -70,6 +72,7 @@ class Family:
     vllm_name: str | None = None
     vllm_fields: tuple[str, ...] = ()
     vllm_values: Mapping[str, Any] = field(default_factory=dict)
+    problem_of_plain_vllm: str | None = None
     problem_with_vllm: str | None = None
     problem_on_cpu: str | None = None
     problem_of_float32: str | None = None
@@ -96,6 +99,11 @@ _ROWS = (
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
     Family("Gemma4ForConditionalGeneration", "gemma4", has_compared_pictures=True),
+    Family(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        problem_of_plain_vllm="the embeddings of each layer (models/gemma3n.py)",
+    ),
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
@@ -147,6 +155,7 @@ _ROWS = (
         "PhimoeForCausalLM",
         "phimoe",
         vllm_name="PhiMoEForCausalLM",
+        problem_of_plain_vllm="the bias of the output head (models/phimoe.py)",
         vllm_values={
             "attention_bias": True,
             "lm_head_bias": True,

@@ -8,8 +8,9 @@ from functools import wraps
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.models import bloom, gemma3n, gpt_neox, phimoe
+from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, phimoe
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
@@ -25,6 +26,16 @@ class Gemma3nForCausalLM(gemma3n.Gemma3nForCausalLM):
             shape = self.config.num_hidden_layers, self.config.hidden_size_per_layer_input
             kwargs["per_layer_inputs"] = of_layers.unflatten(-1, shape)
         return super().forward(input_ids, positions, **kwargs)
+
+
+class Glm4MoeLiteForCausalLM(glm4_moe_lite.Glm4MoeLiteForCausalLM):
+    """vLLM's class, whose norms of latents add `rms_norm_eps`, where those of transformers always add 1e-6."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for name, module in self.named_modules():
+            if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                module.variance_epsilon = 1e-6
 
 
 class PhimoeForCausalLM(phimoe.PhiMoEForCausalLM):

@@ -72,7 +72,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "laurel_rank": 32,
         "intermediate_size": [256] * 4,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        # The few activations that releases keep, 5%, would be 12 here, whose norm enlarges rounding.
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
     "gemma4_text": {
         "tie_word_embeddings": True,
@@ -438,6 +439,9 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
 
+OTHERWISE = {("gemma3n_text", "vllm")}
+"""Families that a plain engine loads and computes otherwise, for which an export warns."""
+
 ADAPTED: dict[str, str] = {
     **dict.fromkeys(_MIXTURES, r".*(self_attn|linear_attn)\.\w*proj\w*"),
     **dict.fromkeys(WITH_TOWER, r".*(language_model|text_model)\.layers\..*_proj"),
@@ -446,13 +450,13 @@ ADAPTED: dict[str, str] = {
 
 LORA_FAILS: dict[str, str] = {
     **dict.fromkeys(
-        ("bloom", "falcon", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"), "takes no adapters"
+        ("bloom", "falcon", "gemma3n_text", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"),
+        "takes no adapters",
     ),
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 
-# The norms of GLM's latent attention add 1e-6 in transformers and `rms_norm_eps`, 1e-5, in vLLM.
-LOOSE = {"glm4_moe_lite": 3e-5, "nemotron_h": 1e-4, "nemotron_h moe": 1e-4}
+LOOSE = {"nemotron_h": 1e-4, "nemotron_h moe": 1e-4}
 """Limits of families whose operations enlarge rounding, such as a squared ReLU, or differ: transformers limits the
 step sizes of Nemotron-H."""
 
@@ -460,7 +464,6 @@ NOTES: dict[str, str] = {
     "exaone_moe": "`sliding_windows` in its config.json",
     "mimo_v2_flash": "vLLM's fields in its config.json",
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
-    "glm4_moe_lite": "latent norms add `rms_norm_eps` in vLLM, 1e-6 in transformers",
     **dict.fromkeys(
         ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "phimoe"),
         "`router_aux_loss_coef=0`",

@@ -449,7 +449,7 @@ ADAPTED: dict[str, str] = {
 
 LORA_FAILS: dict[str, str] = {
     **dict.fromkeys(
-        ("bloom", "falcon", "gemma3n_text", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"),
+        ("bloom", "cohere2_moe", "falcon", "gemma3n_text", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"),
         "takes no adapters",
     ),
 }

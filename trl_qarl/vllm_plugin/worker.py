@@ -23,9 +23,10 @@ from .lora import describe_lora, serve_adapter
 # vLLM reloads a layer into copies in checkpoint format, except for biases, which Marlin permutes and pads in new
 # memory. Set here, because vLLM imports this module in each worker before it makes the model.
 meta.SKIP_TENSORS.discard("bias")
-# gpt-oss' loader copies them into the parameter, without the loader that a reload watches.
-meta.SKIP_LOAD_TENSORS.add("sinks")
-meta.SKIP_TENSORS.add("sinks")
+# gpt-oss' and MiMo-V2's loaders copy them into the parameter, without the loader that a reload watches.
+for _sinks in ("sinks", "attention_sink_bias"):
+    meta.SKIP_LOAD_TENSORS.add(_sinks)
+    meta.SKIP_TENSORS.add(_sinks)
 
 
 logger = logging.getLogger(__name__)

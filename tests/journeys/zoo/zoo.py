@@ -7,6 +7,7 @@ visit of all.
 
 import json
 import os
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], is_short: bool = Fal
     """Train a model of a family in a folder, an adapter, and without quantization where that is to be compared, and
     load the export in plain engines. A short visit trains the model, and loads the export in transformers."""
     env = os.environ | ENVIRONMENT
-    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)])
+    env["PYTHONPATH"] = os.pathsep.join(map(str, [FOLDER, JOURNEYS, JOURNEYS.parent, ROOT]))
 
     def run(kind: str, script: str, *options: str) -> tuple[int, str]:
         log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")
@@ -99,7 +100,9 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], is_short: bool = Fal
             ]
             plain[engine] = sum(differences) / len(differences)
         else:
-            plain[engine] = output.strip().splitlines()[-1]
+            lines = output.strip().splitlines()
+            # Progress bars may end after the error.
+            plain[engine] = next((line for line in reversed(lines) if re.match(r"[\w.]+Error: ", line)), lines[-1])
     return Visit(found, log, plain)
 
 

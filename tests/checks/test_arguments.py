@@ -64,6 +64,13 @@ def test_a_weight_for_each_reward_is_required_before_loading(tmp_path, monkeypat
         QaRLTrainer("anything", spread, args, make_problems())
 
 
+def test_sleep_on_a_cpu_is_refused_before_loading(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_qarl.trainer.policy.Policy.load", None)
+    args = arguments(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True)
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only"):
+        QaRLTrainer(tiny_model, spread, args, make_problems())
+
+
 def with_pictures(name="image"):
     return make_problems().add_column(name, [None] * 16)
 

@@ -1,17 +1,32 @@
 """Everything that is wrong is said at once, before a model is loaded or changed."""
 
 import json
+import re
 import shutil
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from accelerate.commands.launch import launch_command_parser
+from datasets import Dataset, IterableDataset
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
 
 from testing_utils import make_problems, make_tiny_model, spread
-from testing_utils.trainings import arguments, lora
+from testing_utils.trainings import arguments, lora, make
 from trl_qarl.checkpoint import marker
-from trl_qarl.checks.arguments import warn_of_length
+from trl_qarl.checks.arguments import check_tokens, problems_of_prompts, warn_of_length
 from trl_qarl.checks.problems import Problems
 from trl_qarl.cli import main
 from trl_qarl.scripts import train
@@ -63,7 +78,12 @@ def test_options_set_after_the_configuration_are_judged(tiny_model, tmp_path, no
 
 @pytest.mark.parametrize(
     ("folder", "text"),
-    [("file", "file is a file"), ("file/out", "file is a file"), ("model", "is the folder of the model")],
+    [
+        ("file", "file is a file"),
+        ("file/out", "file is a file"),
+        ("model", "is the folder of the model"),
+        pytest.param("x" * 300, "cannot be a folder: [Errno 36] File name too long", id="long"),
+    ],
 )
 def test_a_folder_that_cannot_be_the_output_is_named(tiny_model, tmp_path, not_loaded, folder, text):
     (tmp_path / "file").touch()
@@ -99,6 +119,129 @@ def test_models_of_another_kind_are_named(tiny_model, tmp_path, not_loaded, clas
     ]
 
 
+def loaded(tiny_model, cls=AutoModelForCausalLM):
+    return cls.from_pretrained(tiny_model)
+
+
+def on_meta(tiny_model):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            partial(loaded, cls=AutoModelForSequenceClassification),
+            "a Qwen2ForSequenceClassification, which generates no",
+        ),
+        (partial(loaded, cls=AutoModel), "The model is a Qwen2Model, which generates no text"),
+        (
+            lambda _: T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1)),
+            "whose decoder reads an encoder",
+        ),
+        (lambda _: torch.nn.Linear(4, 4), "The model is a Linear, which generates no text"),
+        (on_meta, "The model is on the meta device, without weights"),
+        (lambda path: loaded(path).requires_grad_(False), "Nothing of the model is trainable"),
+        (AutoConfig.from_pretrained, "`model` is of type Qwen2Config. Give a causal language model"),
+        (lambda _: Qwen2ForCausalLM, "`model` is of type type"),
+        (lambda _: None, "`model` is of type NoneType"),
+        (lambda _: "", "`model` is empty"),
+        (lambda _: "~/nowhere", "The model '~/nowhere' is not a folder"),
+        (lambda path: f"{path}/config.json", "config.json' is not a folder"),
+    ],
+    ids=[
+        "classifier",
+        "headless",
+        "T5",
+        "Linear",
+        "meta",
+        "frozen",
+        "config",
+        "class",
+        "none",
+        "empty",
+        "home",
+        "file",
+    ],
+)
+def test_what_is_no_causal_language_model_is_named(tiny_model, tmp_path, not_loaded, model, text):
+    (found,) = problems(model(tiny_model), spread, arguments(tmp_path), make_problems())
+    assert text in found
+    # Also without a configuration, which would be named after the model.
+    with pytest.raises(Problems, match=re.escape(text)):
+        QaRLTrainer(model(tiny_model), spread, train_dataset=make_problems())
+
+
+def test_paths_are_taken_for_models_and_reward_models(tiny_model, classifier, tmp_path):
+    for model, rewards in ((Path(tiny_model), Path(classifier)), (tiny_model, (spread, Path(classifier)))):
+        with pytest.raises(LookupError, match="loads the policy"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Policy, "load", load_nothing)
+            QaRLTrainer(model, rewards, arguments(tmp_path / "out"), make_problems())
+
+
+def load_nothing(self, name, **kwargs):
+    assert type(name) is str
+    raise LookupError("loads the policy")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": "fp32"}, "dtype='fp32' is unknown. Choose one of ['float32', 'auto']"),
+        ({"torch_dtype": torch.bfloat16}, "The masters are bfloat16"),
+        ({"attn_implementation": "nope"}, "attn_implementation='nope': Specified"),
+    ],
+    ids=str,
+)
+def test_options_of_loading_are_judged_before_it(tiny_model, tmp_path, not_loaded, options, text):
+    (found,) = problems(tiny_model, spread, arguments(tmp_path, model_init_kwargs=options), make_problems())
+    assert text in found
+
+
+def test_an_unknown_option_of_loading_is_named(tiny_model, tmp_path):
+    args = arguments(tmp_path, model_init_kwargs={"attn_implementaton": "eager"})
+    with pytest.raises(ValueError, match="`model_init_kwargs`: .* unexpected keyword argument 'attn_implementaton'"):
+        QaRLTrainer(tiny_model, spread, args, make_problems())
+
+
+def test_what_is_no_tokenizer_is_named(tiny_model, tmp_path, not_loaded):
+    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), processing_class=tiny_model)
+    assert found.startswith("`processing_class` is of type str. Give a tokenizer")
+
+
+def test_a_tokenizer_without_an_end_is_named(tiny_model, tmp_path, not_loaded):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, eos_token=None)
+    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), processing_class=tokenizer)
+    assert found.startswith("The tokenizer has no end token")
+
+
+def test_a_token_without_an_embedding_is_named(tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens(["<new>"])
+    args, data = arguments(tmp_path), Dataset.from_dict({"prompt": ["1 <new>"] * 16})
+    trainer = QaRLTrainer(tiny_model, spread, args, data, processing_class=tokenizer)
+    with pytest.raises(
+        ValueError, match="Prompt 0 of a batch has the token '<new>' .260., and the model has embeddings of 260"
+    ):
+        trainer.train()
+    check_tokens([[1, 300], []], tokenizer, 260, {300})
+
+
+def test_a_base_that_is_gone_is_named(tiny_model, tmp_path, not_loaded):
+    peft = pytest.importorskip("peft")
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    folder = str(tmp_path / "adapter")
+    peft.get_peft_model(loaded(str(base)), lora()).save_pretrained(folder)
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    (found,) = problems(folder, spread, arguments(tmp_path / "out"), make_problems())
+    assert found.startswith(f"{base} has no tokenizer")
+    shutil.rmtree(base)
+    (found,) = problems(folder, spread, arguments(tmp_path / "out"), make_problems())
+    assert found.startswith(f"The base '{base}' of the adapter '{folder}' is not a folder")
+
+
 def test_messages_without_a_template_are_named(tiny_model, tmp_path, not_loaded):
     plain = AutoTokenizer.from_pretrained(tiny_model)
     plain.chat_template = None
@@ -121,6 +264,46 @@ def test_sequences_beyond_the_context_are_logged_once(tiny_model, tmp_path, capl
     assert longest == len(prompts[-1]) and caplog.text.count("are more than the model's context of 512 tokens") == 1
 
 
+CHAT = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 16, "solution": [2] * 16})
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (make_problems().with_format("arrow"), "arrow"),
+        (make_problems().to_iterable_dataset().with_format("arrow"), "arrow"),
+        (CHAT.with_format("numpy"), "numpy"),
+        (CHAT.with_format("pandas"), "pandas"),
+        (CHAT.with_format("torch", columns=["solution"]), "torch"),
+    ],
+    ids=["table", "stream of tables", "arrays", "frames", "without the column"],
+)
+def test_a_format_without_prompts_is_named(tiny_model, tmp_path, not_loaded, data, kind):
+    for name, datasets in (("training", (data, None)), ("evaluation", (make_problems(), {"a": data}))):
+        (found,) = problems(tiny_model, spread, arguments(tmp_path), *datasets)
+        assert found.startswith(f"The {name} dataset has the format {kind!r}, in which no prompt is")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(make_problems().with_format(kind) for kind in ("numpy", "torch", "pandas")),
+        CHAT.with_format("torch"),
+        CHAT.with_transform(lambda rows: rows),
+        make_problems().to_iterable_dataset().with_format("numpy"),
+    ],
+    ids=["numpy", "torch", "pandas", "messages in torch", "transform", "stream"],
+)
+def test_a_format_with_prompts_is_taken(data):
+    assert [*problems_of_prompts(data, "training")] == []
+
+
+def test_a_row_of_a_format_is_named_too():
+    data = Dataset.from_dict({"prompt": ["1", None]}).with_format("torch")
+    (found,) = problems_of_prompts(data, "training")
+    assert found.startswith("Row 1 of the training dataset has the prompt None")
+
+
 def test_schedules_without_their_options_are_named(tmp_path):
     with pytest.raises(Problems, match="lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs=.*min_lr"):
         arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr")
@@ -136,7 +319,11 @@ def test_layers_dataset_and_rewards_are_judged_before_loading(tiny_model, tmp_pa
 
 @pytest.mark.parametrize(
     ("targets", "text"),
-    [(["no_such_layer"], "Target modules"), (["q_proj", "lm_head"], "target_modules names 'lm_head'")],
+    [
+        (["no_such_layer"], "Target modules"),
+        (["q_proj", "lm_head"], "target_modules names 'lm_head'"),
+        ("*bad(", "nothing to repeat"),
+    ],
 )
 def test_targets_of_an_adapter_are_judged_before_loading(tiny_model, tmp_path, not_loaded, targets, text):
     (found,) = problems(
@@ -211,6 +398,138 @@ def test_what_is_no_reward_is_named_before_loading(tiny_model, tmp_path, not_loa
     assert text in found
 
 
+def needs_answer(completions, answer, **kwargs):
+    return [1.0] * len(completions)
+
+
+ANSWERED = make_problems().add_column("answer", ["1"] * 16)
+QUESTIONS = make_problems().rename_column("prompt", "question")
+WITH_TRANSFORM = QUESTIONS.with_transform(lambda rows: {"prompt": rows["question"]})
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "text"),
+    [
+        (
+            make_problems(),
+            "'needs_answer' cannot be called: missing a required argument: 'answer'.*evaluation dataset",
+        ),
+        ({"a": ANSWERED, "b": make_problems()}, "among them the columns of the evaluation dataset"),
+        (QUESTIONS.add_column("answer", ["1"] * 16), "The evaluation dataset needs a `prompt` column, got"),
+        ("test", "`eval_dataset` is the text 'test'. Give a dataset"),
+        (None, "asks for an evaluation, and there is no `eval_dataset`"),
+    ],
+    ids=["columns", "one of several", "no prompts", "text", "none"],
+)
+def test_an_evaluation_that_cannot_run_is_named_first(tiny_model, tmp_path, not_loaded, evaluation, text):
+    args = arguments(tmp_path, eval_strategy="steps")
+    (found,) = problems(tiny_model, needs_answer, args, ANSWERED, evaluation)
+    assert re.search(text, found)
+
+
+def test_columns_of_an_evaluation_are_judged_as_it_begins(tiny_model, tmp_path):
+    """A training that does not evaluate does not read them."""
+    trainer = make(tiny_model, tmp_path, needs_answer, ANSWERED, eval_dataset=QUESTIONS)
+    with pytest.raises(Problems, match="The evaluation dataset needs a `prompt` column"):
+        trainer.evaluate(QUESTIONS)
+    with pytest.raises(Problems, match="'needs_answer' cannot be called"):
+        trainer.evaluate({"a": make_problems(2)})
+    assert "eval_a_loss" in trainer.evaluate({"a": ANSWERED.select([0])})
+
+
+def test_columns_that_only_rows_tell_are_judged_there(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path / "out", train_dataset=WITH_TRANSFORM, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    stream = IterableDataset.from_generator(lambda: iter([{"question": "1"}] * 16))
+    with pytest.raises(ValueError, match=r"Row 0 of a batch has no `prompt`, only \['question'\]. Rename"):
+        make(tiny_model, tmp_path / "out", train_dataset=stream, max_steps=1).train()
+
+
+def test_a_stream_without_a_number_of_updates_is_named(tiny_model, tmp_path, not_loaded):
+    args = arguments(tmp_path, max_steps=-1)
+    (found,) = problems(tiny_model, spread, args, make_problems().to_iterable_dataset())
+    assert found.startswith("max_steps=-1 with a streamed dataset")
+
+
+def test_an_optimizer_that_cannot_be_made_is_named(tiny_model, tmp_path, not_loaded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "schedulefree", None)
+    for options in ({"optim": "schedule_free_adamw"}, {"optim": "adamw_torch", "optim_args": "betas"}):
+        (found,) = problems(tiny_model, spread, arguments(tmp_path, **options), make_problems())
+        assert found.startswith(f"optim={options['optim']!r}, optim_args=") and "cannot be made: " in found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("callbacks", TrainerCallback()),
+        ("callbacks", [print]),
+        ("tools", print),
+        ("tools", [3]),
+        ("rollout_func", 3),
+        ("environment_factory", {"a": object()}),
+    ],
+    ids=["callback", "no callback", "tool", "no tool", "rollout", "environment"],
+)
+def test_what_cannot_be_called_is_named(tiny_model, tmp_path, not_loaded, name, value):
+    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), **{name: value})
+    assert found.startswith(f"`{name}` is {value!r}")
+
+
+def test_a_rollout_without_the_trainer_is_named(tiny_model, tmp_path, not_loaded):
+    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), rollout_func=lambda prompts: {})
+    assert found.startswith("`rollout_func` cannot be called: too many positional arguments")
+
+
+def own(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "optimizers", "text"),
+    [
+        ("name", lambda model: (own(model), None), "the model is yet to be loaded"),
+        ("model", lambda model: (own(torch.nn.Linear(1, 1)), None), "of another model's parameters"),
+        ("adapter", lambda model: (own(model), None), "the model is yet to get the adapter of `peft_config`"),
+        ("model", lambda model: (torch.optim.SGD, None), "which is no optimizer. Make one"),
+        ("model", own, "`optimizers` is of type SGD. Give a pair"),
+        ("model", lambda model: None, "`optimizers` is of type NoneType. Give a pair"),
+    ],
+    ids=["name", "other model", "adapter", "class", "alone", "none"],
+)
+def test_an_optimizer_of_other_parameters_is_named(tiny_model, tmp_path, not_loaded, given, optimizers, text):
+    model = loaded(tiny_model)
+    options = {"optimizers": optimizers(model), "peft_config": lora() if given == "adapter" else None}
+    policy = tiny_model if given == "name" else model
+    (found,) = problems(policy, spread, arguments(tmp_path), make_problems(), **options)
+    assert text in found
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "text"),
+    [
+        (loaded, {}, "The reward model is a Qwen2ForCausalLM, which has no head for scores"),
+        (lambda _: torch.nn.Linear(3, 3), {}, "The reward model is a Linear, which has no head for scores"),
+        (lambda _: "accuracy_reward", {}, "Give the function: `from trl.rewards import accuracy_reward`"),
+        (lambda _: [spread, spread], {"reward_processing_classes": [None]}, "has 1 elements, and there are 2 reward"),
+    ],
+    ids=["language model", "layer", "name of a function", "tokenizers"],
+)
+def test_rewards_that_cannot_be_asked_are_named(tiny_model, tmp_path, not_loaded, reward, options, text):
+    (found,) = problems(tiny_model, reward(tiny_model), arguments(tmp_path), make_problems(), **options)
+    assert text in found
+
+
+def test_a_reward_model_without_a_tokenizer_is_named(tiny_model, classifier, tmp_path, not_loaded):
+    for file in Path(classifier).glob("tokenizer*"):
+        file.unlink()
+    args, given = arguments(tmp_path / "out"), {"reward_processing_classes": AutoTokenizer.from_pretrained(tiny_model)}
+    (found,) = problems(tiny_model, classifier, args, make_problems())
+    assert found.startswith(f"{classifier} has no tokenizer") and "`reward_processing_classes`" in found
+    with pytest.raises(pytest.fail.Exception, match="loaded"):
+        QaRLTrainer(tiny_model, classifier, args, make_problems(), **given)
+
+
 @pytest.fixture
 def bad_inputs(train_argv, tmp_path, monkeypatch):
     """A command whose dataset has no prompts, and whose rewards cannot be imported."""
@@ -233,6 +552,56 @@ def test_the_command_names_unread_options_and_content_at_once(bad_inputs, capsys
     lines = [line.removeprefix("- ") for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
     assert len(lines) == 3 and "'int3'" in lines[0]
     assert [line.startswith(start) for line, start in zip(lines[1:], STARTS, strict=True)] == [True] * 2, lines
+
+
+def test_the_training_process_says_why_a_file_cannot_be_read(bad_inputs, not_loaded, capsys):
+    Path("rows.jsonl").write_text('{"prompt": "1"}\n{"prompt" 2}\n')
+    with pytest.raises(SystemExit, match="2"):
+        train.main(*train.make_parser().parse_args_and_config(bad_inputs, fail_with_unknown_args=False))
+    assert re.search("--dataset_name='rows.jsonl' cannot be read: .*: .*JSON", capsys.readouterr().err)
+
+
+def read(tmp_path, argv, text):
+    """Options of a command with this YAML file."""
+    (tmp_path / "run.yaml").write_text(text)
+    known = ["--config", str(tmp_path / "run.yaml"), *argv]
+    return train.read_options(known, train.make_parser(), launch_command_parser())
+
+
+def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = train_argv.index("--dataset_name")
+    (tmp_path / "2024").symlink_to(train_argv[place + 1])
+    argv = [*train_argv[:place], *train_argv[place + 2 :]]
+    text = "dataset_name: 2024\nlearning-rate: 0.5\nnum-processes: 1\neval_strategy: no\nsave_strategy: no\n"
+    (script_args, args, *_), launch, _ = read(tmp_path, argv, text)
+    assert (script_args.dataset_name, args.learning_rate, launch) == ("2024", 0.5, ["--num_processes", "1"])
+    assert (args.eval_strategy, args.save_strategy) == ("no", "no")
+
+
+@pytest.mark.parametrize(
+    ("mixture", "text"),
+    [
+        ("[{path: json, data_filez: a}]", "`datasets` got an unexpected keyword argument 'data_filez'"),
+        ("[{name: json}]", "`datasets` missing 1 required positional argument: 'path'"),
+        ("a.jsonl", "not iterable"),
+    ],
+    ids=["unknown", "missing", "text"],
+)
+def test_a_malformed_mixture_is_named(train_argv, tmp_path, mixture, text):
+    place = train_argv.index("--dataset_name")
+    argv = [*train_argv[:place], *train_argv[place + 2 :]]
+    with pytest.raises(Problems, match=text):
+        read(tmp_path, argv, f"datasets: {mixture}\n")
+
+
+def test_a_file_with_brackets_in_its_name_is_read(train_argv, tmp_path, monkeypatch):
+    (tmp_path / "rows[1].jsonl").write_text('{"prompt": "1"}\n' * 8)
+    parsed = train.make_parser().parse_args_and_config(
+        [*train_argv, "--dataset_name", str(tmp_path / "rows[1].jsonl")]
+    )
+    *_, rows, _, problems = train._read_inputs(parsed[0], parsed[1], parsed[3])
+    assert len(rows) == 8 and problems == []
 
 
 def test_the_training_process_names_content_and_layers_at_once(bad_inputs, not_loaded, capsys):

@@ -18,7 +18,10 @@ REFUSED = [
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
     ({"steps_per_generation": 0}, "steps_per_generation=0 must be at least 1"),
     ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
-    ({"learning_rate": "1e-3"}, "learning_rate='1e-3' is of type str, and must be float. Write it without quotes."),
+    (
+        {"learning_rate": "1e-3"},
+        "learning_rate='1e-3' is of type str, and must be float. Write it without quotes, and in YAML with a point, as 1.0e-03.",
+    ),
     ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be at least 0"),
     ({"learning_rate": INF}, "learning_rate=inf must be finite"),
     ({"output_dir": ""}, "output_dir='' is empty. Name the folder"),

@@ -2,18 +2,18 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_problems, make_tiny_model, spread
+from testing_utils import make_problems, make_tiny_model, refused, spread
 from testing_utils.trainings import arguments, lora
 from trl_qarl.checkpoint import marker
 from trl_qarl.checks.arguments import warn_of_length
 from trl_qarl.checks.problems import Problems
-from trl_qarl.cli import main
 from trl_qarl.scripts import train
 from trl_qarl.trainer.policy import Policy
 from trl_qarl.trainer.qarl_trainer import QaRLTrainer
@@ -59,17 +59,6 @@ def test_options_set_after_the_configuration_are_judged(tiny_model, tmp_path, no
     first, second = problems(tiny_model, spread, args, make_problems())
     assert first.startswith("use_transformers_continuous_batching=True is not supported")
     assert "does not fit per_device_train_batch_size=8" in second
-
-
-@pytest.mark.parametrize(
-    ("folder", "text"),
-    [("file", "file is a file"), ("file/out", "file is a file"), ("model", "is the folder of the model")],
-)
-def test_a_folder_that_cannot_be_the_output_is_named(tiny_model, tmp_path, not_loaded, folder, text):
-    (tmp_path / "file").touch()
-    output = tiny_model if folder == "model" else tmp_path / folder
-    (found,) = problems(tiny_model, spread, arguments(output), make_problems())
-    assert found.startswith(f"output_dir='{output}'") and text in found
 
 
 def test_folders_without_permission_are_named(tiny_model, tmp_path, not_loaded, monkeypatch):
@@ -134,17 +123,6 @@ def test_layers_dataset_and_rewards_are_judged_before_loading(tiny_model, tmp_pa
     assert [p.startswith(s) for p, s in zip(found, starts, strict=True)] == [True] * 2, found
 
 
-@pytest.mark.parametrize(
-    ("targets", "text"),
-    [(["no_such_layer"], "Target modules"), (["q_proj", "lm_head"], "target_modules names 'lm_head'")],
-)
-def test_targets_of_an_adapter_are_judged_before_loading(tiny_model, tmp_path, not_loaded, targets, text):
-    (found,) = problems(
-        tiny_model, spread, arguments(tmp_path), make_problems(), peft_config=lora(target_modules=targets)
-    )
-    assert found.startswith("peft_config: ") and text in found
-
-
 def test_a_checkpoint_of_another_launch_is_found_before_loading(tiny_model, tmp_path, not_loaded):
     folder = tmp_path / "checkpoint-2"
     marker.begin(folder)
@@ -180,35 +158,61 @@ def takes_no_more(prompts, completions):
     return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize(
-    ("reward", "columns", "text"),
-    [
-        (needs_solution, ["prompt"], "'needs_solution' cannot be called: missing a required argument: 'solution'"),
-        (takes_no_more, ["prompt"], "'takes_no_more' cannot be called: got an unexpected keyword argument"),
-        (spread, ["prompt", "completions"], "has the columns ['completions'], which are names of a reward's own"),
-    ],
-    ids=["missing", "unexpected", "taken"],
-)
-def test_a_reward_without_its_columns_is_named_before_loading(tiny_model, tmp_path, not_loaded, reward, columns, text):
-    data = Dataset.from_dict({name: ["1 + 1 ="] * 16 for name in columns})
-    (found,) = problems(tiny_model, reward, arguments(tmp_path), data)
-    assert text in found
+def with_column(name):
+    """Prompts with another column, of nothing."""
+    return make_problems().add_column(name, [None] * 16)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "text"),
-    [
-        (3, "`reward_funcs` has 3 of type int. Give a function"),
-        ([spread, None], "`reward_funcs` has None of type NoneType"),
-        ({"spread": spread}, "of type dict"),
-        (None, "There is no reward. Give `reward_funcs`"),
-        ([], "There is no reward. Give `reward_funcs`"),
-    ],
-    ids=["number", "none within", "dictionary", "none", "empty"],
-)
-def test_what_is_no_reward_is_named_before_loading(tiny_model, tmp_path, not_loaded, rewards, text):
-    (found,) = problems(tiny_model, rewards, arguments(tmp_path), make_problems())
-    assert text in found
+PICTURES = with_column("image")
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
+# Arguments of the trainer, options, and the one problem.
+REFUSED = {
+    "output in a file": ({}, {"output_dir": "file"}, "output_dir='file' cannot be a folder"),
+    "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
+    "output over the model": ({}, {"output_dir": "model"}, "output_dir='model' is the folder of the model"),
+    "rewards: a number": ({"reward_funcs": 3}, {}, "`reward_funcs` has 3 of type int. Give a function"),
+    "rewards: none within": ({"reward_funcs": [spread, None]}, {}, "`reward_funcs` has None of type NoneType"),
+    "rewards: a dictionary": ({"reward_funcs": {"spread": spread}}, {}, "of type dict"),
+    "rewards: none": ({"reward_funcs": None}, {}, "There is no reward. Give `reward_funcs`"),
+    "rewards: empty": ({"reward_funcs": []}, {}, "There is no reward. Give `reward_funcs`"),
+    "rewards: too few": ({}, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, and there is 1 reward function"),
+    "a column is missing": ({"reward_funcs": needs_solution}, {}, "'needs_solution' cannot be called: missing a req"),
+    "an argument is missing": ({"reward_funcs": takes_no_more}, {}, "'takes_no_more' cannot be called: got an unex"),
+    "a column of that name": ({"train_dataset": with_column("completions")}, {}, "has the columns ['completions']"),
+    "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, {}, "The training dataset has no rows"),
+    "splits": ({"train_dataset": DatasetDict({"train": PICTURES})}, {}, "is a DatasetDict with the splits ['train']"),
+    "a list": ({"train_dataset": [{"prompt": "1"}]}, {}, "of type list, and must be a `datasets.Dataset`"),
+    "columns": ({"train_dataset": {"prompt": ["1"]}}, {}, "is a dictionary with ['prompt']. `Dataset.from_dict(col"),
+    "no dataset": ({"train_dataset": None}, {}, "There is no training dataset. Give `train_dataset`"),
+    "videos": ({"train_dataset": with_column("videos")}, {}, "column 'videos': videos are not supported"),
+    "targets: absent": ({"peft_config": ["no_such_layer"]}, {}, "peft_config: Target modules"),
+    "targets: the head": ({"peft_config": ["q_proj", "lm_head"]}, {}, "target_modules names 'lm_head'"),
+    "of masters": (
+        {"rollout_func": print},
+        {"quantize_learner": False},
+        "`rollout_func` was given with quantize_learner",
+    ),
+    **{
+        f"ahead: {text}": (given, SERVER | {"rollout_ahead": 1}, f"rollout_ahead=1 is unsupported with {text}")
+        for text, given in (
+            *((f"`{name}`", {name: print}) for name in ("tools", "rollout_func", "environment_factory")),
+            ("a streamed dataset", {"train_dataset": make_problems().to_iterable_dataset()}),
+            ("pictures, and the dataset has a column 'image'", {"train_dataset": PICTURES}),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(("given", "options", "text"), REFUSED.values(), ids=REFUSED)
+def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded, monkeypatch, given, options, text):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    shutil.copytree(tiny_model, "model")
+    if "peft_config" in given:
+        given = {"peft_config": lora(target_modules=given["peft_config"])}
+    args = arguments(**({"output_dir": "out"} | options))
+    found = problems("model", **({"reward_funcs": spread, "args": args, "train_dataset": make_problems()} | given))
+    assert len(found) == 1 and text in found[0], found
 
 
 @pytest.fixture
@@ -228,9 +232,8 @@ STARTS = [
 
 
 def test_the_command_names_unread_options_and_content_at_once(bad_inputs, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", *bad_inputs, "--scheme", "int3"])
-    lines = [line.removeprefix("- ") for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
+    said = refused(capsys, "train", *bad_inputs, "--scheme", "int3")
+    lines = [line.removeprefix("- ") for line in said.splitlines() if line.startswith("- ")]
     assert len(lines) == 3 and "'int3'" in lines[0]
     assert [line.startswith(start) for line, start in zip(lines[1:], STARTS, strict=True)] == [True] * 2, lines
 

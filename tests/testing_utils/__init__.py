@@ -116,6 +116,17 @@ def run_export(model, output_dir, *options: str) -> int:
     return main(["export", "--model_name_or_path", str(model), "--output_dir", str(output_dir), *options])
 
 
+def refused(capsys, command: str, *argv: str) -> str:
+    """Run a command that has to end with exit code 2, and return what it says on standard error."""
+    import pytest
+
+    from trl_qarl.cli import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *argv])
+    return capsys.readouterr().err
+
+
 def complete_greedily(folder: str, prompt: str, num_tokens: int, model=None) -> str:
     """Greedy completion of `model`, by default the one in the folder of its tokenizer, token by token, without
     `generate`."""

@@ -68,6 +68,18 @@ def rows(trainer):
     return [row for row in trainer.state.log_history if "loss" in row]
 
 
+def count_tokens(trainer):
+    """The tokens of each forward of a training with gradients, once it has run."""
+    num_tokens = []
+
+    def count(module, args, output):
+        if torch.is_grad_enabled():
+            num_tokens.append(args[0].numel())
+
+    trainer.model.get_input_embeddings().register_forward_hook(count)
+    return num_tokens
+
+
 def without_times(row):
     return {
         name: value

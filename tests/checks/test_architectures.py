@@ -66,7 +66,7 @@ def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
     assert tied == [] and f"tie_word_embeddings={not is_tied}: vLLM" in untied[0]
 
 
-def test_experts_without_a_gate_have_no_kernel_in_16_bits_on_a_cpu():
+def test_ungated_experts_have_no_kernel_in_16_bits_on_a_cpu():
     sizes = {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}
     model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, **sizes)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))

@@ -257,7 +257,7 @@ class Custom(nn.Linear):
 
 
 def hooked():
-    """As accelerate leaves a layer that it moves between devices."""
+    """A layer as accelerate leaves it that moves it between devices."""
     linear = nn.Linear(256, 96)
     linear.forward = linear.forward
     return linear

@@ -124,7 +124,7 @@ def test_experts_are_built_and_repacked_by_our_methods():
     assert "self.moe_kernel is not None" in source and "fused_experts.process_weights_after_loading(layer)" in source
 
 
-def test_gpt_oss_is_still_loaded_by_expert_and_its_sinks_in_place():
+def test_gpt_oss_is_still_loaded_by_expert_with_sinks_in_place():
     from vllm.model_executor.models import gpt_oss
 
     assert "param.data.copy_(narrow_weight)" in inspect.getsource(gpt_oss.GptOssModel._load_weights_other)

@@ -214,7 +214,7 @@ def start_engines_quickly(patch) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended, on Linux."""
+    """Tells if a process has not ended, on Linux."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -359,7 +359,7 @@ def logged(trainer, name: str) -> list[float]:
 
 def product_reference(layer, x, grad):
     """
-    What a [`QuantizedLinear`] has to compute, in float64: the product with the dequantized weight and, for the
+    Computes a [`QuantizedLinear`] in float64: the product with the dequantized weight and, for the
     gradient `grad` of its result, the gradients of input, master weight and bias.
     """
     import torch

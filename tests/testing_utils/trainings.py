@@ -1,9 +1,11 @@
 """Trainings that several files of tests make, and what is read of them."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
-from testing_utils import TRAINING, make_trainer, spread
+from testing_utils import TRAINING, make_problems, make_trainer, spread
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
@@ -42,6 +44,18 @@ def arguments(output_dir, **kwargs):
 def make(model, output_dir, reward=spread, train_dataset=None, **kwargs):
     """A trainer with [`arguments`], and its other objects."""
     return make_trainer(model, output_dir, reward, train_dataset, **_options(**kwargs))
+
+
+def train_stock(model, output_dir, peft_config=None, **kwargs):
+    """TRL's own trainer after a training with the options of [`arguments`] that it has."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = arguments(output_dir, **kwargs)
+    names = [f.name for f in fields(GRPOConfig) if f.init and f.name != "generation_batch_size"]
+    stock = GRPOConfig(**{name: getattr(args, name) for name in names})
+    trainer = GRPOTrainer(model, spread, stock, make_problems(), peft_config=peft_config)
+    trainer.train()
+    return trainer
 
 
 def lora(**kwargs):

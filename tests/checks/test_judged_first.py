@@ -212,7 +212,8 @@ def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded,
         given = {"peft_config": lora(target_modules=given["peft_config"])}
     args = arguments(**({"output_dir": "out"} | options))
     found = problems("model", **({"reward_funcs": spread, "args": args, "train_dataset": make_problems()} | given))
-    assert len(found) == 1 and text in found[0], found
+    # The class of this model has not been compared with pictures, which is a second problem.
+    assert text in found[0] and len(found) == 1 + ("column 'image'" in text), found
 
 
 @pytest.fixture

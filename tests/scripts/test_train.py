@@ -221,6 +221,6 @@ def test_rewards_are_found_beside_the_command_and_in_a_yaml(tmp_path, monkeypatc
 def test_a_launch_file_that_cannot_be_read_is_one_line(train_argv, tmp_path, capsys, content, said, option):
     path = tmp_path / "launch.yaml"
     path.write_text(content)
-    said = refused(capsys, "train", *train_argv, option, str(path))
-    (line,) = [line for line in said.splitlines() if line.startswith("trl-qarl: error:")]
+    error = refused(capsys, "train", *train_argv, option, str(path))
+    (line,) = [line for line in error.splitlines() if line.startswith("trl-qarl: error:")]
     assert f"{path} {said}" in line

@@ -28,6 +28,7 @@ REFUSED = [
     ({"loss_type": "grpo", "importance_sampling_level": "word"}, "'word'"),
     ({"loss_type": "grpo", "vllm_importance_sampling_mode": "mask"}, "'mask'"),
     ({"scale_rewards": "grop"}, "scale_rewards='grop' is unknown. Choose one of .'group'"),
+    ({"log_level": "loud"}, "log_level='loud' is unknown. Choose one of .*'warning'"),
     ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation='sum'"),
     # Which switches `torch_compile` on.
     ({"torch_compile_backend": "inductor"}, "torch_compile=True"),

@@ -1,18 +1,31 @@
 """Everything that is wrong is said at once, before a model is loaded or changed."""
 
 import json
+import re
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
 
 from testing_utils import make_problems, make_tiny_model, refused, spread
-from testing_utils.trainings import arguments, lora
+from testing_utils.trainings import arguments, lora, make
 from trl_qarl.checkpoint import marker
-from trl_qarl.checks.arguments import warn_of_length
+from trl_qarl.checks.arguments import check_tokens, problems_of_prompts, warn_of_length
 from trl_qarl.checks.problems import Problems
 from trl_qarl.scripts import train
 from trl_qarl.trainer.policy import Policy
@@ -88,6 +101,124 @@ def test_models_of_another_kind_are_named(tiny_model, tmp_path, not_loaded, clas
     ]
 
 
+def loaded(tiny_model, cls=AutoModelForCausalLM):
+    return cls.from_pretrained(tiny_model)
+
+
+def on_meta(tiny_model):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            partial(loaded, cls=AutoModelForSequenceClassification),
+            "a Qwen2ForSequenceClassification, which generates no",
+        ),
+        (partial(loaded, cls=AutoModel), "The model is a Qwen2Model, which generates no text"),
+        (
+            lambda _: T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1)),
+            "whose decoder reads an encoder",
+        ),
+        (lambda _: torch.nn.Linear(4, 4), "The model is a Linear, which generates no text"),
+        (on_meta, "The model is on the meta device, without weights"),
+        (lambda path: loaded(path).requires_grad_(False), "Nothing of the model is trainable"),
+        (AutoConfig.from_pretrained, "`model` is of type Qwen2Config. Give a causal language model"),
+        (lambda _: Qwen2ForCausalLM, "`model` is of type type"),
+        (lambda _: None, "`model` is of type NoneType"),
+        (lambda _: "", "`model` is empty"),
+        (lambda _: "~/nowhere", "The model '~/nowhere' is not a folder"),
+        (lambda path: f"{path}/config.json", "config.json' is not a folder"),
+    ],
+    ids=[
+        "classifier",
+        "headless",
+        "T5",
+        "Linear",
+        "meta",
+        "frozen",
+        "config",
+        "class",
+        "none",
+        "empty",
+        "home",
+        "file",
+    ],
+)
+def test_what_is_no_causal_language_model_is_named(tiny_model, tmp_path, not_loaded, model, text):
+    (found,) = problems(model(tiny_model), spread, arguments(tmp_path), make_problems())
+    assert text in found
+    # Also without a configuration, which would be named after the model.
+    with pytest.raises(Problems, match=re.escape(text)):
+        QaRLTrainer(model(tiny_model), spread, train_dataset=make_problems())
+
+
+def test_paths_are_taken_for_models_and_reward_models(tiny_model, classifier, tmp_path):
+    for model, rewards in ((Path(tiny_model), Path(classifier)), (tiny_model, (spread, Path(classifier)))):
+        with pytest.raises(LookupError, match="loads the policy"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Policy, "load", load_nothing)
+            QaRLTrainer(model, rewards, arguments(tmp_path / "out"), make_problems())
+
+
+def load_nothing(self, name, **kwargs):
+    assert type(name) is str
+    raise LookupError("loads the policy")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": "fp32"}, "dtype='fp32' is unknown. Choose one of ['float32', 'auto']"),
+        ({"torch_dtype": torch.bfloat16}, "The masters are bfloat16"),
+        ({"attn_implementation": "nope"}, "attn_implementation='nope': Specified"),
+    ],
+    ids=str,
+)
+def test_options_of_loading_are_judged_before_it(tiny_model, tmp_path, not_loaded, options, text):
+    (found,) = problems(tiny_model, spread, arguments(tmp_path, model_init_kwargs=options), make_problems())
+    assert text in found
+
+
+def test_an_unknown_option_of_loading_is_named(tiny_model, tmp_path):
+    args = arguments(tmp_path, model_init_kwargs={"attn_implementaton": "eager"})
+    with pytest.raises(ValueError, match="`model_init_kwargs`: .* unexpected keyword argument 'attn_implementaton'"):
+        QaRLTrainer(tiny_model, spread, args, make_problems())
+
+
+def test_a_tokenizer_without_an_end_is_named(tiny_model, tmp_path, not_loaded):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, eos_token=None)
+    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), processing_class=tokenizer)
+    assert found.startswith("The tokenizer has no end token")
+
+
+def test_a_token_without_an_embedding_is_named(tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens(["<new>"])
+    args, data = arguments(tmp_path), Dataset.from_dict({"prompt": ["1 <new>"] * 16})
+    trainer = QaRLTrainer(tiny_model, spread, args, data, processing_class=tokenizer)
+    with pytest.raises(
+        ValueError, match="Prompt 0 of a batch has the token '<new>' .260., and the model has embeddings of 260"
+    ):
+        trainer.train()
+    check_tokens([[1, 300], []], tokenizer, 260, {300})
+
+
+def test_a_base_that_is_gone_is_named(tiny_model, tmp_path, not_loaded):
+    peft = pytest.importorskip("peft")
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    folder = str(tmp_path / "adapter")
+    peft.get_peft_model(loaded(str(base)), lora()).save_pretrained(folder)
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    (found,) = problems(folder, spread, arguments(tmp_path / "out"), make_problems())
+    assert found.startswith(f"{base} has no tokenizer")
+    shutil.rmtree(base)
+    (found,) = problems(folder, spread, arguments(tmp_path / "out"), make_problems())
+    assert found.startswith(f"The base '{base}' of the adapter '{folder}' is not a folder")
+
+
 def test_messages_without_a_template_are_named(tiny_model, tmp_path, not_loaded):
     plain = AutoTokenizer.from_pretrained(tiny_model)
     plain.chat_template = None
@@ -108,6 +239,46 @@ def test_sequences_beyond_the_context_are_logged_once(tiny_model, tmp_path, capl
     for prompt in prompts:
         longest = warn_of_length(longest, [prompt], model, args)
     assert longest == len(prompts[-1]) and caplog.text.count("are more than the model's context of 512 tokens") == 1
+
+
+CHAT = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 16, "solution": [2] * 16})
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (make_problems().with_format("arrow"), "arrow"),
+        (make_problems().to_iterable_dataset().with_format("arrow"), "arrow"),
+        (CHAT.with_format("numpy"), "numpy"),
+        (CHAT.with_format("pandas"), "pandas"),
+        (CHAT.with_format("torch", columns=["solution"]), "torch"),
+    ],
+    ids=["table", "stream of tables", "arrays", "frames", "without the column"],
+)
+def test_a_format_without_prompts_is_named(tiny_model, tmp_path, not_loaded, data, kind):
+    for name, datasets in (("training", (data, None)), ("evaluation", (make_problems(), {"a": data}))):
+        (found,) = problems(tiny_model, spread, arguments(tmp_path), *datasets)
+        assert found.startswith(f"The {name} dataset has the format {kind!r}, in which no prompt is")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(make_problems().with_format(kind) for kind in ("numpy", "torch", "pandas")),
+        CHAT.with_format("torch"),
+        CHAT.with_transform(lambda rows: rows),
+        make_problems().to_iterable_dataset().with_format("numpy"),
+    ],
+    ids=["numpy", "torch", "pandas", "messages in torch", "transform", "stream"],
+)
+def test_a_format_with_prompts_is_taken(data):
+    assert [*problems_of_prompts(data, "training")] == []
+
+
+def test_a_row_of_a_format_is_named_too():
+    data = Dataset.from_dict({"prompt": ["1", None]}).with_format("torch")
+    (found,) = problems_of_prompts(data, "training")
+    assert found.startswith("Row 1 of the training dataset has the prompt None")
 
 
 def test_schedules_without_their_options_are_named(tmp_path):
@@ -164,11 +335,13 @@ def with_column(name):
 
 
 PICTURES = with_column("image")
+CALLBACK = TrainerCallback()
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 # Arguments of the trainer, options, and the one problem.
 REFUSED = {
     "output in a file": ({}, {"output_dir": "file"}, "output_dir='file' cannot be a folder"),
     "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
+    "output of a long name": ({}, {"output_dir": "x" * 300}, "cannot be a folder: [Errno 36] File name too long"),
     "output over the model": ({}, {"output_dir": "model"}, "output_dir='model' is the folder of the model"),
     "rewards: a number": ({"reward_funcs": 3}, {}, "`reward_funcs` has 3 of type int. Give a function"),
     "rewards: none within": ({"reward_funcs": [spread, None]}, {}, "`reward_funcs` has None of type NoneType"),
@@ -187,6 +360,29 @@ REFUSED = {
     "videos": ({"train_dataset": with_column("videos")}, {}, "column 'videos': videos are not supported"),
     "targets: absent": ({"peft_config": ["no_such_layer"]}, {}, "peft_config: Target modules"),
     "targets: the head": ({"peft_config": ["q_proj", "lm_head"]}, {}, "target_modules names 'lm_head'"),
+    "targets: no pattern": ({"peft_config": "*bad("}, {}, "nothing to repeat"),
+    "callback": ({"callbacks": CALLBACK}, {}, f"`callbacks` is {CALLBACK!r}"),
+    "no callback": ({"callbacks": [print]}, {}, f"`callbacks` is {[print]!r}"),
+    "tool": ({"tools": print}, {}, f"`tools` is {print!r}"),
+    "no tool": ({"tools": [3]}, {}, "`tools` is [3]"),
+    "rollout": ({"rollout_func": 3}, {}, "`rollout_func` is 3"),
+    "rollout without the trainer": (
+        {"rollout_func": lambda prompts: {}},
+        {},
+        "`rollout_func` cannot be called: too many positional arguments",
+    ),
+    "environment": ({"environment_factory": {"a": CALLBACK}}, {}, f"`environment_factory` is {{'a': {CALLBACK!r}}}"),
+    "no tokenizer": ({"processing_class": "model"}, {}, "`processing_class` is of type str. Give a tokenizer"),
+    "a stream": (
+        {"train_dataset": make_problems().to_iterable_dataset()},
+        {"max_steps": -1},
+        "max_steps=-1 with a streamed dataset",
+    ),
+    "sleep": (
+        {},
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+        "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only",
+    ),
     "of masters": (
         {"rollout_func": print},
         {"quantize_learner": False},
@@ -195,7 +391,8 @@ REFUSED = {
     **{
         f"ahead: {text}": (given, SERVER | {"rollout_ahead": 1}, f"rollout_ahead=1 is unsupported with {text}")
         for text, given in (
-            *((f"`{name}`", {name: print}) for name in ("tools", "rollout_func", "environment_factory")),
+            ("`tools`", {"tools": [print]}),
+            *((f"`{name}`", {name: print}) for name in ("rollout_func", "environment_factory")),
             ("a streamed dataset", {"train_dataset": make_problems().to_iterable_dataset()}),
             ("pictures, and the dataset has a column 'image'", {"train_dataset": PICTURES}),
         )
@@ -214,6 +411,110 @@ def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded,
     found = problems("model", **({"reward_funcs": spread, "args": args, "train_dataset": make_problems()} | given))
     # The class of this model has not been compared with pictures, which is a second problem.
     assert text in found[0] and len(found) == 1 + ("column 'image'" in text), found
+
+
+def needs_answer(completions, answer, **kwargs):
+    return [1.0] * len(completions)
+
+
+ANSWERED = make_problems().add_column("answer", ["1"] * 16)
+QUESTIONS = make_problems().rename_column("prompt", "question")
+WITH_TRANSFORM = QUESTIONS.with_transform(lambda rows: {"prompt": rows["question"]})
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "text"),
+    [
+        (
+            make_problems(),
+            "'needs_answer' cannot be called: missing a required argument: 'answer'.*evaluation dataset",
+        ),
+        ({"a": ANSWERED, "b": make_problems()}, "among them the columns of the evaluation dataset"),
+        (QUESTIONS.add_column("answer", ["1"] * 16), "The evaluation dataset needs a `prompt` column, got"),
+        ("test", "`eval_dataset` is the text 'test'. Give a dataset"),
+        (None, "asks for an evaluation, and there is no `eval_dataset`"),
+    ],
+    ids=["columns", "one of several", "no prompts", "text", "none"],
+)
+def test_an_evaluation_that_cannot_run_is_named_first(tiny_model, tmp_path, not_loaded, evaluation, text):
+    args = arguments(tmp_path, eval_strategy="steps")
+    (found,) = problems(tiny_model, needs_answer, args, ANSWERED, evaluation)
+    assert re.search(text, found)
+
+
+def test_columns_of_an_evaluation_are_judged_as_it_begins(tiny_model, tmp_path):
+    """A training that does not evaluate does not read them."""
+    trainer = make(tiny_model, tmp_path, needs_answer, ANSWERED, eval_dataset=QUESTIONS)
+    with pytest.raises(Problems, match="The evaluation dataset needs a `prompt` column"):
+        trainer.evaluate(QUESTIONS)
+    with pytest.raises(Problems, match="'needs_answer' cannot be called"):
+        trainer.evaluate({"a": make_problems(2)})
+    assert "eval_a_loss" in trainer.evaluate({"a": ANSWERED.select([0])})
+
+
+def test_columns_that_only_rows_tell_are_judged_there(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path / "out", train_dataset=WITH_TRANSFORM, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    stream = IterableDataset.from_generator(lambda: iter([{"question": "1"}] * 16))
+    with pytest.raises(ValueError, match=r"Row 0 of a batch has no `prompt`, only \['question'\]. Rename"):
+        make(tiny_model, tmp_path / "out", train_dataset=stream, max_steps=1).train()
+
+
+def test_an_optimizer_that_cannot_be_made_is_named(tiny_model, tmp_path, not_loaded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "schedulefree", None)
+    for options in ({"optim": "schedule_free_adamw"}, {"optim": "adamw_torch", "optim_args": "betas"}):
+        (found,) = problems(tiny_model, spread, arguments(tmp_path, **options), make_problems())
+        assert found.startswith(f"optim={options['optim']!r}, optim_args=") and "cannot be made: " in found
+
+
+def own(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "optimizers", "text"),
+    [
+        ("name", lambda model: (own(model), None), "the model is yet to be loaded"),
+        ("model", lambda model: (own(torch.nn.Linear(1, 1)), None), "of another model's parameters"),
+        ("adapter", lambda model: (own(model), None), "the model is yet to get the adapter of `peft_config`"),
+        ("model", lambda model: (torch.optim.SGD, None), "which is no optimizer. Make one"),
+        ("model", own, "`optimizers` is of type SGD. Give a pair"),
+        ("model", lambda model: None, "`optimizers` is of type NoneType. Give a pair"),
+    ],
+    ids=["name", "other model", "adapter", "class", "alone", "none"],
+)
+def test_an_optimizer_of_other_parameters_is_named(tiny_model, tmp_path, not_loaded, given, optimizers, text):
+    model = loaded(tiny_model)
+    options = {"optimizers": optimizers(model), "peft_config": lora() if given == "adapter" else None}
+    policy = tiny_model if given == "name" else model
+    (found,) = problems(policy, spread, arguments(tmp_path), make_problems(), **options)
+    assert text in found
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "text"),
+    [
+        (loaded, {}, "The reward model is a Qwen2ForCausalLM, which has no head for scores"),
+        (lambda _: torch.nn.Linear(3, 3), {}, "The reward model is a Linear, which has no head for scores"),
+        (lambda _: "accuracy_reward", {}, "Give the function: `from trl.rewards import accuracy_reward`"),
+        (lambda _: [spread, spread], {"reward_processing_classes": [None]}, "has 1 elements, and there are 2 reward"),
+    ],
+    ids=["language model", "layer", "name of a function", "tokenizers"],
+)
+def test_rewards_that_cannot_be_asked_are_named(tiny_model, tmp_path, not_loaded, reward, options, text):
+    (found,) = problems(tiny_model, reward(tiny_model), arguments(tmp_path), make_problems(), **options)
+    assert text in found
+
+
+def test_a_reward_model_without_a_tokenizer_is_named(tiny_model, classifier, tmp_path, not_loaded):
+    for file in Path(classifier).glob("tokenizer*"):
+        file.unlink()
+    args, given = arguments(tmp_path / "out"), {"reward_processing_classes": AutoTokenizer.from_pretrained(tiny_model)}
+    (found,) = problems(tiny_model, classifier, args, make_problems())
+    assert found.startswith(f"{classifier} has no tokenizer") and "`reward_processing_classes`" in found
+    with pytest.raises(pytest.fail.Exception, match="loaded"):
+        QaRLTrainer(tiny_model, classifier, args, make_problems(), **given)
 
 
 @pytest.fixture

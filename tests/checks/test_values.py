@@ -35,7 +35,10 @@ REFUSED = [
         for allowed, options in OUTSIDE.items()
         for name, value in (option.split("=") for option in options.split())
     ),
-    ({"learning_rate": "1e-3"}, "learning_rate='1e-3' is of type str, and must be float. Write it without quotes."),
+    (
+        {"learning_rate": "1e-3"},
+        "learning_rate='1e-3' is of type str, and must be float. Write it without quotes, and in YAML with a point, as 1.0e-03.",
+    ),
     ({"learning_rate": INF}, "learning_rate=inf must be finite"),
     ({"output_dir": ""}, "output_dir='' is empty. Name the folder"),
     ({"temperature": INF}, "temperature=inf must be finite"),

@@ -213,6 +213,12 @@ BAD_ROLLOUTS = {
 }
 
 
+@pytest.mark.parametrize("output", [None, [], "text"])
+def test_a_rollout_that_is_no_dictionary_is_named(output):
+    with pytest.raises(BadAnswer, match="`rollout_func` returned .* Return a dictionary with `prompt_ids`"):
+        checked_rollout_func(lambda prompts, trainer: output, 260)(["a"], None)
+
+
 @pytest.mark.parametrize(("change", "message"), BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
 def test_a_malformed_rollout_is_refused_with_the_reason(change, message):
     output = make_rollout()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -99,6 +100,31 @@ def test_completions_that_were_cut_short_are_a_lost_server():
         check_finished("URL", answer)
     for other in ({"choices": answer["choices"][::2]}, {"choices": None}, {"choices": [7]}, [1], None):
         assert check_finished("URL", other) is other
+
+
+@pytest.mark.parametrize("logprobs", [0, None])
+def test_a_placeholder_in_a_completion_of_text_is_drawn_again(logprobs):
+    """Four completions of two prompts, of which the second and the third have one, the latter twice."""
+    bodies, drawn = [], iter([[4], [5, 7], [7], [6], [5, 8], [7, 1], [9]])
+
+    def choice(tokens):
+        scores = {"tokens": [f"token_id:{t}" for t in tokens], "token_logprobs": [-0.5] * len(tokens)}
+        scores["top_logprobs"] = [{}] * len(tokens)
+        return {"token_ids": tokens, "prompt_token_ids": [1], "logprobs": None if logprobs is None else scores}
+
+    def post(url, json):
+        bodies.append(json)
+        choices = [choice(next(drawn)) for _ in range(len(json["prompt"]) * json["n"])]
+        return SimpleNamespace(json=lambda: {"choices": choices})
+
+    client = make_client("http://server")
+    client.session, client.placeholders = SimpleNamespace(post=post), frozenset([7])
+    answer = client.generate([[1], [2]], None, 2, logprobs=logprobs, generation_kwargs={"seed": 3})
+    assert answer["completion_ids"] == [[4], [5, 8], [9], [6]] and len(answer["prompt_ids"]) == 2
+    tokens = [[[token] for token in row] for row in answer["completion_ids"]]
+    assert answer["logprob_token_ids"] == (None if logprobs is None else tokens)
+    asked = [(body["prompt"], body["n"], body["seed"]) for body in bodies]
+    assert asked == [([[1], [2]], 2, 3), ([[1], [2]], 1, None), ([[2]], 1, None)]
 
 
 @pytest.mark.vllm

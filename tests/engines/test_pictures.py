@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from testing_utils import make_tiny_config
 from testing_utils.pictures import make_picture_config
 from trl_qarl.checkpoint.load import skeleton
 from trl_qarl.engines.answers import BadAnswer
@@ -21,6 +22,7 @@ from trl_qarl.engines.pictures import (
     count_pictures,
     draw_again,
     picture_request,
+    placeholders_of,
     problem_of_class,
     with_pictures,
 )
@@ -70,6 +72,14 @@ def test_pictures_whose_tokens_see_later_ones_are_refused(kind, attention):
     config.get_text_config().use_bidirectional_attention = attention
     problem = problem_of_class(skeleton(config))
     assert (problem is None) if attention is None else "cpu_attn.py" in problem
+
+
+def test_only_a_model_with_a_tower_has_placeholders():
+    """Those of classes whose pictures were not compared have them in texts too."""
+    processor = SimpleNamespace(image_token_id=7, audio_token_id=None)
+    for kind in ("gemma3", "gemma4"):
+        assert placeholders_of(skeleton(make_picture_config(kind)), processor) == {7}
+    assert placeholders_of(skeleton(make_tiny_config("gemma")), processor) == frozenset()
 
 
 def test_a_message_without_content_has_no_picture():

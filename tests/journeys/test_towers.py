@@ -33,7 +33,7 @@ def test_a_checkpoint_with_a_tower_trains_on_text_and_deploys(user, kind, mode):
     head = model.get_output_embeddings().weight.data
     # Far apart logits, as in `make_model`, but a policy that writes placeholders cannot be scored.
     head *= 1 if model.config.tie_word_embeddings else 10
-    head[[*placeholders_of(processor)]] = 0
+    head[[*placeholders_of(model, processor)]] = 0
     shutil.rmtree(user.folder / "model")
     export_checkpoint(model, user.folder / "model", processor)
     assert "trains with vLLM in bfloat16" in user.run("trl-qarl", "doctor", "model")

@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ COMPLETIONS = ["a", "b", "c"]
         iter([1, 0.5, None]),
         [np.float32(1), np.int64(1) / 2, None],
         [torch.tensor(1), torch.tensor(0.5), None],
+        [Decimal(1), Fraction(1, 2), None],
     ],
 )
 def test_numbers_of_all_kinds_are_rewards(output):

@@ -3,6 +3,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import pickle
 import re
 
 import pytest
@@ -101,3 +102,33 @@ def test_the_launch_decides_the_default_on_a_cpu(tmp_path, monkeypatch):
     assert not QaRLConfig(str(tmp_path), use_cpu=True).bf16
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert QaRLConfig(str(tmp_path), use_cpu=True).bf16
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda made: dataclasses.replace(made, max_steps=3),
+        lambda made: QaRLConfig(**{**dataclasses.asdict(made), "max_steps": 3}),
+        lambda made: pickle.loads(pickle.dumps(made)),
+    ],
+    ids=["replace", "asdict", "pickle"],
+)
+@pytest.mark.parametrize("steps", [None, 4])
+def test_a_copy_of_a_configuration_is_one(tmp_path, copied, steps):
+    """TRL's cannot be copied: it has a size and a number of steps of a generation batch, and TRL takes one of them."""
+    made = config(tmp_path, max_steps=3, steps_per_generation=steps)
+    copy = copied(made)
+    assert copy.to_dict() == made.to_dict()
+    assert copy.chooses_steps is made.chooses_steps is (steps is None)
+
+
+def test_a_copy_with_other_sizes_is_refused_as_by_trl(tmp_path):
+    with pytest.raises(ValueError, match="'generation_batch_size' and 'steps_per_generation' can not be both"):
+        dataclasses.replace(config(tmp_path), per_device_train_batch_size=16)
+
+
+def test_paths_and_no_tracker_are_taken_as_text(tmp_path):
+    """A YAML file whose `report_to:` has no value gives `None`."""
+    assert config(tmp_path, report_to=None).report_to == []
+    made = QaRLConfig(tmp_path, use_cpu=True, resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert (made.output_dir, made.resume_from_checkpoint) == (str(tmp_path), str(tmp_path / "checkpoint-1"))

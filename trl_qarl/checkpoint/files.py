@@ -76,7 +76,10 @@ def _leave_to_parent() -> None:
 def check_writable(folder: str | Path) -> None:
     """Raise `ValueError` if a folder cannot be made, or nothing be written to it."""
     path = Path(folder).absolute()
-    existing = next(each for each in (path, *path.parents) if each.exists())
+    try:
+        existing = next(each for each in (path, *path.parents) if each.exists())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(folder)!r} cannot be a folder: {error}. Name another one.") from error
     if not existing.is_dir():
         raise ValueError(f"{str(folder)!r} cannot be a folder: {existing} is a file. Name another one.")
     if not os.access(existing, os.W_OK | os.X_OK):

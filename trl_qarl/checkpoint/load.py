@@ -85,10 +85,13 @@ def auto_class(config: PreTrainedConfig) -> type:
     return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
 
 
-def skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+def skeleton(
+    config: PreTrainedConfig, trust_remote_code: bool = False, attn_implementation: str | None = None
+) -> PreTrainedModel:
     """Return the model of a configuration without its weights, on the meta device."""
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def weight_files(folder: str | Path) -> list[Path]:

@@ -75,10 +75,14 @@ def folder_to_resume(
                 f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
             )
         return found
-    folder = Path(resume_from_checkpoint)
-    if not folder.is_dir():
+    if not isinstance(resume_from_checkpoint, str | Path) or not Path(resume_from_checkpoint).is_dir():
         raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
+    folder = Path(resume_from_checkpoint)
     if problem := problem_of(folder, reads_content):
+        if inside := last_complete_checkpoint(folder, reads_content):
+            raise ValueError(
+                f"{folder} is a folder of checkpoints. Resume from {inside}, the last complete one in it."
+            )
         other = last_complete_checkpoint(folder.parent, reads_content, other_than=folder)
         advice = (
             "There is no complete one next to it: start a new run"

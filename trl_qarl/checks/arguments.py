@@ -4,8 +4,9 @@ import inspect
 import json
 import logging
 import math
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -14,11 +15,12 @@ from typing import Any
 
 import torch
 import transformers
+import trl.rewards
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.files import check_writable
@@ -39,8 +41,9 @@ from .adapter import (
     problems_of_start,
 )
 from .batches import fit_generation_batch, problems_of_dataset
-from .configuration import low_precision_masters
+from .configuration import check_optimizer, low_precision_masters
 from .launch import Launch, problems_of_ignored_sharding, problems_of_launch
+from .names import is_no_folder
 from .resume import problems_before_loading
 
 
@@ -51,6 +54,7 @@ _PROMPTS = (
     "A prompt is a text, or a list of messages with `role` and `content`, and not empty. Remove such rows: "
     "`dataset.filter(lambda row: row['prompt'])`."
 )
+_WITH_HEAD = "Give a model with a head for scores (`AutoModelForSequenceClassification`)."
 _PICTURE_COLUMNS = {"image", "images"}
 
 
@@ -250,6 +254,8 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
     if has_adapter and getattr(base_model(model), "is_loaded_in_4bit", False):
         # Only the adapter is trained, and kept in float32.
         return
+    if not has_adapter and not any(p.requires_grad for p in model.parameters()):
+        yield "Nothing of the model is trainable: all its parameters have requires_grad=False. Call `model.requires_grad_()`."
     # A model that will get an adapter will be frozen.
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
@@ -338,20 +344,58 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
 
 
 def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
-    """Yield a problem for the first row of a dataset whose prompt is neither text nor messages. Streams and formats of
-    the user's own are not read."""
+    """Yield a problem of a dataset's format, or for its first row whose prompt is neither text nor messages. Streams
+    and formats of the user's own are not read."""
     for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
         for row, prompt in enumerate(_prompts_of(data)):
             if not _is_prompt(prompt):
                 yield f"Row {row} of the {name} dataset has the prompt {prompt!r}. {_PROMPTS}"
                 break
+        else:
+            if (kind := _format_of(data)) and not _holds_prompts(data):
+                yield (
+                    f"The {name} dataset has the format {kind!r}, in which no prompt is a text or a list of messages. Give "
+                    "`dataset.with_format(None)`."
+                )
+
+
+def _format_of(data: Any) -> str | None:
+    """Return the format of a dataset or a stream, `None` for rows as dictionaries of Python's objects, or by code of
+    the user's own."""
+    if isinstance(data, Dataset):
+        kind = data.format["type"]
+    else:
+        # `datasets` has no public name for that of a stream (5.2).
+        kind = getattr(getattr(data, "_formatting", None), "format_type", None)
+    return None if kind in ("python", "custom") else kind
+
+
+def _holds_prompts(data: Any) -> bool:
+    """Return whether a row of a dataset in some format has a prompt. A stream is not read, but a table has no rows."""
+    if isinstance(data, IterableDataset):
+        return not data._formatting.is_table
+    try:
+        # As the trainer's loader does; a format may lack a package, or the column.
+        return len(data) == 0 or "prompt" not in data.column_names or _is_prompt(data.__getitems__([0])[0]["prompt"])
+    except Exception:
+        return False
 
 
 def _prompts_of(data: Any) -> Sequence[Any]:
     """Return the prompts of a dataset, as far as they can be read without code of the user's own."""
-    if not isinstance(data, Dataset) or "prompt" not in data.column_names or data.format["type"] is not None:
+    if not isinstance(data, Dataset) or "prompt" not in data.column_names or data.format["type"] == "custom":
         return []
-    return data.select_columns("prompt")["prompt"]
+    return data.with_format(None).select_columns("prompt")["prompt"]
+
+
+def check_columns(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` for a row of a batch without a prompt, as a stream may have whose columns only its rows
+    tell."""
+    for place, row in enumerate(rows):
+        if "prompt" not in row:
+            raise ValueError(
+                f"Row {place} of a batch has no `prompt`, only {[*row]}. Rename the column that holds it."
+            )
 
 
 def check_prompts(prompts: Iterable[Any]) -> None:
@@ -373,16 +417,79 @@ def _are_messages(prompt: Any) -> bool:
     )
 
 
-def problems_of_tokenizer(model: Any, processing_class: Any) -> Iterator[str]:
-    """Yield a problem if no tokenizer was given and the model's folder has none: transformers makes one without a
-    vocabulary."""
-    if processing_class is not None or not isinstance(model, str) or not Path(model).is_dir():
+def _problem_of_model(model: Any) -> str | None:
+    """Return why `model`, loaded or by name, is no language model, or `None`. One by name is not read."""
+    if isinstance(model, nn.Module):
+        inner = base_model(model)
+        if problem := _problem_of_class(type(inner).__name__, inner, getattr(inner, "config", None)):
+            return problem
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
+        return (
+            "The model is on the meta device, without weights. Load it with `from_pretrained`." if is_empty else None
+        )
+    if isinstance(model, str) and model:
+        return f"The model {model!r} is not a folder." if is_no_folder(model) or Path(model).is_file() else None
+    said = "empty" if model == "" else f"of type {type(model).__name__}"
+    return f"`model` is {said}. Give a causal language model, or the name or the folder of one."
+
+
+def _problem_of_class(name: str, model: Any, config: Any) -> str | None:
+    """Return why a class of transformers, or a model, with this `config` is no causal language model, or `None`."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return f"The model is a {name}, which generates no text. Give a causal language model."
+    if getattr(config, "is_encoder_decoder", False):
+        return f"The model is a {name}, whose decoder reads an encoder's output. Give a causal language model."
+    return None
+
+
+def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "processing_class") -> Iterator[str]:
+    """Yield a problem of a processing class, the argument `name`, that is none, or if none was given and the model's
+    folder has no tokenizer: transformers makes one without a vocabulary."""
+    if not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin | None):
+        yield (
+            f"`{name}` is of type {type(processing_class).__name__}. Give a tokenizer or a processor, such as "
+            "`AutoTokenizer.from_pretrained(...)`, or leave it out."
+        )
         return
-    if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES) and not is_adapter_folder(model):
+    if processing_class is not None:
+        if name == "processing_class" and (problem := problem_of_end(processing_class)):
+            yield problem
+        return
+    model = _base_of(model) if is_adapter_folder(model) else model
+    if not (isinstance(model, str) and model and Path(model).is_dir()):
+        return
+    if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES):
         yield (
             f"{model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
-            "as `processing_class`."
+            f"as `{name}`."
         )
+
+
+def _base_of(adapter_folder: str) -> str | None:
+    """Return the name of the model that an adapter's configuration names, from which TRL takes the tokenizer."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(adapter_folder).base_model_name_or_path
+
+
+def problem_of_end(processing_class: Any) -> str | None:
+    """Return the problem of a tokenizer without an end token, which TRL looks for in each completion, or `None`."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if getattr(tokenizer, "eos_token_id", None) is not None:
+        return None
+    return "The tokenizer has no end token, by which a completion ends. Set `tokenizer.eos_token`, and give it as `processing_class`."
+
+
+def check_tokens(rows: Iterable[Sequence[int]], tokenizer: Any, vocab_size: int, placeholders: Set[int]) -> None:
+    """Raise `ValueError` for a token of a prompt for which the model has no embedding; `placeholders` need none."""
+    for place, row in enumerate(rows):
+        if max(row, default=0) < vocab_size:
+            continue
+        if unknown := [token for token in row if token >= vocab_size and token not in placeholders]:
+            raise ValueError(
+                f"Prompt {place} of a batch has the token {tokenizer.convert_ids_to_tokens(unknown[0])!r} ({unknown[0]}), and the model has "
+                f"embeddings of {vocab_size}. Call `model.resize_token_embeddings(len(tokenizer))`, or give the model's own tokenizer."
+            )
 
 
 def _problems_of_template(model: Any, processing_class: Any, *datasets: Any) -> Iterator[str]:
@@ -420,8 +527,28 @@ def _problems_of_output(args: Any, model: Any) -> Iterator[str]:
         yield f"output_dir={args.output_dir!r} is the folder of the model, which would be written over. Name another folder."
 
 
+def _problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
+    """Yield problems of one of `reward_funcs`, with its tokenizer if it is a model."""
+    if isinstance(reward, str):
+        if problem := _problem_of_reward_model(reward):
+            yield problem
+        else:
+            yield from problems_of_tokenizer(reward, processing_class, "reward_processing_classes")
+    elif isinstance(reward, nn.Module):
+        generates = getattr(reward, "can_generate", lambda: not hasattr(reward, "config"))()
+        if generates:
+            yield f"The reward model is a {type(reward).__name__}, which has no head for scores. {_WITH_HEAD}"
+    elif not callable(reward):
+        yield (
+            f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
+            "or a list of these."
+        )
+
+
 def _problem_of_reward_model(name: str) -> str | None:
     """Return why a reward model by name gives no rewards, or `None`."""
+    if callable(getattr(trl.rewards, name, None)):
+        return f"The reward {name!r} is a text, which names a reward model. Give the function: `from trl.rewards import {name}`."
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -429,10 +556,7 @@ def _problem_of_reward_model(name: str) -> str | None:
     classes = config.architectures or []
     if getattr(config, "auto_map", None) or not classes or classes[0].endswith("ForSequenceClassification"):
         return None
-    return (
-        f"The reward model {name!r} is a {classes[0]}, whose scores would come from a random head. Give a model with a head for "
-        "scores (`AutoModelForSequenceClassification`)."
-    )
+    return f"The reward model {name!r} is a {classes[0]}, whose scores would come from a random head. {_WITH_HEAD}"
 
 
 def _count(number: int) -> str:
@@ -449,12 +573,15 @@ def problems_of_arguments(
     """
     yield from args.problems()
     yield from _problems_of_output(args, model)
+    if problem_of_model := _problem_of_model(model):
+        yield problem_of_model
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     yield from problems_of_options(args, has_adapter)
     yield from problems_of_start(model, has_adapter)
     of_adapter = [*_problems_of_adapters(args, model, peft_config, has_own_adapter)]
     yield from of_adapter
+    yield from _problems_of_callables(others)
     if others.get("rollout_func") is not None and not args.quantize_learner and not args.use_vllm:
         yield (
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
@@ -465,19 +592,23 @@ def problems_of_arguments(
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
     yield from problems_of_quantized_base(args, quantization_config, has_adapter)
-    rewards = others.get("reward_funcs") or []
+    rewards, evaluates = others.get("reward_funcs") or [], args.eval_strategy != "no" or args.eval_on_start
     yield from problems_of_content(
-        model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory
+        model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory, evaluates
     )
-    for reward in rewards if isinstance(rewards, list) else [rewards]:
-        if not (isinstance(reward, str) or callable(reward)):
-            yield (
-                f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
-                "or a list of these."
-            )
-        elif isinstance(reward, str) and (problem := _problem_of_reward_model(reward)):
-            yield problem
-    num_rewards = len(rewards) if isinstance(rewards, list) else 1
+    if evaluates and eval_dataset is None:
+        yield "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one, or remove them."
+    rewards = rewards if isinstance(rewards, list) else [rewards]
+    num_rewards, tokenizers = len(rewards), others.get("reward_processing_classes")
+    tokenizers = [tokenizers] if tokenizers is not None and not isinstance(tokenizers, list) else tokenizers
+    if tokenizers is not None and len(tokenizers) != num_rewards:
+        yield (
+            f"`reward_processing_classes` has {len(tokenizers)} elements, and there {_count(num_rewards)}. Give one for each, `None` for "
+            "a function."
+        )
+        tokenizers = None
+    for reward, tokenizer in zip(rewards, tokenizers or [None] * num_rewards, strict=True):
+        yield from _problems_of_reward(reward, tokenizer)
     if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
         yield (
             f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
@@ -487,6 +618,8 @@ def problems_of_arguments(
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
     if args.rollout_ahead:
         yield from _problems_of_ahead(args, train_dataset, others)
+    if args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.use_cpu:
+        yield "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only. Remove `vllm_enable_sleep_mode`."
     launch = Launch.of_arguments(args)
     state = args.distributed_state
     on_cpu = state is not None and state.device.type == "cpu"
@@ -494,8 +627,10 @@ def problems_of_arguments(
     if on_cpu and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         yield from problems_of_ignored_sharding(Launch(), state.device.type, state.num_processes)
     yield from problems_of_launch(launch, args, has_adapter, is_nf4(quantization_config))
-    config = getattr(model, "config", None)
-    if isinstance(model, nn.Module):
+    config, given = None if problem_of_model else getattr(model, "config", None), args.model_init_kwargs or {}
+    if problem_of_model:
+        pass
+    elif isinstance(model, nn.Module):
         if peft_config is None:
             yield from policy.problems(model)
     elif not has_own_adapter:
@@ -505,11 +640,52 @@ def problems_of_arguments(
             yield f"The model {model!r} cannot be read: {error}"
         if not has_adapter:
             # The command line adds `dtype` after the configuration has been checked.
-            yield from low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
+            yield from low_precision_masters(args, given.get("dtype", given.get("torch_dtype")))
         if not of_adapter:
             yield from _problems_of_layers(policy, config, args, peft_config)
-    yield from problems_before_loading(args, model, config, peft_config, optimizers[0], launch)
+    elif (base := _base_of(model)) and is_no_folder(base):
+        yield f"The base {base!r} of the adapter {model!r} is not a folder. Correct it in the adapter's configuration."
+    optimizer = optimizers[0] if _is_pair(optimizers) else None
+    yield from check_optimizer(args) if optimizer is None else _problems_of_optimizer(model, optimizer, peft_config)
+    if not _is_pair(optimizers):
+        yield f"`optimizers` is of type {type(optimizers).__name__}. Give a pair of an optimizer and a schedule, either of which may be `None`."
+    yield from problems_before_loading(args, model, config, peft_config, optimizer, launch)
     yield from fit_generation_batch(args, train_dataset)
+
+
+def _problems_of_callables(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for each argument that is no list of callbacks, no list of tools, or cannot be called."""
+    if (callbacks := given.get("callbacks")) is not None and not (
+        isinstance(callbacks, list) and all(hasattr(each, "on_train_begin") for each in callbacks)
+    ):
+        yield f"`callbacks` is {callbacks!r}. Give a list of `TrainerCallback`s."
+    if (tools := given.get("tools")) and not (isinstance(tools, list) and all(map(callable, tools))):
+        yield f"`tools` is {tools!r}. Give a list of functions."
+    for name in ("rollout_func", "environment_factory"):
+        value = given.get(name)
+        factories = value.values() if isinstance(value, dict) and name == "environment_factory" else [value]
+        if value is not None and not all(map(callable, factories)):
+            yield f"`{name}` is {value!r}, which cannot be called. Give a function, or a class."
+        elif value is not None and name == "rollout_func" and (error := _error_of_call(value, "prompts", "trainer")):
+            yield f"`rollout_func` cannot be called: {error}. It gets the prompts and the trainer."
+
+
+def _is_pair(optimizers: Any) -> bool:
+    return isinstance(optimizers, tuple | list) and len(optimizers) == 2
+
+
+def _problems_of_optimizer(model: Any, optimizer: Any, peft_config: Any) -> Iterator[str]:
+    """Yield the problem of an optimizer of the user that would update nothing of the policy."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        yield f"`optimizers` has {optimizer!r}, which is no optimizer. Make one with the parameters of the model, or choose `optim`."
+    elif not isinstance(model, nn.Module) or peft_config is not None:
+        what = "is yet to be loaded" if peft_config is None else "is yet to get the adapter of `peft_config`"
+        yield (
+            f"`optimizers` has an optimizer, and the model {what}: it would update other parameters. Give the loaded model, with its "
+            "adapter, or choose `optim`."
+        )
+    elif not {id(p) for group in optimizer.param_groups for p in group["params"]} & {*map(id, model.parameters())}:
+        yield "`optimizers` has an optimizer of another model's parameters. Make it with those of the model that is given."
 
 
 def _problems_of_adapters(args: Any, model: Any, peft_config: Any, has_own_adapter: bool) -> Iterator[str]:
@@ -534,17 +710,16 @@ def problems_of_content(
     reward_funcs: Any = None,
     processing_class: Any = None,
     environment_factory: Any = None,
+    is_evaluated: bool = True,
 ) -> Iterator[str]:
     """Yield problems of datasets, of reward functions with their columns, and of the model's tokenizer, which do not
-    depend on a configuration."""
+    depend on a configuration. An `eval_dataset` that a training does not read may have any columns."""
     yield from problems_of_dataset(train_dataset)
-    columns = None if isinstance(train_dataset, dict) else getattr(train_dataset, "column_names", None)
     # An environment may supply the prompts.
-    if columns is not None and "prompt" not in columns and environment_factory is None:
-        yield f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
-    if columns is not None and environment_factory is None:
-        yield from _problems_of_calls(reward_funcs, columns)
     if environment_factory is None:
+        yield from _problems_of_columns(train_dataset, reward_funcs, "training")
+        if is_evaluated:
+            yield from problems_of_evaluation(eval_dataset, reward_funcs, _columns_of(train_dataset))
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
             yield from problems_of_prompts(data, name)
     yield from problems_of_tokenizer(model, processing_class)
@@ -556,28 +731,59 @@ def problems_of_content(
         )
 
 
-def _problems_of_calls(reward_funcs: Any, columns: Iterable[str]) -> Iterator[str]:
+def problems_of_evaluation(dataset: Any, reward_funcs: Any, known: Sequence[str] | None = None) -> Iterator[str]:
+    """Yield problems of the columns of a dataset, or of several by name, that will be evaluated; none of columns that
+    are `known`, because they are those of the training dataset."""
+    for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if isinstance(data, str):
+            yield f"`eval_dataset` is the text {data!r}. Give a dataset, or a dictionary of datasets by name."
+        elif _columns_of(data) != known:
+            yield from _problems_of_columns(data, reward_funcs, "evaluation")
+
+
+def _columns_of(data: Any) -> list[str] | None:
+    """Return the columns of a dataset's rows, `None` if only its rows tell: of a stream, or with a transform of the
+    user's own."""
+    is_known = not isinstance(data, dict) and not (isinstance(data, Dataset) and data.format["type"] == "custom")
+    return getattr(data, "column_names", None) if is_known else None
+
+
+def _problems_of_columns(data: Any, reward_funcs: Any, name: str) -> Iterator[str]:
+    if (columns := _columns_of(data)) is not None:
+        if "prompt" not in columns:
+            yield f"The {name} dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
+        yield from _problems_of_calls(reward_funcs, columns, name)
+
+
+def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: str) -> Iterator[str]:
     """Yield a problem for each reward function that does not take the arguments that TRL gives: its own, and one for
     each column of the dataset."""
     if taken := sorted({"prompts", "completions"}.intersection(columns)):
-        yield f"The training dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
+        yield f"The {name_of_data} dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
         return
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
     given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if not callable(function) or isinstance(function, nn.Module):
             continue
-        with suppress(ValueError):
-            # Functions in C have no signature, and a wrapper may add arguments to those of what it wraps.
-            signature = inspect.signature(function, follow_wrapped=False)
-            try:
-                signature.bind(**given)
-            except TypeError as error:
-                name = getattr(function, "__name__", type(function).__name__)
-                yield (
-                    f"The reward function {name!r} cannot be called: {error}. It gets {[*given]}, among them the columns of the training "
-                    "dataset, by name. Give the dataset the column that it needs, and the function `**kwargs` for the others."
-                )
+        if error := _error_of_call(function, **given):
+            name = getattr(function, "__name__", type(function).__name__)
+            yield (
+                f"The reward function {name!r} cannot be called: {error}. It gets {[*given]}, among them the columns of the "
+                f"{name_of_data} dataset, by name. Give the dataset the column that it needs, and the function `**kwargs` for the others."
+            )
+
+
+def _error_of_call(function: Any, /, *args: Any, **kwargs: Any) -> TypeError | None:
+    """Return the error of a function that does not take these arguments, as far as its signature tells."""
+    with suppress(ValueError):
+        # Functions in C have no signature, and a wrapper may add arguments to those of what it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return error
+    return None
 
 
 def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any]) -> Iterator[str]:
@@ -603,8 +809,8 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
     if config is None:
         return
     cls = getattr(transformers, (config.architectures or [""])[0], None)
-    if cls is not None and not cls.can_generate():
-        yield f"The model is a {cls.__name__}, which generates no text. Give a causal language model."
+    if cls is not None and (problem := _problem_of_class(cls.__name__, cls, config)):
+        yield problem
         return
     if method_of(getattr(config, "quantization_config", None)) == "mxfp4" and args.use_vllm and not args.is_quantized:
         yield (
@@ -614,10 +820,14 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
     if is_low_bit(getattr(config, "quantization_config", None)):
         # Its tensors tell which layers are in low bits.
         return
-    model = None
-    # Loading the model gives the reason.
-    with suppress(Exception):
-        model = skeleton(config, bool((args.model_init_kwargs or {}).get("trust_remote_code")))
+    model, given = None, args.model_init_kwargs or {}
+    attention = given.get("attn_implementation")
+    try:
+        model = skeleton(config, bool(given.get("trust_remote_code")), attention)
+    except Exception as error:
+        # Of other arguments loading the model gives the reason.
+        if attention is not None and isinstance(error, ValueError | ImportError):
+            yield f"attn_implementation={attention!r}: {error}"
     if model is None or type(model).__name__ not in (config.architectures or ()):
         return
     if peft_config is not None:
@@ -625,7 +835,7 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
 
         try:
             model = get_peft_model(model, deepcopy(peft_config))
-        except ValueError as error:
+        except (ValueError, TypeError, re.error) as error:
             yield f"peft_config: {error}"
             return
     yield from policy.problems(model)

@@ -39,6 +39,8 @@ def fit_generation_batch(args: Any, dataset: Any) -> Iterator[str]:
             f"generation_batch_size={args.generation_batch_size} does not fit per_device_train_batch_size={args.per_device_train_batch_size} and "
             f"steps_per_generation={args.steps_per_generation}: an option of the configuration was set after it was made. Give it to `QaRLConfig(...)`."
         )
+    if isinstance(dataset, IterableDataset) and args.max_steps <= 0:
+        yield f"max_steps={args.max_steps} with a streamed dataset, which does not tell how many rows it has. Give `max_steps`."
     if not isinstance(dataset, Dataset) or not len(dataset):
         return
     num_prompts, largest = len(dataset), args.steps_per_generation

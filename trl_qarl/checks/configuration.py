@@ -8,13 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, SchedulerType, get_scheduler
+from transformers import GenerationConfig, SchedulerType, Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.training_args import trainer_log_levels
 
 from ..bitwise.availability import contradicting_options
 from ..engines.gpu_kernels import Gpu, reason_against
 from ..hub import problem_of_push
-from ..options import CHOICES
+from ..options import CHOICES, MUONS
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from .problems import quote_options
 from .problems import raise_problems as raise_problems
@@ -29,6 +30,7 @@ from .values import as_dict
 
 _CHOICES = CHOICES | {
     "vllm_mode": ("server", "colocate"),
+    **dict.fromkeys(("log_level", "log_level_replica"), (*trainer_log_levels,)),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none", True, False),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -114,6 +116,21 @@ def check_schedule(config) -> Iterator[str]:
             yield f"{quote_options(config, 'lr_scheduler_type', 'lr_scheduler_kwargs')}: {error}."
 
 
+def check_optimizer(config) -> Iterator[str]:
+    """Yield the reason why transformers cannot make the optimizer here, such as a missing package. Some ask for the
+    model first."""
+    if config.optim in MUONS:
+        return
+    try:
+        made, options = Trainer.get_optimizer_cls_and_kwargs(config)
+        if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+            made([torch.nn.Parameter(torch.zeros(1))], **options)
+    except Exception as error:
+        if "model" not in str(error):
+            name = str(getattr(config.optim, "value", config.optim))
+            yield f"optim={name!r}, {quote_options(config, 'optim_args')} cannot be made: {error}"
+
+
 def check_generation_kwargs(config) -> Iterator[str]:
     given = as_dict(config, "generation_kwargs").keys()
     if reshaping := sorted(GENERATION_KWARGS_THAT_RESHAPE & given):
@@ -154,10 +171,14 @@ def refused_by_all(config) -> Iterator[str]:
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[str]:
-    """Yield the problem of masters in `dtype`; none for float32, or if the dtype is only known after loading."""
-    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, torch.dtype) or (dtype.is_floating_point and dtype.itemsize >= 4):
+    """Yield the problem of masters in `dtype`, or of a text that names no dtype; none for float32, or if the dtype is
+    only known after loading."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or (named.is_floating_point and named.itemsize >= 4):
+        if isinstance(dtype, str) and dtype not in ("auto", "float32"):
+            yield f"dtype={dtype!r} is unknown. Choose one of ['float32', 'auto'], or remove it: the masters need float32, the default."
         return
+    dtype = named
     name, fix = str(dtype).removeprefix("torch."), "Load the model in float32 (TRL's default: remove `dtype`)"
     if not dtype.is_floating_point:
         yield f"The masters are {name}, which takes no gradient. {fix}."

@@ -1,7 +1,9 @@
-"""Names of options that do not exist: renamed and removed ones of TRL and transformers, and spelling mistakes."""
+"""Names of options and folders that do not exist: options that TRL and transformers have renamed or removed, and
+spelling mistakes."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 
@@ -95,6 +97,12 @@ def problems_of_names(given: Mapping[str, Any], known: Collection[str]) -> Itera
         else:
             best = misspelled(name, known)
             yield f"{name}={value!r}: unknown option. {'Remove it.' if best is None else f'Did you mean `{best}`?'}"
+
+
+def is_no_folder(model: str) -> bool:
+    """Return whether the name of a model is a path without a folder, which the Hub's client would call a malformed
+    name."""
+    return model.startswith((".", "/", "~")) and not Path(model).is_dir()
 
 
 def misspelled(name: str, known: Iterable[str]) -> str | None:

@@ -91,13 +91,21 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
         if any(map(math.isnan, numbers)):
             yield name, f"{name}={value!r} is not a number. Give one, or leave it out."
         elif not any(_fits(value, each) for each in allowed):
-            unquoted = " Write it without quotes." if isinstance(value, str) and str not in allowed else ""
+            unquoted = _how_to_write(value) if isinstance(value, str) and str not in allowed else ""
             kind = type(value).__name__
             yield name, f"{name}={value!r} is of type {kind}, and must be {formatannotation(hint)}.{unquoted}"
         elif any(map(math.isinf, numbers)) and name not in _MAY_BE_INFINITE:
             yield name, f"{name}={value!r} must be finite. Give a smaller number, or leave it out."
         elif problem := _problem_of_range(name, value):
             yield name, problem
+
+
+def _how_to_write(value: str) -> str:
+    """Return how to write a number that was given as text: without a point YAML takes `1e-5` for a text."""
+    number = ""
+    with suppress(ValueError):
+        number = f", and in YAML with a point, as {float(value):.1e}" if "e" in value.lower() else ""
+    return f" Write it without quotes{number}."
 
 
 def _problem_of_range(name: str, value: Any) -> str | None:

@@ -6,7 +6,7 @@ Only impossible values are refused. A completion that is merely unlikely, or fro
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -93,6 +93,11 @@ def checked_rollout_func(
     @wraps(rollout_func)
     def rollout(prompts, *args, **kwargs):
         output = rollout_func(prompts, *args, **kwargs)
+        if not isinstance(output, Mapping):
+            raise BadAnswer(
+                f"`rollout_func` returned {output!r} of type {type(output).__name__}. Return a dictionary with `prompt_ids`, "
+                "`completion_ids` and `logprobs`."
+            )
         # TRL raises an error that names missing keys.
         if {"prompt_ids", "completion_ids", "logprobs"} <= output.keys():
             try:

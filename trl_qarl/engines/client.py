@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from ..wire.handshake import is_proof, json_object, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, values_of
 from .background import BackgroundCall, within
 from .http_session import CheckedSession, ServerLost, check_finished, error_text, json_of, refusals
-from .pictures import PICTURE_PATH, complete_prompts
+from .pictures import PICTURE_PATH, complete_prompts, draw_again
 
 
 _HEALTH_SECONDS = 10
@@ -29,6 +30,9 @@ _HEALTH_SECONDS = 10
 _HANDSHAKE_SECONDS = 60.0
 # A server detects a closed session within milliseconds.
 _REFUSAL_SECONDS = 10.0
+
+# TRL's path for prompts without pictures.
+_TEXT_PATH = "/v1/completions"
 
 # The only requests before the process at the port has proved that it is the server.
 _HANDSHAKE_PATHS = ("/health", STATE_PATH, SESSION_PATH)
@@ -276,6 +280,23 @@ class QaRLClient(VLLMClient):
 
     @override
     def _post(self, url: str, **kwargs) -> dict:
+        """Draws completions of text with a sampled placeholder again; `complete_prompts` does so for pictures."""
+        answer = self._post_once(url, **kwargs)
+        if self.placeholders and url == f"{self.base_url}{_TEXT_PATH}":
+            answer["choices"] = self._draw_text_again(kwargs["json"], answer["choices"])
+        return answer
+
+    def _draw_text_again(self, body: dict[str, Any], choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def draw(places: list[int]) -> list[dict[str, Any]]:
+            prompts = [body["prompt"][place // body["n"]] for place in places]
+            # With the seed of the request the same tokens would be drawn again.
+            return self._post_once(
+                f"{self.base_url}{_TEXT_PATH}", json=body | {"prompt": prompts, "n": 1, "seed": None}
+            )["choices"]
+
+        return draw_again(choices, itemgetter("token_ids"), self.placeholders, draw)
+
+    def _post_once(self, url: str, **kwargs) -> dict:
         # 503: nothing is published; 500: the engine behind the server has died.
         try:
             return check_finished(url, json_of(self.session.post(url, **kwargs)))

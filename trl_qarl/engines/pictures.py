@@ -122,10 +122,11 @@ def expanded_prompts(
     return prompts
 
 
-def placeholders_of(processing_class: Any) -> frozenset[int]:
-    """Return the token ids that stand for pictures, videos and sound; none for a tokenizer. For each of them Gemma 4
-    takes the embedding of padding, also in a text."""
-    ids = (getattr(processing_class, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+def placeholders_of(model: nn.Module, processing_class: Any) -> frozenset[int]:
+    """Return the token ids that stand for pictures, videos and sound; none for a model of text. For each of them
+    Gemma 4 takes the embedding of padding, also in a text."""
+    kinds = ("image", "video", "audio") if has_tower(model) else ()
+    ids = (getattr(processing_class, f"{kind}_token_id", None) for kind in kinds)
     return frozenset(token for token in ids if token is not None)
 
 

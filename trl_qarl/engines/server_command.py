@@ -151,11 +151,14 @@ def build_server_command(
 
 
 def tensor_parallel_size(vllm_args: Sequence[str]) -> int:
-    """Return the number of ranks of each replica in arguments of `vllm serve`."""
+    """Return the number of ranks of each replica in arguments of `vllm serve`. `ValueError` is raised for none."""
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     args = [argument.replace("_", "-") if argument.startswith("--") else argument for argument in vllm_args]
-    return parser.parse_known_args(args)[0].tensor_parallel_size
+    size = parser.parse_known_args(args)[0].tensor_parallel_size
+    if size < 1:
+        raise ValueError(f"--tensor-parallel-size={size} must be at least 1.")
+    return size
 
 
 def _as_option(name: str, value: Any) -> list[str]:

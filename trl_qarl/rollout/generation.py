@@ -23,12 +23,12 @@ from ..engines.client import QaRLClient
 from ..engines.engine import Engine
 from ..engines.http_session import ServerLost, is_local, server_urls
 from ..engines.in_process import make_engine, share_engine
-from ..engines.pictures import placeholders_of, takes_pictures, with_pictures
+from ..engines.pictures import placeholders_of, with_pictures
 from ..engines.server import ServerEngine, server_process, start_command
 from ..engines.server_process import ServerProcess
 from ..engines.servers import Servers
 from ..engines.spec import EngineSpec
-from ..quantization.names import base_model
+from ..quantization.names import base_model, has_tower
 from ..quantization.storage import is_sharded, writes_to
 from ..sync.channels import choose_channel
 from ..sync.publisher import Publisher, check_ranks, largest_chunk
@@ -128,7 +128,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             start_command=start_command(self.options, EngineSpec.of(self.model, self.dtype)),
         )
         clients.append(client)
-        client.placeholders = placeholders_of(self.processing_class)
+        client.placeholders = placeholders_of(self.model, self.processing_class)
         channel, reason = choose_channel(client, self.accelerator.device)
         logger.info("Weights reach the server at %s by %s: %s.", url, type(channel).__name__, reason)
         if not is_local(urlsplit(url).hostname):
@@ -168,8 +168,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
         # Completions are read as token ids. Text, which vLLM makes of each token in turn, is needed for stop strings.
         if not self.generation_kwargs.get("stop"):
             self.generation_kwargs = {"detokenize": False} | self.generation_kwargs
-        if takes_pictures(self.model):
-            self.llm.generate = with_pictures(self.llm.generate, placeholders_of(self.processing_class))
+        if has_tower(self.model):
+            placeholders = placeholders_of(self.model, self.processing_class)
+            self.llm.generate = with_pictures(self.llm.generate, placeholders)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from decimal import Decimal
 from functools import wraps
 from numbers import Real
 from typing import Any
@@ -85,7 +86,7 @@ def _number(value: Any, said: str) -> float | None:
         return None
     if getattr(value, "ndim", None) == 0:
         value = value.item()
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | Decimal):
         raise BadReward(
             f"The reward function {said.format(_brief(value))}. A reward is a number, or `None` for no score."
         )

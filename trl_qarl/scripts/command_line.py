@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checks.names import misspelled
+from ..checks.names import is_no_folder, misspelled
 from ..checks.problems import raise_problems
 from ..packages import installed
 from ..quantization.plan import get_plan, parse_scheme
@@ -34,8 +34,8 @@ def configuration_errors() -> Iterator[None]:
 
 
 def check_folder(model: str) -> None:
-    """Raise `ValueError` for a path without a folder, which the Hub's client would call a malformed name."""
-    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+    """Raise `ValueError` for a path without a folder."""
+    if is_no_folder(model):
         raise ValueError(f"{model} is not a folder.")
 
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..checks.names import RENAMED, problems_of_names
+from ..checks.names import RENAMED, is_no_folder, problems_of_names
 from ..checks.problems import Problems, raise_problems
 from ..processes import end_with_parent, exit_on_signals
 from .command_line import EXIT_PUSH_FAILED, configuration_errors, describe_export, option_names, unknown_options
@@ -239,7 +239,7 @@ def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:
     dataset, and a reward or a local dataset that does not exist."""
     if not (model := options.get("model_name_or_path")):
         yield "No model: give `--model_name_or_path`."
-    elif model.startswith((".", "/")) and not Path(model).is_dir():
+    elif is_no_folder(model):
         yield f"--model_name_or_path={model!r} is not a folder."
     yield from _problems_of_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
     yield from _problems_of_dataset(

@@ -97,6 +97,11 @@ class Policy:
                 f"The weights of {name_or_path!r} cannot be read: {damaged_file(name_or_path) or 'a file'} is cut or damaged ({error}). "
                 "Copy or download it again."
             ) from error
+        except TypeError as error:
+            # transformers hands what it does not know to the class of the model.
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ValueError(f"`model_init_kwargs`: {error}. Correct or remove it.") from error
         if is_adapter_folder(name_or_path):
             self._adapter_folder = name_or_path
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -2,8 +2,10 @@
 
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,7 +144,13 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         yield from checks.check_hub(self)
 
     def _parse(self) -> Iterator[str]:
-        """Parse options that may be text of a command line; yield a problem for text that is none."""
+        """Write paths as text, and no tracker as "none"; parse options that may be text of a command line, and yield a
+        problem for text that is none."""
+        if self.report_to is None:
+            self.report_to = "none"
+        for name, value in [*vars(self).items()]:
+            if isinstance(value, Path):
+                setattr(self, name, str(value))
         try:
             self.scheme = parse_scheme(self.scheme)
         except ValueError as error:
@@ -163,6 +171,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
 
     def _finish(self) -> None:
         """Set the number of updates per generation batch, and run TRL's own initialization."""
+        self._forget_derived()
         self.chooses_steps = self.steps_per_generation is None and self.generation_batch_size is None
         if self.chooses_steps:
             self.steps_per_generation = 8 * self.gradient_accumulation_steps
@@ -173,6 +182,15 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         super().__post_init__()
         if optim in MUONS:
             self.optim = optim
+
+    def _forget_derived(self) -> None:
+        """Unset what TRL has derived in a configuration that this one copies, as `dataclasses.replace` does: TRL
+        refuses a size of the generation batch with a number of its steps."""
+        steps, processes = self.steps_per_generation, int(os.environ.get("WORLD_SIZE") or 1)
+        if steps and self.generation_batch_size == self.per_device_train_batch_size * processes * steps:
+            self.generation_batch_size = None
+            if steps == 8 * self.gradient_accumulation_steps:
+                self.steps_per_generation = None
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()
@@ -192,8 +210,9 @@ def config_for(model: Any, args: Any) -> QaRLConfig:
     if args is None:
         from trl.trainer.utils import get_config_model_id
 
-        model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
+        # What is no model is refused later, with everything else.
+        model_name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
+        return QaRLConfig(f"{Path(model_name).name}-QaRL")
     if not isinstance(args, QaRLConfig):
         raise TypeError(
             f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "

@@ -15,11 +15,21 @@ from trl.trainer import grpo_trainer
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
-from ..checks.arguments import check_prompts, has_pictures, problems_of_arguments, problems_of_pictures, warn_of_length
+from ..checks.arguments import (
+    check_columns,
+    check_prompts,
+    check_tokens,
+    has_pictures,
+    problem_of_end,
+    problems_of_arguments,
+    problems_of_evaluation,
+    problems_of_pictures,
+    warn_of_length,
+)
 from ..checks.configuration import raise_problems
 from ..doctor.memory import check_host_memory
 from ..engines.answers import checked_rollout_func, vocabulary_size
-from ..engines.pictures import check_rows, count_pictures, expanded_prompts
+from ..engines.pictures import check_rows, count_pictures, expanded_prompts, placeholders_of
 from ..engines.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from ..forward import Batch
 from ..objectives.registry import get_objective
@@ -100,11 +110,11 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         rollout_func=None,
         environment_factory=None,
     ):
+        model, reward_funcs = _without_paths(model), _without_paths(reward_funcs)
         args = config_for(model, args)
         given: dict[str, Any] = {
             "model": model,
-            # TRL would take another sequence for a model.
-            "reward_funcs": [*reward_funcs] if isinstance(reward_funcs, tuple) else reward_funcs,
+            "reward_funcs": reward_funcs,
             "args": args,
             "train_dataset": train_dataset,
             "eval_dataset": eval_dataset,
@@ -141,6 +151,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             GenerationConfig=self._make_generation_config,
         ):
             super().__init__(**given)
+        if problem := problem_of_end(self.processing_class):
+            raise ValueError(problem)
         with all_or_none(self.accelerator):
             self.policy.check_head()
         self.policy.choose_layout(self.accelerator.num_processes, self.aux_loss_enabled)
@@ -249,6 +261,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             chat_template_kwargs={**options, **self.chat_template_kwargs},
         ):
             prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        placeholders = placeholders_of(self.model, self.processing_class)
+        check_tokens(prompt_ids, self._tokenizer, vocabulary_size(self.model), placeholders)
         self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.args)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
@@ -323,6 +337,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     @override
     def _generate_and_score_completions(self, inputs):
         """Adds the learner's log-probs if TRL has not, and measures mismatch and quantization error."""
+        if self.environment_factories is None:
+            check_columns(inputs)
         with self.recorder.time("scoring"):
             try:
                 output = super()._generate_and_score_completions(inputs)
@@ -425,6 +441,12 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     def evaluate(self, *args, **kwargs):
         """Evaluates the policy as it is deployed: at the bits of the scheme. Within a training, random numbers that
         draw completions and shuffle batches continue afterwards as if there had been no evaluation."""
+        dataset = kwargs.get("eval_dataset", args[0] if args else None)
+        dataset = self.eval_dataset if dataset is None else dataset
+        # A text names one of the trainer's datasets.
+        if self.environment_factories is None and not isinstance(dataset, str):
+            given = [getattr(function, "__wrapped__", function) for function in self.reward_funcs]
+            raise_problems(problems_of_evaluation(dataset, given))
         self.set_precision(None)
         device = self.accelerator.device
         devices = [] if device.type == "cpu" else [device]
@@ -462,6 +484,14 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 restore_signals()
             # Training ends at the bits of the scheme.
             self.set_precision(None)
+
+
+def _without_paths(value: Any) -> Any:
+    """Return a model, or reward functions, with names in place of paths, and with lists in place of tuples: TRL takes
+    a path, and a tuple, for a model."""
+    if isinstance(value, list | tuple):
+        return [*map(_without_paths, value)]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _own_ends(args: QaRLConfig, known: list[int]) -> list[int]:

@@ -113,8 +113,7 @@ _ROWS = (
     Family(
         "LagunaForCausalLM",
         "laguna",
-        problem_with_vllm="vLLM 0.31 leaves out the bias of its router, a parameter of `routed_experts` there, without a word (models/laguna.py: "
-        "`ignore_unexpected_suffixes`)",
+        problem_of_plain_vllm="the bias of its router (`ignore_unexpected_suffixes` in models/laguna.py)",
     ),
     Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),

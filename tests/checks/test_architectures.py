@@ -75,8 +75,12 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
         ("exaone_moe", {}, "lacks `sliding_windows`"),
         ("exaone_moe", {"sliding_windows": [None, None]}, None),
         ("phimoe", FIXED, None),
-        ("phimoe", FIXED | {"router_jitter_noise": 0.0}, "always has router_jitter_noise=0.01,"),
-        ("phimoe", {"lm_head_bias": True}, "always has attention_bias=True,"),
+        (
+            "phimoe",
+            FIXED | {"router_jitter_noise": 0.0},
+            "router_jitter_noise=0.0: vLLM 0.31's class always has router_jitter_noise=0.01.",
+        ),
+        ("phimoe", {"lm_head_bias": True}, "attention_bias=False: vLLM 0.31's class always has attention_bias=True."),
     ],
 )
 def test_a_configuration_that_vllms_class_needs_is_named(arch, fields, problem):

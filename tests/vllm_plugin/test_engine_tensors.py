@@ -20,6 +20,8 @@ from trl_qarl.vllm_plugin.engine_tensors import (
     convolution_copies,
     drop_unused_norms,
     engine_name,
+    first_names,
+    live_fingerprints,
     mappers_of_names,
     mark_rows_by_heads,
 )
@@ -114,3 +116,16 @@ def test_a_norm_that_dense_layers_never_use_is_dropped(is_sparse):
     layer.is_layer_sparse, layer.post_mlp_layernorm = is_sparse, nn.LayerNorm(8)
     drop_unused_norms(layer)
     assert hasattr(layer, "post_mlp_layernorm") == is_sparse
+
+
+def test_a_router_of_two_modules_is_owned_under_its_first_name():
+    """That of a block and its experts in vLLM's Transformers backend; checkpoints have the second name."""
+    block, router = nn.ModuleDict({"experts": nn.Module()}), nn.Linear(8, 4, bias=False)
+    router.register_buffer("e_score_correction_bias", torch.zeros(4))
+    block["experts"].gate = block["gate"] = router
+    names = [f"gate.{leaf}" for leaf in ("weight", "e_score_correction_bias")]
+    reload = AuditedReload.__new__(AuditedReload)
+    reload._first_names, reload._owned, reload._read_when_loaded = first_names(block), {}, set()
+    reload._own(names)
+    assert reload._owned == {f"experts.{name}": [name] for name in names}
+    assert live_fingerprints(block, {}).keys() == reload._owned.keys()

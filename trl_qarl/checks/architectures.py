@@ -31,10 +31,10 @@ def problems_with_vllm(
             f"the config.json of {name} lacks {', '.join(missing)}, which vLLM 0.31's class reads and transformers' does not have. Use a "
             "release's config.json, or add the fields"
         )
-    if differing := [
-        f"{field}={value}" for field, value in family.vllm_values.items() if getattr(config, field) != value
-    ]:
-        yield f"vLLM 0.31's class of {name} always has {', '.join(differing)}, and the configuration has other values"
+    values = {field: value for field, value in family.vllm_values.items() if getattr(config, field) != value}
+    if values:
+        theirs, ours = (", ".join(f"{field}={of[field]}" for field in values) for of in (values, config.to_dict()))
+        yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Use these values in its config.json"
     wants = family.shares_head
     if wants is not None and (shares := config.tie_word_embeddings) is not wants:
         yield (

@@ -87,6 +87,16 @@ def _by_heads(layer: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, 1).flatten(0, 1)
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the names of persistent buffers, which checkpoints may hold, and further names of parameters, each with
+    the name in [`live_fingerprints`], the first one: in vLLM's Transformers backend a mixture's block and its experts
+    have the same router."""
+    state, first = model.state_dict(keep_vars=True), {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {name: first[id(state[name])] for name in state.keys() - dict(model.named_parameters())}
+
+
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the name of each parameter that shares another one's tensor, and the other's name. A module with several
     names, such as a router that is shared by block and experts, counts once."""

@@ -56,6 +56,7 @@ from .engine_tensors import (
     convolution_copies,
     drop_unused_norms,
     engine_name,
+    first_names,
     live_fingerprints,
     mappers_of_names,
     mark_rows_by_heads,
@@ -107,14 +108,7 @@ class AuditedReload:
         self._addresses: Addresses | None = None
         # Read before a reload, which may be left unfinished, moves the tables to the meta device.
         self.rotations = rotations(self.model)
-        # Names of persistent buffers, which checkpoints may hold, and further names of parameters, each with the first
-        # name of its tensor: in vLLM's Transformers backend a block and its experts have the same router.
-        state, first = self.model.state_dict(keep_vars=True), {}
-        for name, tensor in state.items():
-            first.setdefault(id(tensor), name)
-        self._first_names = {
-            name: first[id(state[name])] for name in state.keys() - dict(self.model.named_parameters())
-        }
+        self._first_names = first_names(self.model)
         # Buffers with random values from dummy loading.
         self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":

@@ -119,8 +119,6 @@ BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_laye
         ("bamba", BAMBA, "only if all its layers attend"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
         ("solar_open", {"n_routed_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2}, None),
-        # vLLM's name for its class is another.
-        ("phimoe", {"num_local_experts": 4}, None),
     ],
 )
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):

@@ -95,9 +95,8 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     from vllm.model_executor.models.registry import ModelRegistry
 
     name, cls = architecture(model), type(base_model(model))
-    in_vllm = family_of(name).vllm_name or name
-    if in_vllm in ModelRegistry.get_supported_archs():
-        if has_adapter and not supports_lora(ModelRegistry.models[in_vllm].load_model_cls()):
+    if name in ModelRegistry.get_supported_archs():
+        if has_adapter and not supports_lora(ModelRegistry.models[name].load_model_cls()):
             return f"the installed vLLM's class {name} takes no adapters (`SupportsLoRA`). Set lora_mode='merged'"
         return None
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):

@@ -29,7 +29,6 @@ _CORRECTED_MODELS = {
     "GPTNeoXForCausalLM": "GPTNeoXForCausalLM",
     "Gemma3nForCausalLM": "Gemma3nForCausalLM",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
-    "LagunaForCausalLM": "LagunaForCausalLM",
     # transformers' name, and that of releases.
     "PhimoeForCausalLM": "PhimoeForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",

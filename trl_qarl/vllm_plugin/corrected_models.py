@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, laguna, phimoe
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, phimoe
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
-LagunaForCausalLM = laguna.LagunaForCausalLM
 
 
 class Gemma3nForCausalLM(gemma3n.Gemma3nForCausalLM):
@@ -66,6 +64,3 @@ for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
     _model._repack_qkv = _without_shapes(_model._repack_qkv)
 # The activation of BLOOM has a hyperbolic tangent; vLLM takes the error function.
 bloom.get_act_fn = lambda name: get_act_fn({"gelu": "gelu_pytorch_tanh"}[name])
-# vLLM's loader leaves out the bias of the router, which its model has under another name (models/laguna.py).
-_BIAS = "experts.e_score_correction_bias"
-laguna.LagunaModel.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_substr={f".{_BIAS}": f".experts.routed_{_BIAS}"})

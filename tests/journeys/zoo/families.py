@@ -394,6 +394,7 @@ WITHOUT_HEAD_DIM = {"falcon"}
 
 REFUSED: dict[str, str] = {
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
+    "laguna": "leaves out the bias of its router",
     "longcat_flash": "interface for the computation of experts",
     "minicpm3": "no name",
     "olmo_hybrid": "asks for Triton",

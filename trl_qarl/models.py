@@ -5,7 +5,9 @@ A dense family that transformers and vLLM both know needs no row. Rules are abou
 checkpoints go by names. Imports neither torch nor vLLM.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 FUSED = (
@@ -35,13 +37,6 @@ IN_FLOAT32 = "e_score_correction_bias"
 """Last component of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16 bits
 do not tell apart."""
 
-_REORDERED = (
-    "vLLM's loader reorders the rows of its fused `query_key_value` by heads, also those of `weight_shape`, which has two "
-    "numbers (models/{}.py)"
-)
-
-_MISSING = "vLLM 0.31 reads `{}` of its configuration, which transformers' does not have (models/{}.py)"
-
 
 @dataclass(frozen=True)
 class Family:
@@ -53,6 +48,11 @@ class Family:
     - `engine_layers`: how vLLM computes its layers, if all their operations have engine numerics: `"fused"` norms sums
       of the residual stream before they are rounded, `"rounded"` norms rounded ones, and `"transformers"` is
       transformers' own code around vLLM's linear layers, norms and attention.
+    - `vllm_fields`: fields of a `config.json` that vLLM's class reads, and transformers' configuration does not have
+      unless the file does.
+    - `vllm_values`: values of its configuration that vLLM's class has, whatever the configuration says.
+    - `problem_of_plain_vllm`: what vLLM's class leaves out where this package is not installed next to it
+      ([`trl_qarl.vllm_plugin.corrected_models`]).
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
     - `problem_on_cpu`: the reason why vLLM cannot run it on a CPU, where rules do not tell.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
@@ -68,6 +68,9 @@ class Family:
     architecture: str
     model_type: str
     engine_layers: str | None = None
+    vllm_fields: tuple[str, ...] = ()
+    vllm_values: Mapping[str, Any] = field(default_factory=dict)
+    problem_of_plain_vllm: str | None = None
     problem_with_vllm: str | None = None
     problem_on_cpu: str | None = None
     problem_of_float32: str | None = None
@@ -78,31 +81,18 @@ class Family:
 
 
 _ROWS = (
-    Family(
-        "BloomForCausalLM",
-        "bloom",
-        problem_with_vllm=_REORDERED.format("bloom"),
-    ),
+    Family("BloomForCausalLM", "bloom", vllm_values={"tie_word_embeddings": True}),
     Family(
         "ApertusForCausalLM",
         "apertus",
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
-    Family(
-        "AXK1ForCausalLM",
-        "axk1",
-        problem_with_vllm="vLLM 0.31 gives its dense layers a norm that checkpoints do not have (`post_mlp_layernorm` in models/AXK1.py)",
-    ),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
     Family("Cohere2MoeForCausalLM", "cohere2_moe", has_longer_window=True),
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
-    Family(
-        "ExaoneMoeForCausalLM",
-        "exaone_moe",
-        problem_with_vllm=_MISSING.format("sliding_windows", "exaone_moe"),
-    ),
+    Family("ExaoneMoeForCausalLM", "exaone_moe", vllm_fields=("sliding_windows",)),
     Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
@@ -110,17 +100,11 @@ _ROWS = (
     Family(
         "Gemma3nForCausalLM",
         "gemma3n_text",
-        problem_with_vllm="vLLM 0.31's class of text leaves out the embeddings of each layer (models/gemma3n.py: nothing but "
-        "`gemma3n_mm.py` calls `get_per_layer_input_embeddings`), so its log-probs are 0.4 nats from transformers' in a tiny model",
+        problem_of_plain_vllm="the embeddings of each layer (models/gemma3n.py)",
     ),
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
-    Family(
-        "GPTNeoXForCausalLM",
-        "gpt_neox",
-        problem_with_vllm=_REORDERED.format("gpt_neox"),
-    ),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
@@ -134,7 +118,17 @@ _ROWS = (
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family(
-        "MiMoV2FlashForCausalLM", "mimo_v2_flash", problem_with_vllm=_MISSING.format("hybrid_layer_pattern", "mimo_v2")
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        vllm_fields=(
+            "hybrid_layer_pattern",
+            "layernorm_epsilon",
+            "moe_layer_freq",
+            "sliding_window_size",
+            "swa_head_dim",
+            "swa_num_attention_heads",
+            "swa_num_key_value_heads",
+        ),
     ),
     Family(
         "MiniCPM3ForCausalLM",
@@ -158,8 +152,13 @@ _ROWS = (
     Family(
         "PhimoeForCausalLM",
         "phimoe",
-        problem_with_vllm="vLLM 0.31 makes its router a plain linear layer (`isinstance(child_module, nn.Linear)` in "
-        "models/transformers/base.py), and has its own class only as PhiMoEForCausalLM (models/registry.py)",
+        problem_of_plain_vllm="the bias of the output head (models/phimoe.py)",
+        vllm_values={
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.01,
+        },
     ),
     Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", gguf="qwen2"),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused"),

@@ -287,3 +287,14 @@ def test_what_is_no_model_is_refused_with_the_command_to_use(tmp_path, what):
     with pytest.raises(TypeError, match=r"got (str|object)\. .*`trainer.export_model\(\)`.*`trl-qarl export"):
         export_checkpoint(what, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "says"),
+    [("phimoe", {"num_local_experts": 4}, "the bias of the output head"), ("llama", {}, "")],
+)
+def test_an_export_warns_of_what_plain_vllm_leaves_out(tmp_path, caplog, arch, fields, says):
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
+    prepare_model(model, "w4a16")
+    export_checkpoint(model, tmp_path / "export")
+    assert says in caplog.text and ("class leaves out" in caplog.text) == bool(says)

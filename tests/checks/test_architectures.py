@@ -66,6 +66,29 @@ def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
     assert tied == [] and f"tie_word_embeddings={not is_tied}: vLLM" in untied[0]
 
 
+FIXED = {"attention_bias": True, "lm_head_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "problem"),
+    [
+        ("exaone_moe", {}, "lacks `sliding_windows`"),
+        ("exaone_moe", {"sliding_windows": [None, None]}, None),
+        ("phimoe", FIXED, None),
+        (
+            "phimoe",
+            FIXED | {"router_jitter_noise": 0.0},
+            "router_jitter_noise=0.0: vLLM 0.31's class always has router_jitter_noise=0.01.",
+        ),
+        ("phimoe", {"lm_head_bias": True}, "attention_bias=False: vLLM 0.31's class always has attention_bias=True."),
+    ],
+)
+def test_a_configuration_that_vllms_class_needs_is_named(arch, fields, problem):
+    model = model_of(arch, num_experts_per_tok=2, moe_intermediate_size=64, **fields)
+    found = [*problems_with_vllm(model, None, False, {})]
+    assert found == [] if problem is None else problem in found[0]
+
+
 def test_ungated_experts_have_no_kernel_in_16_bits_on_a_cpu():
     sizes = {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}
     model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, **sizes)
@@ -95,11 +118,7 @@ BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_laye
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("bamba", BAMBA, "only if all its layers attend"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
-        (
-            "solar_open",
-            {"n_routed_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
-            "a second name",
-        ),
+        ("solar_open", {"n_routed_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2}, None),
     ],
 )
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "zoo"))
 
-from families import EXPORT_FAILS, FAMILIES, LOOSE, LORA_FAILS, REFUSED
+from families import EXPORT_FAILS, FAMILIES, LOOSE, LORA_FAILS, OTHERWISE, REFUSED
 from zoo import EXACT, LARGEST, dtype_of, visit
 
 
@@ -49,7 +49,7 @@ def test_family_trains_with_vllm_and_its_export_is_the_policy(family, tmp_path, 
         else:
             # Plain vLLM computes in bfloat16.
             limits = {"transformers": LOOSE.get(family, largest), "vllm": LARGEST["bfloat16"]}
-            assert distance < limits[engine], (engine, distance)
+            assert (distance < limits[engine]) != ((family, engine) in OTHERWISE), (engine, distance)
 
 
 @pytest.mark.parametrize(

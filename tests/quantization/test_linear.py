@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from testing_utils.trainings import QUANTIZED
 from trl_qarl.quantization import gemm, tensors
@@ -252,8 +253,34 @@ def test_autocast_gives_the_same_bits_as_bf16_input(monkeypatch, name, has_nativ
         assert torch.equal(layer(x), expected)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_forward_that_writes_out_the_product_is_quantized(bias):
+    written = FalconLinear(256, 96, bias=bias)
+    plain = nn.Linear(256, 96, bias=bias)
+    plain.load_state_dict(written.state_dict())
+    layer, expected = (QuantizedLinear.from_linear(each, get_scheme("w4a16")) for each in (written, plain))
+    x = torch.randn(4, 256)
+    assert torch.equal(layer(x), expected(x))
+    restored = layer.restored()
+    assert type(restored) is FalconLinear and vars(restored).keys() == vars(written).keys()
+    assert torch.equal(restored(x), written(x))
+    # Its own forward has no product of low-bit weights.
+    y, converted = layer(x), layer.convert()
+    assert type(converted) is nn.Linear and torch.equal(converted(x), y)
+
+
 class Custom(nn.Linear):
     pass
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + 2 * self.bias
+
+
+class Activated(FalconLinear):
+    def forward(self, x):
+        return super().forward(x).relu()
 
 
 def hooked():
@@ -267,10 +294,12 @@ def hooked():
     ("make_linear", "scheme", "error", "message"),
     [
         (lambda: Custom(256, 96), "w4a16", TypeError, "Custom"),
+        (lambda: Doubled(256, 96), "w4a16", TypeError, "Doubled"),
+        (lambda: Activated(256, 96), "w4a16", TypeError, "Activated"),
         (lambda: nn.Linear(256, 96), "bf16", ValueError, "'bf16'"),
         (hooked, "w4a16", ValueError, "device_map=None"),
     ],
-    ids=["subclass", "nothing to quantize", "hook"],
+    ids=["subclass", "twice the bias", "activation", "nothing to quantize", "hook"],
 )
 def test_what_cannot_be_a_quantized_layer_is_refused(make_linear, scheme, error, message):
     with pytest.raises(error, match=message):

@@ -227,6 +227,17 @@ def test_families_run_in_vllm_as_their_rows_say(name):
     assert (FAMILIES[name].engine_layers == "transformers") == module.endswith("models.transformers")
 
 
+@pytest.mark.parametrize("name", with_fact("vllm_fields"))
+def test_vllms_classes_read_the_fields_that_rows_name(name):
+    from transformers import AutoConfig
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    source = inspect.getsource(inspect.getmodule(ModelRegistry.models[name].load_model_cls()))
+    config = AutoConfig.for_model(FAMILIES[name].model_type)
+    fields = FAMILIES[name].vllm_fields
+    assert [field for field in fields if f"config.{field}" not in source or hasattr(config, field)] == []
+
+
 def test_a_server_asks_all_replicas():
     from vllm.config.parallel import ParallelConfig
     from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient

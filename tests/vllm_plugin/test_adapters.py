@@ -46,7 +46,9 @@ def test_the_engine_uses_the_last_published_adapter(publisher):
     assert publisher.description["lora"] == {
         "max_rank": 8,
         "dtype": "float32",
-        "modules": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+        "modules": [
+            *("down_proj", "gate_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "qkv_proj", "up_proj", "v_proj")
+        ],
     }
     num_tensors = sum("lora_" in name for name, _ in model.named_parameters())
     before = engine_logps(llm)
@@ -130,6 +132,22 @@ def test_slices_of_a_fused_layer_belong_to_their_matrices(adapted):
     rows = {"in_proj_qkv": 8, "in_proj_z": 4}
     sent = {f"{name}.lora_B.weight": (name, torch.zeros(rows[name], 4)) for name in adapted}
     assert [*_slices(layer, [*rows], sent)] == [("in_proj_qkv", 0, 3), ("in_proj_z", 3, 4)]
+
+
+def test_the_adapter_of_a_fused_matrix_is_split_by_rows():
+    """That of GLM's `gate_up_proj`, for which vLLM has two layers."""
+    from trl_qarl.vllm_plugin.lora import _unpacked
+
+    manager = SimpleNamespace(
+        packed_modules={"mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"]},
+        modules={"mlp.gate_up_proj": SimpleNamespace(output_sizes=[3, 3])},
+    )
+    a, b, other = torch.rand(2, 4), torch.rand(6, 2), torch.rand(4, 2)
+    fused = {"mlp.gate_up_proj.lora_A.weight": a, "mlp.gate_up_proj.lora_B.weight": b}
+    unpacked = dict(_unpacked(manager, {**fused, "mlp.down_proj.lora_B.weight": other}))
+    assert [unpacked.pop(f"mlp.{part}_proj.lora_A.weight") is a for part in ("gate", "up")] == [True, True]
+    gate, up = (unpacked.pop(f"mlp.{part}_proj.lora_B.weight") for part in ("gate", "up"))
+    assert torch.equal(torch.cat([gate, up]), b) and unpacked == {"mlp.down_proj.lora_B.weight": other}
 
 
 @pytest.mark.parametrize(

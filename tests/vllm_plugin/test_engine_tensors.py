@@ -1,5 +1,7 @@
 """Tensors of an engine's model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,22 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.models.bloom import BloomAttention, BloomModel
+from vllm.model_executor.models.falcon import FalconAttention, FalconModel
+from vllm.model_executor.models.gpt_neox import GPTNeoXAttention, GPTNeoXModel
 from vllm.model_executor.models.utils import WeightsMapper
 
-from trl_qarl.vllm_plugin.engine_tensors import convolution_copies, engine_name, mappers_of_names
+from trl_qarl.vllm_plugin import corrected_models  # noqa: F401
+from trl_qarl.vllm_plugin.engine_tensors import (
+    as_in_checkpoints,
+    convolution_copies,
+    drop_unused_norms,
+    engine_name,
+    first_names,
+    live_fingerprints,
+    mappers_of_names,
+    mark_rows_by_heads,
+)
 from trl_qarl.vllm_plugin.weight_transfer import AuditedReload, _in_order
 from trl_qarl.wire.fingerprint import fingerprint
 
@@ -65,3 +80,52 @@ def test_a_bias_that_is_loaded_in_place_is_found_by_its_bytes(is_loaded):
     reload._own_in_place({name: fingerprint(bias)}, live)
     wanted = [name] if is_loaded else [path]
     assert reload._owned[path] == reload._owned["model.layers.1.experts.e_score_correction_bias"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("attention", "model", "kv_heads"),
+    [(BloomAttention, BloomModel, 4), (FalconAttention, FalconModel, 2), (GPTNeoXAttention, GPTNeoXModel, 4)],
+)
+def test_rows_are_compared_in_the_order_of_the_checkpoint(attention, model, kv_heads):
+    """vLLM's own loader reorders the rows, and leaves the numbers of `weight_shape`."""
+    heads, head_size = 4, 2
+    rows = torch.arange((heads + 2 * kv_heads) * head_size).view(-1, 1)
+    engine, parent, layer = (cls.__new__(cls) for cls in (model, attention, nn.Module))
+    for module in (engine, parent, layer):
+        nn.Module.__init__(module)
+    layer.num_kv_heads, layer.output_sizes = kv_heads, [n * head_size for n in (heads, kv_heads, kv_heads)]
+    names = [f"query_key_value.{leaf}" for leaf in ("weight", "weight_shape")]
+    for name, tensor in zip(names, (rows, torch.tensor([12, 8])), strict=True):
+        parameter = nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
+        parameter.output_dim = 0 if name.endswith("weight") else None
+        layer.register_parameter(name.rpartition(".")[2], parameter)
+    parent.query_key_value = layer
+    engine.query_key_value = layer
+    engine.config = SimpleNamespace(num_attention_heads=heads, num_kv_heads=kv_heads, new_decoder_architecture=True)
+    sent = dict(zip(names, (rows, torch.tensor([12, 8])), strict=True))
+    engine.load_weights(sent.items())
+    assert not torch.equal(layer.weight, rows)
+    mark_rows_by_heads(nn.ModuleList([parent]))
+    assert torch.equal(as_in_checkpoints(layer, "weight"), rows)
+    assert layer.weight_shape.tolist() == [12, 8]
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_a_norm_that_dense_layers_never_use_is_dropped(is_sparse):
+    layer = nn.Module()
+    layer.is_layer_sparse, layer.post_mlp_layernorm = is_sparse, nn.LayerNorm(8)
+    drop_unused_norms(layer)
+    assert hasattr(layer, "post_mlp_layernorm") == is_sparse
+
+
+def test_a_router_of_two_modules_is_owned_under_its_first_name():
+    """That of a block and its experts in vLLM's Transformers backend; checkpoints have the second name."""
+    block, router = nn.ModuleDict({"experts": nn.Module()}), nn.Linear(8, 4, bias=False)
+    router.register_buffer("e_score_correction_bias", torch.zeros(4))
+    block["experts"].gate = block["gate"] = router
+    names = [f"gate.{leaf}" for leaf in ("weight", "e_score_correction_bias")]
+    reload = AuditedReload.__new__(AuditedReload)
+    reload._first_names, reload._owned, reload._read_when_loaded = first_names(block), {}, set()
+    reload._own(names)
+    assert reload._owned == {f"experts.{name}": [name] for name in names}
+    assert live_fingerprints(block, {}).keys() == reload._owned.keys()

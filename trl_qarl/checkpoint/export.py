@@ -32,6 +32,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from typing_extensions import override
 
 from ..hub import ADAPTER_FOLDER, write_card
+from ..models import family_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded, whole
@@ -115,6 +116,12 @@ def export_checkpoint(
     if is_other and not is_shared:
         return output_dir
     check_export_dir(output_dir)
+    if (left_out := family_of(architecture(model)).problem_of_plain_vllm) and not is_other:
+        logger.warning(
+            "%s: vLLM 0.31's class leaves out %s, and computes another policy, unless trl_qarl is installed next to it.",
+            architecture(model),
+            left_out,
+        )
     config = copy_config(model)
     if formats:
         config.quantization_config = quantization_config(inventory)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.layout import problem_of_mixture
-from ..models import IN_FLOAT32, family_of
+from ..models import family_of
 from ..quantization.inventory import Inventory
-from ..quantization.names import architecture, base_model, base_state_dict
+from ..quantization.names import architecture, base_model
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import shapes_of
 
@@ -23,15 +23,25 @@ def problems_with_vllm(
     """Yield the reasons why an engine in `dtype`, `None` if it is not known yet, cannot run `model`, which may be on
     the meta device, and whose layers get these `schemes`, by name."""
     inventory, name = Inventory.of(model), architecture(model)
-    if problem := family_of(name).problem_with_vllm or problem_of_mixture(inventory, schemes):
+    family, config = family_of(name), inventory.model.config
+    if problem := family.problem_with_vllm or problem_of_mixture(inventory, schemes):
         yield problem
-    wants = family_of(name).shares_head
-    if wants is not None and (shares := inventory.model.config.tie_word_embeddings) is not wants:
+    if missing := [f"`{field}`" for field in family.vllm_fields if not hasattr(config, field)]:
+        yield (
+            f"the config.json of {name} lacks {', '.join(missing)}, which vLLM 0.31's class reads and transformers' does not have. Use a "
+            "release's config.json, or add the fields"
+        )
+    values = {field: value for field, value in family.vllm_values.items() if getattr(config, field) != value}
+    if values:
+        theirs, ours = (", ".join(f"{field}={of[field]}" for field in values) for of in (values, config.to_dict()))
+        yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Use these values in its config.json"
+    wants = family.shares_head
+    if wants is not None and (shares := config.tie_word_embeddings) is not wants:
         yield (
             f"{name} with tie_word_embeddings={shares}: vLLM 0.31 {'always' if wants else 'never'} shares the weight of embedding and "
             "output head in its class, whatever the configuration says"
         )
-    if (problem := family_of(name).problem_of_float32) and dtype is torch.float32:
+    if (problem := family.problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
     mixers = [path for path, module in inventory.modules.items() if len(shapes_of(module).get("A_log", ())) == 2]
     if any(path.rpartition(".")[0] in mixers for path in schemes):
@@ -95,9 +105,4 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     is_recurrent = any("A_log" in shapes_of(module) for module in Inventory.of(model).modules.values())
     if is_recurrent or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
-    if any(tensor.endswith(IN_FLOAT32) for tensor in base_state_dict(model)):
-        return (
-            f"the installed vLLM has no class {name}, and gives the bias of the router of transformers' own a second name, which the audit of "
-            "weights does not know (models/transformers/moe.py)"
-        )
     return None

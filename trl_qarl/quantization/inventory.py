@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
 from .experts import (
@@ -22,8 +23,10 @@ from .experts import (
     matrices_of_experts,
     problem_of_experts,
 )
+from .linear import is_plain
 from .names import (
     CheckpointNames,
+    architecture,
     base_model,
     base_modules,
     base_state_dict,
@@ -100,10 +103,12 @@ class Inventory:
 
     @cached_property
     def names(self) -> CheckpointNames:
-        """Names in a checkpoint that differ from those in the model. Those of a model of text without experts do not:
-        it may come from a checkpoint of pictures and text, whose names vLLM's class of text does not know."""
-        is_plain = not has_tower(self.model) and not any(map(stacks_experts, self.modules.values()))
-        return CheckpointNames() if is_plain else find_checkpoint_names(self.model, self.modules)
+        """Names in a checkpoint that differ from those in the model. Those of a model of text without experts do not,
+        unless transformers renames tensors of its very class (GPT-NeoX): it may come from a checkpoint of pictures and
+        text, whose names vLLM's class of text does not know."""
+        is_renamed = get_checkpoint_conversion_mapping(architecture(self.model)) is not None
+        has_names = is_renamed or has_tower(self.model) or any(map(stacks_experts, self.modules.values()))
+        return find_checkpoint_names(self.model, self.modules) if has_names else CheckpointNames()
 
     @property
     def formats(self) -> dict[str, tuple[QuantScheme, int | None]]:
@@ -241,7 +246,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "decays and step sizes of a recurrence"
         elif name in excluded:
             reasons[name] = "exclude_modules"
-        elif type(module) is not nn.Linear:
+        elif not is_plain(module):
             reasons[name] = f"{type(module).__name__} has its own forward"
         elif shapes_of(module).get("weight", module.weight.shape).numel() == 0:
             reasons[name] = "no weights"

@@ -4,7 +4,8 @@ Plugin for vLLM, called in every vLLM process through the entry point `vllm.gene
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which has no effect until
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
 ([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.expert_kernels`],
-[`trl_qarl.vllm_plugin.cpu_attention`]). In servers of this package, calls of workers return the answers of all
+[`trl_qarl.vllm_plugin.cpu_attention`]). Five classes of models are put right in every engine
+([`trl_qarl.vllm_plugin.corrected_models`]). In servers of this package, calls of workers return the answers of all
 replicas (`--data-parallel-size`): vLLM returns only the first one's, so an error from any other replica would be lost.
 """
 
@@ -23,6 +24,17 @@ from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
 
 __all__ = ["call_every_replica", "register"]
 
+_CORRECTED_MODELS = {
+    "BloomForCausalLM": "BloomForCausalLM",
+    "GPTNeoXForCausalLM": "GPTNeoXForCausalLM",
+    "Gemma3nForCausalLM": "Gemma3nForCausalLM",
+    "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
+    # transformers' name, and that of releases.
+    "PhimoeForCausalLM": "PhimoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Classes of [`trl_qarl.vllm_plugin.corrected_models`], by the architectures that they run."""
+
 _LEAVE_SECONDS = 30.0
 
 _watcher: threading.Thread | None = None
@@ -31,6 +43,7 @@ _watcher: threading.Thread | None = None
 def register() -> None:
     """Register with vLLM; calling it again changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
 
@@ -45,6 +58,8 @@ def register() -> None:
         DPLBAsyncMPClient.call_utility_async = call_every_replica
     _end_with_parent()
     register_classes()
+    for architecture, name in _CORRECTED_MODELS.items():
+        ModelRegistry.register_model(architecture, f"trl_qarl.vllm_plugin.corrected_models:{name}")
     for backend, name in ((FILE_BACKEND, "FileReceiver"), (NCCL_BACKEND, "NCCLReceiver")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)

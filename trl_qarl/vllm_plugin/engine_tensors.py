@@ -9,6 +9,9 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.bloom import BloomAttention
+from vllm.model_executor.models.falcon import FalconAttention
+from vllm.model_executor.models.gpt_neox import GPTNeoXAttention
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -42,21 +45,56 @@ def part_name(name: str, index: int) -> str:
 
 
 def rows_as_loaded(layer: nn.Module, name: str) -> torch.Tensor | None:
-    """Return a large parameter of a layer as it is in a checkpoint, without a copy, or `None` if the layer may keep it
-    in another form."""
+    """Return a large parameter of a layer as it is in a checkpoint, without a copy of more than that layer's rows, or
+    `None` if the layer may keep it in another form."""
     kernel = _kernel_of(layer)
     if isinstance(kernel, LowBitKernel):
-        return kernel.codes_as_loaded(layer) if name == kernel.codes_name else None
+        return _by_heads(layer, kernel.codes_as_loaded(layer)) if name == kernel.codes_name else None
     is_embedding = type(getattr(layer, "quant_method", None)) is UnquantizedEmbeddingMethod
     return layer.weight.data if is_embedding and name == "weight" else None
 
 
 def as_in_checkpoints(layer: nn.Module, name: str) -> torch.Tensor:
     """Return a loaded parameter of a layer in the form of a checkpoint: vLLM's loader of gpt-oss transposes the
-    matrices of unquantized experts."""
-    tensor = getattr(layer, name).data
+    matrices of unquantized experts, and others reorder rows ([`mark_rows_by_heads`])."""
+    tensor = _by_heads(layer, getattr(layer, name).data)
     is_unquantized = isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
     return tensor.mT if is_unquantized and isinstance(layer, GptOssRoutedExperts) and tensor.ndim == 3 else tensor
+
+
+def drop_unused_norms(model: nn.Module) -> None:
+    """Remove a norm that checkpoints do not have and nothing reads: vLLM makes one for the output of experts in the
+    dense layers of A.X-K1 too (models/AXK1.py)."""
+    for layer in model.modules():
+        if getattr(layer, "is_layer_sparse", True) is False and hasattr(layer, "post_mlp_layernorm"):
+            del layer.post_mlp_layernorm
+
+
+def mark_rows_by_heads(model: nn.Module) -> None:
+    """Mark the layers of `model` whose rows a checkpoint holds head by head, where vLLM has all queries first."""
+    for module in model.modules():
+        if isinstance(module, (BloomAttention, FalconAttention, GPTNeoXAttention)):
+            module.query_key_value.has_rows_by_heads = True
+
+
+def _by_heads(layer: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a layer in the order of a checkpoint: for each head of keys its queries, key and value, if
+    the layer is marked, else as they are."""
+    if not hasattr(layer, "has_rows_by_heads"):
+        return tensor
+    heads = layer.num_kv_heads
+    parts = [part.unflatten(0, (heads, -1)) for part in tensor.split(layer.output_sizes)]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the names of persistent buffers, which checkpoints may hold, and further names of parameters, each with
+    the name in [`live_fingerprints`], the first one: in vLLM's Transformers backend a mixture's block and its experts
+    have the same router."""
+    state, first = model.state_dict(keep_vars=True), {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {name: first[id(state[name])] for name in state.keys() - dict(model.named_parameters())}
 
 
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:

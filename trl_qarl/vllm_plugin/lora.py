@@ -2,7 +2,8 @@
 The trainer's LoRA adapter in a vLLM engine (docs/vllm.md): [`PublishedAdapter`] fills vLLM's buffers and reads them
 back, and [`serve_adapter`] has the worker add the adapter to each request.
 
-vLLM wraps the layers that may have an adapter. It keeps A and B of `q_proj`, `k_proj` and `v_proj` side by side.
+vLLM wraps the layers that may have an adapter. It keeps A and B of `q_proj`, `k_proj` and `v_proj` side by side. The
+adapter of a layer that a checkpoint fuses too, such as GLM's `gate_up_proj`, is split: each part has the same A.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,7 +52,7 @@ def describe_lora(model: nn.Module, lora_config: Any) -> dict[str, Any] | None:
     if lora_config is None:
         return None
     manager = model.lora_manager
-    names = [part for name in manager.modules for part in manager.packed_modules.get(name) or [name]]
+    names = [part for name in manager.modules for part in (name, *manager.packed_modules.get(name, ()))]
     return {
         "max_rank": lora_config.max_lora_rank,
         "dtype": str(lora_config.lora_dtype).removeprefix("torch."),
@@ -110,7 +111,7 @@ class PublishedAdapter:
             )
         # B was multiplied by the scaling before it was sent.
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
-        tensors = {self.engine_name(name): tensor for name, tensor in self.tensors.items()}
+        tensors = dict(_unpacked(manager, {self.engine_name(name): tensor for name, tensor in self.tensors.items()}))
         lora = LoRAModel.from_lora_tensors(
             _ADAPTER_ID, tensors, helper, device=str(manager.device), dtype=manager.lora_config.lora_dtype
         )
@@ -130,7 +131,8 @@ class PublishedAdapter:
         packed = self.model.lora_manager.packed_modules
         problems = []
         for path, layer in _wrapped_layers(self.model):
-            for part, first, last in _slices(layer, packed.get(path) or [path], sent):
+            parts = [path] if f"{path}.lora_B.weight" in sent else packed.get(path) or [path]
+            for part, first, last in _slices(layer, parts, sent):
                 buffers = {
                     "lora_A": [stacked[slot, 0] for stacked in layer.lora_a_stacked[first:last]],
                     "lora_B": [torch.cat([stacked[slot, 0] for stacked in layer.lora_b_stacked[first:last]])],
@@ -139,6 +141,17 @@ class PublishedAdapter:
                     name, tensor = sent.pop(f"{part}.{kind}.weight", (part, held[0][:0, :0]))
                     problems += chain.from_iterable(_differences(name, tensor, each) for each in held)
         return problems + [f"{name}: the engine has no adapter there" for name, _ in sent.values()]
+
+
+def _unpacked(manager: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield A and B, those of a layer that vLLM has as several under the names of its parts."""
+    for name, tensor in tensors.items():
+        path, kind, _ = name.rsplit(".", 2)
+        parts = manager.packed_modules.get(path) or [path]
+        of_parts = [tensor] * len(parts)
+        if kind == "lora_B" and len(parts) > 1:
+            of_parts = tensor.split(manager.modules[path].output_sizes)
+        yield from zip((f"{part}.{kind}.weight" for part in parts), of_parts, strict=True)
 
 
 def _slices(

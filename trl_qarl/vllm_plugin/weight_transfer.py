@@ -54,9 +54,12 @@ from .cpu_sampling import register_sampling
 from .engine_tensors import (
     as_in_checkpoints,
     convolution_copies,
+    drop_unused_norms,
     engine_name,
+    first_names,
     live_fingerprints,
     mappers_of_names,
+    mark_rows_by_heads,
     names_by_module,
     owned_names,
     part_name,
@@ -90,6 +93,8 @@ class AuditedReload:
         # Engine names of tensors whose fingerprints are taken from the loaded parameters.
         self._read_when_loaded: set[str] = set()
         self._engine_name = partial(engine_name, mappers_of_names(self.model))
+        mark_rows_by_heads(self.model)
+        drop_unused_norms(self.model)
         # Names that the model's loader maps itself, such as those of experts and Granite 4's `A_log`, by the parameter
         # that they fill.
         self._found: dict[str, dict[Any, str]] = {}
@@ -103,8 +108,7 @@ class AuditedReload:
         self._addresses: Addresses | None = None
         # Read before a reload, which may be left unfinished, moves the tables to the meta device.
         self.rotations = rotations(self.model)
-        # Persistent buffers, which checkpoints may hold.
-        self._buffers = self.model.state_dict().keys() - dict(self.model.named_parameters()).keys()
+        self._first_names = first_names(self.model)
         # Buffers with random values from dummy loading.
         self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":
@@ -196,8 +200,8 @@ class AuditedReload:
         `layer_scalar`, and parameters such as GLM's `gate_up_proj`, whose checkpoints hold the fused matrix that
         vLLM's mapping of packed modules splits."""
         for name in names:
-            if name in self._buffers:
-                self._owned[name] = [name]
+            if name in self._first_names:
+                self._owned[self._first_names[name]] = [name]
             if (parts := self._owned.get(name, [name])) != [name]:
                 if self._read_when_loaded.issuperset(parts):
                     self._read_when_loaded.add(name)
@@ -408,7 +412,8 @@ class AuditedReload:
             self._received[own_name] = name, tensor.shape
             if own_name in sources:
                 kept[own_name] = tensor
-            self._unknown = None if own_name in self._owned or own_name in self._parts else own_name
+            is_known = own_name in self._owned or own_name in self._parts or own_name in self._first_names
+            self._unknown = None if is_known else own_name
             if EACH not in name:
                 yield name, tensor
                 continue

@@ -24,9 +24,10 @@ from .lora import describe_lora, serve_adapter
 # memory. Set on import, which is vLLM's only step before it makes the model that reaches this package in engines of a
 # trainer alone: a plugin's registration reaches every engine, and an extension may override no method of the worker.
 meta.SKIP_TENSORS.discard("bias")
-# gpt-oss' loader copies them into the parameter, without the loader that a reload watches.
-meta.SKIP_LOAD_TENSORS.add("sinks")
-meta.SKIP_TENSORS.add("sinks")
+# gpt-oss' and MiMo-V2's loaders copy them into the parameter, without the loader that a reload watches.
+for _sinks in ("sinks", "attention_sink_bias"):
+    meta.SKIP_LOAD_TENSORS.add(_sinks)
+    meta.SKIP_TENSORS.add(_sinks)
 
 
 logger = logging.getLogger(__name__)

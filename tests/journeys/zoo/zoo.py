@@ -7,6 +7,7 @@ visit of all.
 
 import json
 import os
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def dtype_of(family: str) -> str:
 def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transformers", "vllm")) -> Visit:
     """Train a model of a family in a folder, and load its export in plain engines."""
     env = os.environ | ENVIRONMENT
-    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)])
+    env["PYTHONPATH"] = os.pathsep.join(map(str, [FOLDER, JOURNEYS, JOURNEYS.parent, ROOT]))
 
     def run(kind: str, script: str, *options: str) -> tuple[int, str]:
         log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")
@@ -98,7 +99,9 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], engines=("transforme
             ]
             plain[engine] = sum(differences) / len(differences)
         else:
-            plain[engine] = output.strip().splitlines()[-1]
+            lines = output.strip().splitlines()
+            # Progress bars may end after the error.
+            plain[engine] = next((line for line in reversed(lines) if re.match(r"[\w.]+Error: ", line)), lines[-1])
     return Visit(found, log, plain)
 
 

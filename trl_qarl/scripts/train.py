@@ -123,6 +123,11 @@ def read_options(
     usual = {action.dest: action.default for action in parser._actions}
     config_remaining = parser.set_defaults_with_config(**of_file)
     namespace, cli_remaining = _parse(parser, words, usual, of_file, problems)
+    for before, word in zip(["", *cli_remaining], cli_remaining, strict=False):
+        # accelerate would take it for the program to start.
+        if not (word.startswith("-") or before.startswith("-")):
+            fix = f"Write `--config {word}`" if word.endswith((".yaml", ".yml")) else "Remove it"
+            problems.append(f"{word!r} is no option, nor the value of one. {fix}.")
     parsed = []
     for cls in parser.dataclass_types:
         made = cls.__new__(cls)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import (
     AutoConfig,
@@ -538,6 +539,56 @@ def test_the_command_names_unread_options_and_content_at_once(bad_inputs, capsys
     lines = [line.removeprefix("- ") for line in said.splitlines() if line.startswith("- ")]
     assert len(lines) == 3 and "'int3'" in lines[0]
     assert [line.startswith(start) for line, start in zip(lines[1:], STARTS, strict=True)] == [True] * 2, lines
+
+
+def test_the_training_process_says_why_a_file_cannot_be_read(bad_inputs, not_loaded, capsys):
+    Path("rows.jsonl").write_text('{"prompt": "1"}\n{"prompt" 2}\n')
+    with pytest.raises(SystemExit, match="2"):
+        train.main(*train.make_parser().parse_args_and_config(bad_inputs, fail_with_unknown_args=False))
+    assert re.search("--dataset_name='rows.jsonl' cannot be read: .*: .*JSON", capsys.readouterr().err)
+
+
+def read(tmp_path, argv, text):
+    """Options of a command with this YAML file."""
+    (tmp_path / "run.yaml").write_text(text)
+    known = ["--config", str(tmp_path / "run.yaml"), *argv]
+    return train.read_options(known, train.make_parser(), launch_command_parser())
+
+
+def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = train_argv.index("--dataset_name")
+    (tmp_path / "2024").symlink_to(train_argv[place + 1])
+    argv = [*train_argv[:place], *train_argv[place + 2 :]]
+    text = "dataset_name: 2024\nlearning-rate: 0.5\nnum-processes: 1\neval_strategy: no\nsave_strategy: no\n"
+    (script_args, args, *_), launch, _ = read(tmp_path, argv, text)
+    assert (script_args.dataset_name, args.learning_rate, launch) == ("2024", 0.5, ["--num_processes", "1"])
+    assert (args.eval_strategy, args.save_strategy) == ("no", "no")
+
+
+@pytest.mark.parametrize(
+    ("mixture", "text"),
+    [
+        ("[{path: json, data_filez: a}]", "`datasets` got an unexpected keyword argument 'data_filez'"),
+        ("[{name: json}]", "`datasets` missing 1 required positional argument: 'path'"),
+        ("a.jsonl", "not iterable"),
+    ],
+    ids=["unknown", "missing", "text"],
+)
+def test_a_malformed_mixture_is_named(train_argv, tmp_path, mixture, text):
+    place = train_argv.index("--dataset_name")
+    argv = [*train_argv[:place], *train_argv[place + 2 :]]
+    with pytest.raises(Problems, match=text):
+        read(tmp_path, argv, f"datasets: {mixture}\n")
+
+
+def test_a_file_with_brackets_in_its_name_is_read(train_argv, tmp_path, monkeypatch):
+    (tmp_path / "rows[1].jsonl").write_text('{"prompt": "1"}\n' * 8)
+    parsed = train.make_parser().parse_args_and_config(
+        [*train_argv, "--dataset_name", str(tmp_path / "rows[1].jsonl")]
+    )
+    *_, rows, _, problems = train._read_inputs(parsed[0], parsed[1], parsed[3])
+    assert len(rows) == 8 and problems == []
 
 
 def test_the_training_process_names_content_and_layers_at_once(bad_inputs, not_loaded, capsys):

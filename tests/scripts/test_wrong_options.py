@@ -52,6 +52,13 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         (f"{TRAIN} --no_such_option 3", "no_such_option='3': unknown option"),
         (f"{TRAIN} --num-proceses 2", "Did you mean `num_processes`?"),
         (f"{TRAIN} --reward-f acuracy_reward", "'acuracy_reward'"),
+        (
+            f"{TRAIN} --num_processes 1 run.yaml",
+            "'run.yaml' is no option, nor the value of one. Write `--config run.yaml`.",
+        ),
+        (f"{TRAIN} --num_processes 1 more", "'more' is no option, nor the value of one. Remove it."),
+        (f"{TRAIN} --reward_funcs my.py:right", "'my.py:right' is no dotted import path. Write it as `my.right`."),
+        (f"{TRAIN} --reward_funcs ./my/rewards.py", "Write it as `my.rewards.FUNCTION`."),
         (f"{TRAIN} --dataset_name=problems.jsonl", "'problems.jsonl'"),
         (f"{TRAIN} --dataset-name ./problems", "'./problems'"),
         (f"{TRAIN} --dataset-name empty.json", "--dataset_name='empty.json' is empty"),

@@ -549,6 +549,8 @@ def _problem_of_reward_model(name: str) -> str | None:
     """Return why a reward model by name gives no rewards, or `None`."""
     if callable(getattr(trl.rewards, name, None)):
         return f"The reward {name!r} is a text, which names a reward model. Give the function: `from trl.rewards import {name}`."
+    if is_no_folder(name):
+        return f"The reward model {name!r} is not a folder."
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -836,6 +838,8 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         try:
             model = get_peft_model(model, deepcopy(peft_config))
         except (ValueError, TypeError, re.error) as error:
-            yield f"peft_config: {error}"
+            is_text = isinstance(getattr(peft_config, "target_modules", None), str)
+            hint = " A single text is an expression over whole names, such as '.*q_proj'." if is_text else ""
+            yield f"peft_config: {error}{hint}"
             return
     yield from policy.problems(model)

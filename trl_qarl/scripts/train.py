@@ -12,6 +12,7 @@ import traceback
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from glob import escape
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,6 +123,11 @@ def read_options(
     usual = {action.dest: action.default for action in parser._actions}
     config_remaining = parser.set_defaults_with_config(**of_file)
     namespace, cli_remaining = _parse(parser, words, usual, of_file, problems)
+    for before, word in zip(["", *cli_remaining], cli_remaining, strict=False):
+        # accelerate would take it for the program to start.
+        if not (word.startswith("-") or before.startswith("-")):
+            fix = f"Write `--config {word}`" if word.endswith((".yaml", ".yml")) else "Remove it"
+            problems.append(f"{word!r} is no option, nor the value of one. {fix}.")
     parsed = []
     for cls in parser.dataclass_types:
         made = cls.__new__(cls)
@@ -129,12 +135,13 @@ def read_options(
             made.__init__(**{option.name: getattr(namespace, option.name) for option in fields(cls) if option.init})
         except Problems as error:
             problems += error.problems
-        except ValueError as error:
-            problems.append(str(error))
+        except (ValueError, TypeError) as error:
+            # TRL makes one of each of the `datasets` of a YAML file.
+            problems.append(str(error).replace("DatasetConfig.__init__()", "`datasets`"))
         for name in _PATHS & vars(made).keys():
-            # As transformers does for `output_dir`: a YAML file has no shell.
-            if isinstance(value := getattr(made, name), str):
-                setattr(made, name, os.path.expanduser(value))
+            # As transformers does for `output_dir`: a YAML file has no shell, and takes a number for one.
+            if isinstance(value := getattr(made, name), str | int | float):
+                setattr(made, name, os.path.expanduser(str(value)))
         parsed.append(made)
     script_args, config, model_args, mixture = parsed
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
@@ -168,7 +175,7 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
     if not isinstance(environment, dict):
         raise ValueError(f"`env` in --config={path!r} must be a mapping.")
     os.environ.update({name: str(value) for name, value in environment.items()})
-    return argv[:place] + argv[place + 2 :], {str(name): value for name, value in content.items()}
+    return argv[:place] + argv[place + 2 :], {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
 def _parse(
@@ -251,6 +258,11 @@ def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> It
     if not names and not reward_model:
         yield "No reward: give `--reward_funcs` or `--reward_model_name_or_path`."
     for name in as_list(names):
+        if {*":/"} & {*name} or name.endswith(".py"):
+            module, _, function = name.strip("./").replace("/", ".").partition(":")
+            path = f"{module.removesuffix('.py')}.{function or 'FUNCTION'}"
+            yield f"The reward function {name!r} is no dotted import path. Write it as `{path}`."
+            continue
         module_path = name.rpartition(".")[0]
         if name not in REWARDS and not module_path:
             yield (
@@ -452,7 +464,7 @@ def _read_inputs(
         try:
             dataset = _load_dataset(script_args, mixture)
         except (ValueError, OSError, DatasetsError) as error:
-            problems.append(str(error))
+            problems.append(_describe(error, script_args.dataset_name))
     evaluates = getattr(config, "eval_strategy", "no") != "no"
     for place, option in enumerate(("dataset_train_split", "dataset_test_split")):
         if dataset is not None and (place == 0 or evaluates):
@@ -463,6 +475,13 @@ def _read_inputs(
     return reward_funcs, *splits, problems
 
 
+def _describe(error: Exception, dataset_name: str | None) -> str:
+    """Return the reason why a dataset cannot be loaded; `datasets` has it as the cause of its own error."""
+    said = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+    is_here = dataset_name is not None and Path(dataset_name).exists()
+    return f"--dataset_name={dataset_name!r} cannot be read: {said}" if is_here else said
+
+
 def _load_dataset(script_args, dataset_args):
     from datasets import load_dataset
     from trl import get_dataset
@@ -471,7 +490,7 @@ def _load_dataset(script_args, dataset_args):
         return get_dataset(dataset_args)
     path, is_streamed = Path(script_args.dataset_name), script_args.dataset_streaming
     if path.suffix in DATA_FILES and not path.is_dir():
-        return load_dataset(DATA_FILES[path.suffix], data_files=str(path), streaming=is_streamed)
+        return load_dataset(DATA_FILES[path.suffix], data_files=escape(str(path)), streaming=is_streamed)
     return load_dataset(script_args.dataset_name, name=script_args.dataset_config, streaming=is_streamed)
 
 

@@ -144,10 +144,14 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         yield from checks.check_hub(self)
 
     def _parse(self) -> Iterator[str]:
-        """Write paths as text, and no tracker as "none"; parse options that may be text of a command line, and yield a
-        problem for text that is none."""
+        """Write paths as text, and no tracker or strategy as "none" and "no"; parse options that may be text of a
+        command line, and yield a problem for text that is none."""
         if self.report_to is None:
             self.report_to = "none"
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            # YAML takes `no` for this.
+            if getattr(self, name) is False:
+                setattr(self, name, "no")
         for name, value in [*vars(self).items()]:
             if isinstance(value, Path):
                 setattr(self, name, str(value))

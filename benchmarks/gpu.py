@@ -8,12 +8,13 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from bench.command import make_parser, run
+from bench.vllm import format_rows
 from trl_qarl.cli import main as trl_qarl
+from trl_qarl.packages import installed
 
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
@@ -133,7 +134,7 @@ def _collect(name: str, argv: list[str], result: dict[str, Any], out: Path) -> N
         "model": result["model"],
         "hardware": result["machine"].partition(";")[0],
         "gpu": _gpu(),
-        "versions": _versions(),
+        "versions": installed(*PACKAGES),
     }
     rows = [row for row in rows if row["piece"] != name] + [about | {"values": row} for row in result["rows"]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -148,30 +149,7 @@ def _tables(rows: list[dict[str, Any]]) -> Iterable[str]:
         yield f"`{about['command']}`: {about['model']}.\n"
         versions = ", ".join(f"{package} {found}" for package, found in about["versions"].items())
         yield f"{about['gpu'] or about['hardware']}; {versions}.\n"
-        columns = list(dict.fromkeys(column for row in group for column in row["values"]))
-        yield f"| {' | '.join(columns)} |"
-        yield f"|{'---|' * len(columns)}"
-        for row in group:
-            yield f"| {' | '.join(_cell(row['values'].get(column)) for column in columns)} |"
-        yield ""
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} ({count})" for name, count in value.items()) or "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        yield format_rows([row["values"] for row in group]) + "\n"
 
 
 def _gpu() -> str | None:

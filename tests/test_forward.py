@@ -5,16 +5,25 @@ import torch
 from datasets import Dataset
 
 from testing_utils.pictures import make_picture_config
-from testing_utils.trainings import make
+from testing_utils.trainings import count_tokens, make
 from trl_qarl.checkpoint.load import skeleton
 from trl_qarl.forward import scoring_forward, shuffle_groups
 
 
+PROMPTS = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
+
+
+def assert_learns_the_same(ours, theirs):
+    """Compare the logs of two trainings, to rounding."""
+    for row, other in zip(ours, theirs, strict=True):
+        names = [name for name in ("loss", "grad_norm", "entropy", "kl", "reward") if name in row]
+        assert [other[name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-3, abs=1e-6)
+
+
 @pytest.mark.parametrize(("objective", "takes_layouts"), [("tbpo", True), ("grpo", True), ("grpo", False)])
 def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective, takes_layouts):
-    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
     trainer = make(
-        tiny_model, tmp_path, train_dataset=prompts, loss_type=objective, beta=0.1, max_steps=1, num_generations=2
+        tiny_model, tmp_path, train_dataset=PROMPTS, loss_type=objective, beta=0.1, max_steps=1, num_generations=2
     )
     trainer.policy.takes_layouts = takes_layouts
     seen = []
@@ -76,44 +85,30 @@ def test_groups_are_shuffled_as_wholes(first, groups):
 
 @pytest.mark.parametrize("objective", ["tbpo", "dapo"])
 def test_a_training_learns_the_same_from_one_row_of_tokens(tiny_model, tmp_path, objective):
-    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
     options = {"loss_type": objective, "beta": 0.1, "bf16": False, "max_steps": 3, "scheme": "bf16"}
     rows = []
     for takes_layouts in (True, False):
-        trainer = make(tiny_model, tmp_path / str(takes_layouts), train_dataset=prompts, **options)
+        trainer = make(tiny_model, tmp_path / str(takes_layouts), train_dataset=PROMPTS, **options)
         assert trainer.policy.takes_layouts
         trainer.policy.takes_layouts = takes_layouts
         trainer.train()
         rows.append(trainer.state.log_history)
-    for ours, padded in zip(*rows, strict=True):
-        names = ("loss", "grad_norm", "entropy", "kl", "reward")
-        assert [ours[n] for n in names if n in ours] == pytest.approx(
-            [padded[n] for n in names if n in ours], rel=1e-3, abs=1e-6
-        )
+    assert_learns_the_same(*rows)
 
 
 def test_forwards_of_fewer_tokens_learn_the_same(tiny_model, tmp_path):
-    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
     options = {"loss_type": "bnpo", "beta": 0.1, "bf16": False, "max_steps": 2, "scheme": "bf16", "num_generations": 2}
     options |= {"per_device_train_batch_size": 8, "steps_per_generation": 1}
     rows, most = [], []
     for max_tokens in (None, 40):
         folder = tmp_path / str(max_tokens)
-        trainer = make(tiny_model, folder, train_dataset=prompts, max_tokens_per_forward=max_tokens, **options)
-        num_tokens = []
-
-        def count(module, args, output, num_tokens=num_tokens):
-            if torch.is_grad_enabled():
-                num_tokens.append(args[0].numel())
-
-        trainer.model.get_input_embeddings().register_forward_hook(count)
+        trainer = make(tiny_model, folder, train_dataset=PROMPTS, max_tokens_per_forward=max_tokens, **options)
+        num_tokens = count_tokens(trainer)
         trainer.train()
         rows.append(trainer.state.log_history)
         most.append(max(num_tokens))
     assert most[0] > 40 >= most[1]
-    for whole, divided in zip(*rows, strict=True):
-        names = [name for name in ("loss", "grad_norm", "entropy", "kl", "reward") if name in whole]
-        assert [divided[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-3, abs=1e-6)
+    assert_learns_the_same(*rows)
 
 
 @pytest.mark.parametrize(("keep_groups", "keeps"), [(None, True), (False, False)])

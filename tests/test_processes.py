@@ -47,8 +47,8 @@ in_a_shell = pytest.param([], id="in a shell")
 
 
 def begin_as_child():
-    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these signals. It is killed if
-    the test run is cut off, and so is what `unshare` started."""
+    """Begin a child: it heeds signals that a shell's commands in the background, or those of `nohup`, ignore. It is
+    killed if the test run is cut off, and so is what `unshare` started."""
     end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,1 +1,1 @@
-"""What `python -m benchmarks.bench` measures; scripts of the folder above import it as `bench`."""
+"""Measurements of `python -m benchmarks.bench`; scripts of the folder above import it as `bench`."""

@@ -52,110 +52,67 @@ def _add_shapes(parser: ArgumentParser) -> None:
     parser.add_argument("--shapes", choices=list(SHAPES), help="random weights in these shapes, nothing is downloaded")
 
 
+def _add_number(parser: ArgumentParser, name: str, help_text: str, default: int | list[int] | None = None) -> None:
+    """Add an option that takes a number, or several if `default` is a list."""
+    if isinstance(default, list):
+        help_text += f"; default: {' '.join(map(str, default))}"
+        parser.add_argument(name, nargs="+", type=int, metavar="N", default=default, help=help_text)
+    else:
+        help_text += "" if default is None else "; default: %(default)s"
+        parser.add_argument(name, type=int, metavar="N", default=default, help=help_text)
+
+
+def _add_choices(parser: ArgumentParser, name: str, choices: list[str], help_text: str, default: str | list) -> None:
+    """Add an option that takes one of `choices`, or several if `default` is a list."""
+    options = {"nargs": "+", "metavar": name[2:-1].upper()} if isinstance(default, list) else {}
+    shown = " ".join(default) if isinstance(default, list) else default
+    help_text = f"{help_text}; default: {shown}" if help_text else f"default: {shown}"
+    parser.add_argument(name, choices=choices, default=default, help=help_text, **options)
+
+
 def _add_learner_options(parser: ArgumentParser, mode: str, rows: list[int], rows_help: str) -> None:
     parser.add_argument(
         "--model_name_or_path", metavar="MODEL", help="default: random weights in the shape of SmolLM2-135M"
     )
     _add_shapes(parser)
-    parser.add_argument("--num_layers", type=int, metavar="N", help="decoder layers instead of the model's own number")
-    parser.add_argument(
-        "--schemes",
-        nargs="+",
-        metavar="SCHEME",
-        choices=[name for name, scheme in SCHEMES.items() if scheme.is_quantized],
-        default=QUANTIZED,
-        help=f"quantized schemes, the baseline is unquantized; default: {' '.join(QUANTIZED)}",
-    )
-    parser.add_argument("--group_size", type=int, metavar="N", help="for the schemes that have groups")
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=int,
-        metavar="N",
-        default=rows,
-        help=f"{rows_help}; default: {' '.join(map(str, rows))}",
-    )
+    _add_number(parser, "--num_layers", "decoder layers instead of the model's own number")
+    quantized = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+    _add_choices(parser, "--schemes", quantized, "quantized schemes, the baseline is unquantized", QUANTIZED)
+    _add_number(parser, "--group_size", "for the schemes that have groups")
+    _add_number(parser, "--tokens", rows_help, rows)
     if mode == "learner":
-        parser.add_argument(
-            "--sequence_length", type=int, metavar="N", default=512, help="longest sequence; default: %(default)s"
-        )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="compute dtype of both sides; default: %(default)s",
-    )
+        _add_number(parser, "--sequence_length", "longest sequence", 512)
+    _add_choices(parser, "--dtype", ["bfloat16", "float16", "float32"], "compute dtype of both sides", "bfloat16")
     parser.add_argument(
         "--autocast", action="store_true", help="keep master weights in float32 and autocast, as `bf16=True` trains"
     )
-    parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
+    _add_number(parser, "--repeats", "timed repeats", 5)
 
 
 def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
-    schemes, dtypes = ["bf16", "w4a16", "w8a8", "fp8"], ["float32", "bfloat16"]
+    dtypes = ["float32", "bfloat16"]
     parser.add_argument("--model_name_or_path", metavar="MODEL", help="default: the quickstart's model")
     if mode in ("alignment", "publish", "rollout"):
         _add_shapes(parser)
-        parser.add_argument("--num_layers", type=int, metavar="N", help="decoder layers, with --shapes")
-    parser.add_argument(
-        "--schemes",
-        nargs="+",
-        metavar="SCHEME",
-        choices=list(SCHEMES),
-        default=schemes,
-        help=f"default: {' '.join(schemes)}",
-    )
+        _add_number(parser, "--num_layers", "decoder layers, with --shapes")
+    _add_choices(parser, "--schemes", list(SCHEMES), "", ["bf16", "w4a16", "w8a8", "fp8"])
     if mode in ("alignment", "numerics"):
         samplers = ["colocate", "server"] + ["transformers"] * (mode != "alignment")
-        parser.add_argument(
-            "--rollout",
-            choices=samplers,
-            default="colocate",
-            help="who samples: vLLM in this process (colocate) or in a server, or the learner (transformers); default: "
-            "%(default)s",
-        )
+        who = "who samples: vLLM in this process (colocate) or in a server, or the learner (transformers)"
+        _add_choices(parser, "--rollout", samplers, who, "colocate")
     if mode == "alignment":
-        parser.add_argument(
-            "--dtypes",
-            nargs="+",
-            metavar="DTYPE",
-            choices=dtypes,
-            default=dtypes,
-            help=f"dtypes of the engine; default: {' '.join(dtypes)}",
-        )
-    if mode == "alignment":
-        parser.add_argument(
-            "--numerics",
-            choices=["fast", "engine"],
-            default="fast",
-            help="on a GPU: the engine to compare with, `engine` for the slower one that a learner can repeat; default: "
-            "%(default)s",
-        )
-        parser.add_argument(
-            "--tokens", type=int, metavar="N", default=3000, help="least number to sample; default: %(default)s"
-        )
-        parser.add_argument(
-            "--new_tokens", type=int, metavar="N", default=128, help="most per answer; default: %(default)s"
-        )
+        _add_choices(parser, "--dtypes", dtypes, "dtypes of the engine", dtypes)
+        engine = "on a GPU: the engine to compare with, `engine` for the slower one that a learner can repeat"
+        _add_choices(parser, "--numerics", ["fast", "engine"], engine, "fast")
+        _add_number(parser, "--tokens", "least number to sample", 3000)
+        _add_number(parser, "--new_tokens", "most per answer", 128)
         return
     if mode != "numerics":
-        parser.add_argument(
-            "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
-        )
-    parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
+        _add_choices(parser, "--dtype", dtypes, "dtype of the engine", "bfloat16")
+    _add_number(parser, "--repeats", "timed repeats", 5)
     if mode in ("numerics", "rollout"):
-        rows = [1, 8, 32] if mode == "rollout" else [16]
-        parser.add_argument(
-            "--tokens",
-            nargs="+",
-            type=int,
-            metavar="N",
-            default=rows,
-            help=f"numbers of sequences; default: {' '.join(map(str, rows))}",
-        )
-        parser.add_argument(
-            "--new_tokens", type=int, metavar="N", default=32, help="tokens per sequence; default: %(default)s"
-        )
+        _add_number(parser, "--tokens", "numbers of sequences", [1, 8, 32] if mode == "rollout" else [16])
+        _add_number(parser, "--new_tokens", "tokens per sequence", 32)
     if mode == "rollout":
         parser.add_argument(
             "--engines_only",
@@ -163,25 +120,13 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             help="leave out the parts of a training step, for which learners are kept",
         )
     if mode == "publish":
-        parser.add_argument(
-            "--sizes",
-            nargs="+",
-            choices=SIZES,
-            default=[],
-            help="random models of so many billions of parameters, one after the other",
-        )
-        parser.add_argument(
-            "--in_process",
-            action="store_true",
-            help="with the engine in this process, whose parts are timed too; nothing travels",
-        )
+        sizes = "random models of so many billions of parameters, one after the other"
+        parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[], help=sizes)
+        in_process = "with the engine in this process, whose parts are timed too; nothing travels"
+        parser.add_argument("--in_process", action="store_true", help=in_process)
     if mode == "numerics":
-        parser.add_argument(
-            "--sequence_length",
-            type=int,
-            metavar="N",
-            help="tokens of prompt and answer, by prompts that say the same again and again; default: short prompts",
-        )
+        repeated = "tokens of prompt and answer, by prompts that say the same again and again; default: short prompts"
+        _add_number(parser, "--sequence_length", repeated)
 
 
 def run(args: Namespace) -> None:

@@ -5,96 +5,28 @@ from pathlib import Path
 from typing import Any
 
 
-_QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
-_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 32768,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+_SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+_QWEN2["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+_QWEN3 = _QWEN2 | {"model_type": "qwen3", "max_position_embeddings": 40960, "head_dim": 128}
+_LLAMA = _SMOLLM2 | {"vocab_size": 32768, "head_dim": 64, "max_position_embeddings": 4096}
+_TINY = _QWEN3 | {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+
+
+def _shape(fields: dict[str, Any], hidden: int, inner: int, layers: int, heads: int, key_heads: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return fields | sizes | {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "tie_word_embeddings": True,
-    },
-    "qwen3-1.7b": _QWEN3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "0.1b": _LLAMA
-    | {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
-    "0.5b": _LLAMA
-    | {
-        "hidden_size": 1280,
-        "intermediate_size": 3456,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 5,
-    },
-    "1.5b": _LLAMA
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "tiny": _QWEN3
-    | {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-    },
+    "smollm2-135m": _shape(_SMOLLM2, 576, 1536, 30, 9, 3),
+    "qwen2.5-0.5b": _shape(_QWEN2, 896, 4864, 24, 14, 2),
+    "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, 8),
+    "qwen3-8b": _shape(_QWEN3 | {"tie_word_embeddings": False}, 4096, 12288, 36, 32, 8),
+    "0.1b": _shape(_LLAMA, 768, 2048, 12, 12, 4),
+    "0.5b": _shape(_LLAMA, 1280, 3456, 26, 20, 5),
+    "1.5b": _shape(_LLAMA, 2048, 5632, 32, 32, 8),
+    "tiny": _shape(_TINY, 128, 256, 2, 2, 1),
 }
 """
 Fields of a configuration by name. `tiny` is for a trial on a CPU; the names of numbers are billions of parameters in

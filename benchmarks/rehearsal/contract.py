@@ -1,5 +1,5 @@
 """
-Whether vLLM has what our GPU path calls, as it calls it: `python contract.py [X.Y]`.
+Checks that vLLM has what our GPU path calls, as it calls it: `python contract.py [X.Y]`.
 
 The Python half (signatures, fields, options) needs no CUDA and is a part of the ordinary tests. The rest is asked of a
 CUDA build, on `fake_gpu.py`'s platform: schemas of operators in its extensions, and whether the plugin registers

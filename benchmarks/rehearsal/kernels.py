@@ -1,5 +1,5 @@
 """
-Which kernels vLLM gives to each scheme on GPUs of several compute capabilities, by its own code:
+Asks the code of vLLM for the kernel of each scheme on GPUs of several compute capabilities:
 `python kernels.py X.Y ...`.
 
 Layers are built on the CPU (`fake_gpu.py`), nothing is repacked or computed. Twice: as vLLM chooses on its own, and as

@@ -112,7 +112,7 @@ def place() -> str:
 
 
 class Context:
-    """What autograd gives to a function."""
+    """Stands in for the context that autograd gives to a function."""
 
     def __init__(self, needs_input_grad):
         self.needs_input_grad = needs_input_grad

@@ -149,7 +149,7 @@ def _transport(model, config, nccl: bool):
             )
 
         def __del__(self):
-            """Without what a whole worker has to end."""
+            """Ends nothing: this worker has none of what a whole one ends."""
 
     engine = SimpleNamespace(
         model_executor=SimpleNamespace(driver_worker=RehearsedWorker()),

@@ -7,11 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer
 
 from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, run_export, spread
 from testing_utils.layers import TOKENS
-from testing_utils.trainings import EXPERTS, arguments, assert_equal, lora, make
+from testing_utils.trainings import EXPERTS, assert_equal, lora, make, train_stock
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -144,11 +143,7 @@ def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path)
     options |= {"model_init_kwargs": {"attn_implementation": "eager"}, "keep_groups": False}
     ours = make(base, tmp_path / "ours", peft_config=lora(), scheme="bf16", **options)
     ours.train()
-    args = arguments(tmp_path / "stock", **options)
-    fields = [f for f in GRPOConfig.__dataclass_fields__.values() if f.init and f.name != "generation_batch_size"]
-    stock_args = GRPOConfig(**{f.name: getattr(args, f.name) for f in fields})
-    stock = GRPOTrainer(base, spread, stock_args, make_problems(), peft_config=lora())
-    stock.train()
+    stock = train_stock(base, tmp_path / "stock", lora(), **options)
     assert_equal(adapter_tensors(ours.model), adapter_tensors(stock.model))
 
 

@@ -1,4 +1,4 @@
-"""How far engine and learner are apart on a GPU, with each kind of numerics. It has never run: `pytest -m gpu -s`."""
+"""Distance of engine and learner on a GPU, with each kind of numerics. It has never run: `pytest -m gpu -s`."""
 
 import math
 from argparse import Namespace

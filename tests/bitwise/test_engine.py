@@ -286,7 +286,7 @@ def test_an_engine_makes_text_only_for_stop_strings(tmp_path, stop):
 
 
 class ChangeArithmetic(TrainerCallback):
-    """From update `step` on the learner's last layer computes something else."""
+    """Lets the learner's last layer compute something else from update `step` on."""
 
     def __init__(self, step):
         self.step = step

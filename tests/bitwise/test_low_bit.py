@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from testing_utils.learners import needs_vllm
+from testing_utils.trainings import QUANTIZED
 from trl_qarl.bitwise import low_bit as products
 from trl_qarl.bitwise.exact import check_arithmetic
 from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
@@ -18,7 +19,6 @@ from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 KERNELS = {INT8: "dynamic_scaled_int8_quant", E4M3: "quantize_fp8e4m3_vec"}
 EXPANDED = "expanded once + vLLM's product of unquantized layers"
 

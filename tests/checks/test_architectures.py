@@ -89,7 +89,7 @@ def test_a_configuration_that_vllms_class_needs_is_named(arch, fields, problem):
     assert found == [] if problem is None else problem in found[0]
 
 
-def test_experts_without_a_gate_have_no_kernel_in_16_bits_on_a_cpu():
+def test_ungated_experts_have_no_kernel_in_16_bits_on_a_cpu():
     sizes = {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}
     model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, **sizes)
     schemes, _ = assign_schemes(model, get_plan("w4a16"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,12 +23,11 @@ from transformers import (
     TrainerCallback,
 )
 
-from testing_utils import make_problems, make_tiny_model, spread
+from testing_utils import make_problems, make_tiny_model, refused, spread
 from testing_utils.trainings import arguments, lora, make
 from trl_qarl.checkpoint import marker
 from trl_qarl.checks.arguments import check_tokens, problems_of_prompts, warn_of_length
 from trl_qarl.checks.problems import Problems
-from trl_qarl.cli import main
 from trl_qarl.scripts import train
 from trl_qarl.trainer.policy import Policy
 from trl_qarl.trainer.qarl_trainer import QaRLTrainer
@@ -74,22 +73,6 @@ def test_options_set_after_the_configuration_are_judged(tiny_model, tmp_path, no
     first, second = problems(tiny_model, spread, args, make_problems())
     assert first.startswith("use_transformers_continuous_batching=True is not supported")
     assert "does not fit per_device_train_batch_size=8" in second
-
-
-@pytest.mark.parametrize(
-    ("folder", "text"),
-    [
-        ("file", "file is a file"),
-        ("file/out", "file is a file"),
-        ("model", "is the folder of the model"),
-        pytest.param("x" * 300, "cannot be a folder: [Errno 36] File name too long", id="long"),
-    ],
-)
-def test_a_folder_that_cannot_be_the_output_is_named(tiny_model, tmp_path, not_loaded, folder, text):
-    (tmp_path / "file").touch()
-    output = tiny_model if folder == "model" else tmp_path / folder
-    (found,) = problems(tiny_model, spread, arguments(output), make_problems())
-    assert found.startswith(f"output_dir='{output}'") and text in found
 
 
 def test_folders_without_permission_are_named(tiny_model, tmp_path, not_loaded, monkeypatch):
@@ -205,11 +188,6 @@ def test_an_unknown_option_of_loading_is_named(tiny_model, tmp_path):
         QaRLTrainer(tiny_model, spread, args, make_problems())
 
 
-def test_what_is_no_tokenizer_is_named(tiny_model, tmp_path, not_loaded):
-    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), processing_class=tiny_model)
-    assert found.startswith("`processing_class` is of type str. Give a tokenizer")
-
-
 def test_a_tokenizer_without_an_end_is_named(tiny_model, tmp_path, not_loaded):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model, eos_token=None)
     (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), processing_class=tokenizer)
@@ -317,21 +295,6 @@ def test_layers_dataset_and_rewards_are_judged_before_loading(tiny_model, tmp_pa
     assert [p.startswith(s) for p, s in zip(found, starts, strict=True)] == [True] * 2, found
 
 
-@pytest.mark.parametrize(
-    ("targets", "text"),
-    [
-        (["no_such_layer"], "Target modules"),
-        (["q_proj", "lm_head"], "target_modules names 'lm_head'"),
-        ("*bad(", "nothing to repeat"),
-    ],
-)
-def test_targets_of_an_adapter_are_judged_before_loading(tiny_model, tmp_path, not_loaded, targets, text):
-    (found,) = problems(
-        tiny_model, spread, arguments(tmp_path), make_problems(), peft_config=lora(target_modules=targets)
-    )
-    assert found.startswith("peft_config: ") and text in found
-
-
 def test_a_checkpoint_of_another_launch_is_found_before_loading(tiny_model, tmp_path, not_loaded):
     folder = tmp_path / "checkpoint-2"
     marker.begin(folder)
@@ -367,35 +330,88 @@ def takes_no_more(prompts, completions):
     return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize(
-    ("reward", "columns", "text"),
-    [
-        (needs_solution, ["prompt"], "'needs_solution' cannot be called: missing a required argument: 'solution'"),
-        (takes_no_more, ["prompt"], "'takes_no_more' cannot be called: got an unexpected keyword argument"),
-        (spread, ["prompt", "completions"], "has the columns ['completions'], which are names of a reward's own"),
-    ],
-    ids=["missing", "unexpected", "taken"],
-)
-def test_a_reward_without_its_columns_is_named_before_loading(tiny_model, tmp_path, not_loaded, reward, columns, text):
-    data = Dataset.from_dict({name: ["1 + 1 ="] * 16 for name in columns})
-    (found,) = problems(tiny_model, reward, arguments(tmp_path), data)
-    assert text in found
+def with_column(name):
+    """Prompts with another column, of nothing."""
+    return make_problems().add_column(name, [None] * 16)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "text"),
-    [
-        (3, "`reward_funcs` has 3 of type int. Give a function"),
-        ([spread, None], "`reward_funcs` has None of type NoneType"),
-        ({"spread": spread}, "of type dict"),
-        (None, "There is no reward. Give `reward_funcs`"),
-        ([], "There is no reward. Give `reward_funcs`"),
-    ],
-    ids=["number", "none within", "dictionary", "none", "empty"],
-)
-def test_what_is_no_reward_is_named_before_loading(tiny_model, tmp_path, not_loaded, rewards, text):
-    (found,) = problems(tiny_model, rewards, arguments(tmp_path), make_problems())
-    assert text in found
+PICTURES = with_column("image")
+CALLBACK = TrainerCallback()
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
+# Arguments of the trainer, options, and the one problem.
+REFUSED = {
+    "output in a file": ({}, {"output_dir": "file"}, "output_dir='file' cannot be a folder"),
+    "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
+    "output of a long name": ({}, {"output_dir": "x" * 300}, "cannot be a folder: [Errno 36] File name too long"),
+    "output over the model": ({}, {"output_dir": "model"}, "output_dir='model' is the folder of the model"),
+    "rewards: a number": ({"reward_funcs": 3}, {}, "`reward_funcs` has 3 of type int. Give a function"),
+    "rewards: none within": ({"reward_funcs": [spread, None]}, {}, "`reward_funcs` has None of type NoneType"),
+    "rewards: a dictionary": ({"reward_funcs": {"spread": spread}}, {}, "of type dict"),
+    "rewards: none": ({"reward_funcs": None}, {}, "There is no reward. Give `reward_funcs`"),
+    "rewards: empty": ({"reward_funcs": []}, {}, "There is no reward. Give `reward_funcs`"),
+    "rewards: too few": ({}, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, and there is 1 reward function"),
+    "a column is missing": ({"reward_funcs": needs_solution}, {}, "'needs_solution' cannot be called: missing a req"),
+    "an argument is missing": ({"reward_funcs": takes_no_more}, {}, "'takes_no_more' cannot be called: got an unex"),
+    "a column of that name": ({"train_dataset": with_column("completions")}, {}, "has the columns ['completions']"),
+    "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, {}, "The training dataset has no rows"),
+    "splits": ({"train_dataset": DatasetDict({"train": PICTURES})}, {}, "is a DatasetDict with the splits ['train']"),
+    "a list": ({"train_dataset": [{"prompt": "1"}]}, {}, "of type list, and must be a `datasets.Dataset`"),
+    "columns": ({"train_dataset": {"prompt": ["1"]}}, {}, "is a dictionary with ['prompt']. `Dataset.from_dict(col"),
+    "no dataset": ({"train_dataset": None}, {}, "There is no training dataset. Give `train_dataset`"),
+    "videos": ({"train_dataset": with_column("videos")}, {}, "column 'videos': videos are not supported"),
+    "targets: absent": ({"peft_config": ["no_such_layer"]}, {}, "peft_config: Target modules"),
+    "targets: the head": ({"peft_config": ["q_proj", "lm_head"]}, {}, "target_modules names 'lm_head'"),
+    "targets: no pattern": ({"peft_config": "*bad("}, {}, "nothing to repeat"),
+    "callback": ({"callbacks": CALLBACK}, {}, f"`callbacks` is {CALLBACK!r}"),
+    "no callback": ({"callbacks": [print]}, {}, f"`callbacks` is {[print]!r}"),
+    "tool": ({"tools": print}, {}, f"`tools` is {print!r}"),
+    "no tool": ({"tools": [3]}, {}, "`tools` is [3]"),
+    "rollout": ({"rollout_func": 3}, {}, "`rollout_func` is 3"),
+    "rollout without the trainer": (
+        {"rollout_func": lambda prompts: {}},
+        {},
+        "`rollout_func` cannot be called: too many positional arguments",
+    ),
+    "environment": ({"environment_factory": {"a": CALLBACK}}, {}, f"`environment_factory` is {{'a': {CALLBACK!r}}}"),
+    "no tokenizer": ({"processing_class": "model"}, {}, "`processing_class` is of type str. Give a tokenizer"),
+    "a stream": (
+        {"train_dataset": make_problems().to_iterable_dataset()},
+        {"max_steps": -1},
+        "max_steps=-1 with a streamed dataset",
+    ),
+    "sleep": (
+        {},
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+        "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only",
+    ),
+    "of masters": (
+        {"rollout_func": print},
+        {"quantize_learner": False},
+        "`rollout_func` was given with quantize_learner",
+    ),
+    **{
+        f"ahead: {text}": (given, SERVER | {"rollout_ahead": 1}, f"rollout_ahead=1 is unsupported with {text}")
+        for text, given in (
+            ("`tools`", {"tools": [print]}),
+            *((f"`{name}`", {name: print}) for name in ("rollout_func", "environment_factory")),
+            ("a streamed dataset", {"train_dataset": make_problems().to_iterable_dataset()}),
+            ("pictures, and the dataset has a column 'image'", {"train_dataset": PICTURES}),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(("given", "options", "text"), REFUSED.values(), ids=REFUSED)
+def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded, monkeypatch, given, options, text):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    shutil.copytree(tiny_model, "model")
+    if "peft_config" in given:
+        given = {"peft_config": lora(target_modules=given["peft_config"])}
+    args = arguments(**({"output_dir": "out"} | options))
+    found = problems("model", **({"reward_funcs": spread, "args": args, "train_dataset": make_problems()} | given))
+    # The class of this model has not been compared with pictures, which is a second problem.
+    assert text in found[0] and len(found) == 1 + ("column 'image'" in text), found
 
 
 def needs_answer(completions, answer, **kwargs):
@@ -446,39 +462,11 @@ def test_columns_that_only_rows_tell_are_judged_there(tiny_model, tmp_path):
         make(tiny_model, tmp_path / "out", train_dataset=stream, max_steps=1).train()
 
 
-def test_a_stream_without_a_number_of_updates_is_named(tiny_model, tmp_path, not_loaded):
-    args = arguments(tmp_path, max_steps=-1)
-    (found,) = problems(tiny_model, spread, args, make_problems().to_iterable_dataset())
-    assert found.startswith("max_steps=-1 with a streamed dataset")
-
-
 def test_an_optimizer_that_cannot_be_made_is_named(tiny_model, tmp_path, not_loaded, monkeypatch):
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     for options in ({"optim": "schedule_free_adamw"}, {"optim": "adamw_torch", "optim_args": "betas"}):
         (found,) = problems(tiny_model, spread, arguments(tmp_path, **options), make_problems())
         assert found.startswith(f"optim={options['optim']!r}, optim_args=") and "cannot be made: " in found
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("callbacks", TrainerCallback()),
-        ("callbacks", [print]),
-        ("tools", print),
-        ("tools", [3]),
-        ("rollout_func", 3),
-        ("environment_factory", {"a": object()}),
-    ],
-    ids=["callback", "no callback", "tool", "no tool", "rollout", "environment"],
-)
-def test_what_cannot_be_called_is_named(tiny_model, tmp_path, not_loaded, name, value):
-    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), **{name: value})
-    assert found.startswith(f"`{name}` is {value!r}")
-
-
-def test_a_rollout_without_the_trainer_is_named(tiny_model, tmp_path, not_loaded):
-    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), rollout_func=lambda prompts: {})
-    assert found.startswith("`rollout_func` cannot be called: too many positional arguments")
 
 
 def own(model):
@@ -547,9 +535,8 @@ STARTS = [
 
 
 def test_the_command_names_unread_options_and_content_at_once(bad_inputs, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", *bad_inputs, "--scheme", "int3"])
-    lines = [line.removeprefix("- ") for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
+    said = refused(capsys, "train", *bad_inputs, "--scheme", "int3")
+    lines = [line.removeprefix("- ") for line in said.splitlines() if line.startswith("- ")]
     assert len(lines) == 3 and "'int3'" in lines[0]
     assert [line.startswith(start) for line, start in zip(lines[1:], STARTS, strict=True)] == [True] * 2, lines
 

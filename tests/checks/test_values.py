@@ -1,5 +1,6 @@
 """Values that cannot be are refused by name, with what is allowed and why, all in one message."""
 
+import json
 import math
 
 import numpy
@@ -10,48 +11,44 @@ from trl_qarl.checks.problems import Problems
 
 
 NAN, INF = math.nan, math.inf
+# Values just outside of a range, by what is allowed; each reason is said with one of its options.
+OUTSIDE = {
+    "at least 2: advantages compare": "num_generations=0 num_generations=1",
+    "at least 1: batches that are never used": "num_iterations=0",
+    "at least 1: it counts": "gradient_accumulation_steps=0 per_device_train_batch_size=0 steps_per_generation=0 "
+    "max_completion_length=0 pad_to_multiple_of=0 eval_accumulation_steps=0",
+    "at least 1, or -1: -1 trains for": "max_steps=0",
+    "at least 0: a negative value": "learning_rate=-0.001 seed=-1 data_seed=-1 entropy_target=-1.0 save_steps=-5",
+    "at least 0: it is an offset": "positive_epsilon_high=-0.1 negative_epsilon_high=-0.0001",
+    "at least 0, or -1": "top_k=-2",
+    "at least 0 and below 1": "adam_beta2=1.0",
+    "above 0 and at most 1": "top_p=0.0 vllm_gpu_memory_utilization=70.0",
+    "greater than 0": "temperature=0.0 num_train_epochs=0 repetition_penalty=0.0",
+    "greater than 1": "mismatch_cap=1.0",
+    "from 0 to 1": "min_p=2.0 negative_epsilon_low=-0.0001 negative_epsilon_low=1.5",
+    "from 1 to 65535": "vllm_server_port=0 vllm_group_port=99999",
+    "0 (rollouts of the learner's own weights) or 1": "rollout_ahead=-1 rollout_ahead=2",
+}
 REFUSED = [
-    ({"num_generations": 0}, "num_generations=0 must be at least 2: advantages compare"),
-    ({"num_generations": 1}, "num_generations=1 must be at least 2"),
-    ({"num_iterations": 0}, "num_iterations=0 must be at least 1"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
-    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
-    ({"steps_per_generation": 0}, "steps_per_generation=0 must be at least 1"),
-    ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
+    *(
+        ({name: json.loads(value)}, f"{name}={value} must be {allowed}")
+        for allowed, options in OUTSIDE.items()
+        for name, value in (option.split("=") for option in options.split())
+    ),
     (
         {"learning_rate": "1e-3"},
         "learning_rate='1e-3' is of type str, and must be float. Write it without quotes, and in YAML with a point, as 1.0e-03.",
     ),
-    ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be at least 0"),
     ({"learning_rate": INF}, "learning_rate=inf must be finite"),
     ({"output_dir": ""}, "output_dir='' is empty. Name the folder"),
     ({"temperature": INF}, "temperature=inf must be finite"),
-    ({"temperature": NAN}, "temperature=nan is not a number"),
-    ({"max_grad_norm": NAN}, "max_grad_norm=nan is not a number"),
     ({"reward_weights": [1.0, NAN]}, "reward_weights=[1.0, nan] is not a number"),
     ({"reward_weights": [1.0, INF]}, "reward_weights=[1.0, inf] must be finite"),
     ({"reward_weights": ["1"]}, "reward_weights=['1'] is of type list"),
-    ({"mismatch_cap": NAN}, "mismatch_cap=nan is not a number"),
-    ({"beta": NAN}, "beta=nan is not a number"),
-    ({"max_steps": 0}, "max_steps=0 must be at least 1, or -1: -1 trains for"),
     ({"max_steps": 1.5}, "max_steps=1.5 is of type float, and must be int"),
-    ({"num_train_epochs": 0}, "num_train_epochs=0 must be greater than 0"),
     ({"use_vllm": "false"}, "use_vllm='false' is of type str, and must be bool"),
-    ({"vllm_server_port": 0}, "vllm_server_port=0 must be from 1 to 65535"),
-    ({"vllm_group_port": 99999}, "vllm_group_port=99999 must be from 1"),
-    ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
-    ({"min_p": 2.0}, "min_p=2.0 must be from 0 to 1"),
-    ({"top_k": -2}, "top_k=-2 must be at least 0, or -1"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be greater than 0"),
-    ({"adam_beta2": 1.0}, "adam_beta2=1.0 must be at least 0 and below 1"),
-    ({"seed": -1}, "seed=-1 must be at least 0"),
-    ({"data_seed": -1}, "data_seed=-1 must be at least 0"),
+    *(({name: NAN}, f"{name}=nan is not a number") for name in ("temperature", "max_grad_norm", "beta")),
     ({"pad_to_multiple_of": NAN}, "pad_to_multiple_of=nan is not a number"),
-    ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0 must be at least 1"),
-    ({"eval_accumulation_steps": 0}, "eval_accumulation_steps=0 must be at least 1"),
-    ({"entropy_target": -1.0}, "entropy_target=-1.0 must be at least 0"),
-    ({"save_steps": -5}, "save_steps=-5 must be at least 0"),
-    ({"vllm_gpu_memory_utilization": 70.0}, "vllm_gpu_memory_utilization=70.0 must be above 0 and at most 1"),
 ]
 
 

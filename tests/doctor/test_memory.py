@@ -42,6 +42,11 @@ def shapes_of(folder):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
+def calculate(folder, *processes, **options):
+    """Memory of a training in `w4a16`, by launch and part."""
+    return parts_of_memory(shapes_of(folder), get_plan("w4a16"), MemorySettings(*processes, **options))
+
+
 class Gradients(TrainerCallback):
     num_bytes = 0
 
@@ -65,8 +70,8 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
     options = {"max_steps": 1, "optim": optim, "bf16": True, "peft_config": adapter, "gradient_dtype": dtype}
     trainer = make_trainer(tiny_model, tmp_path, callbacks=[gradients], **options)
     trainer.train()
-    run = MemorySettings(1, optim, lora_rank=rank, rollout_ahead=1, gradient_bytes=2 if dtype == "bfloat16" else 4)
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), run)["ddp"]
+    size = 2 if dtype == "bfloat16" else 4
+    parts = calculate(tiny_model, 1, optim, lora_rank=rank, rollout_ahead=1, gradient_bytes=size)["ddp"]
     kept = kept_version(trainer.model)
     weights = [layer.low_bit_weight() for layer in quantized_layers(trainer.model).values()]
     low_bit = sum(part.nbytes for weight in weights for part in weight.parts())
@@ -106,8 +111,7 @@ def test_the_peak_is_what_was_calculated(tmp_path, num_sequences, shape):
         for parameter in trainer.model.parameters():
             live.add(parameter.detach())
         trainer.train()
-    plan, run = get_plan("w4a16"), MemorySettings(1, "adamw_torch", num_tokens=num_tokens)
-    parts = parts_of_memory(shapes_of(model), plan, run)["ddp"] | {"weight sync": 0}
+    parts = calculate(model, 1, "adamw_torch", num_tokens=num_tokens)["ddp"] | {"weight sync": 0}
     # With which codes are unpacked on a CPU.
     parts["table"] = 2**20
     without_head = on_gpu(parts) - parts["logits"]
@@ -143,14 +147,14 @@ def test_memory_on_the_pages_of_the_documentation_is_calculated():
 
 
 def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
-    alone, four = (parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(n)) for n in (1, 4))
+    alone, four = (calculate(tiny_model, n) for n in (1, 4))
     for name in ("masters", "gradients", "optimizer", "low-bit weights"):
         assert four["fsdp2"][name] == pytest.approx(alone["ddp"][name] / 4, rel=1e-3)
         assert four["ddp"][name] == alone["ddp"][name]
-    adding = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(4, accumulates=True))
+    adding = calculate(tiny_model, 4, accumulates=True)
     assert adding["fsdp2"] == four["fsdp2"] | {"gradients": alone["ddp"]["gradients"]} and adding["ddp"] == four["ddp"]
     with pytest.raises(ValueError, match="optim='sgd'"):
-        parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(1, "sgd"))
+        calculate(tiny_model, 1, "sgd")
 
 
 def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp_path, capsys):
@@ -159,7 +163,7 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert cli.main([*command, "--gpu_memory", "1", "--write", str(path)]) == 0
     assert "Launch with ddp, a server elsewhere:" in capsys.readouterr().out
     assert yaml.safe_load(path.read_text()) == launch_configuration("ddp", 8)
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(8, num_tokens=64))
+    parts = calculate(tiny_model, 8, num_tokens=64)
     sizes = [on_gpu(parts[launch]) / 1e9 for launch in LAUNCHES]
     assert sizes[1] < sizes[0]
     # Enough to load the model, and too little for masters.
@@ -178,7 +182,7 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
         assert re.search(rf"^{name}( +\d+\.\d){{3}}$", out, re.MULTILINE)
     capsys.readouterr()
     # Beside LoRA, a frozen base takes less.
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(8, num_tokens=64, lora_rank=8))
+    parts = calculate(tiny_model, 8, num_tokens=64, lora_rank=8)
     less = on_gpu(parts["fsdp2"]) / 1e9
     assert less < sizes[1]
     assert cli.main([*command, "--gpu_memory", str(sizes[1] * 1.001), "--gradient_accumulation_steps", "2"]) == 1
@@ -206,11 +210,8 @@ def test_rounded_gradients_are_not_launched_with_ddp(tiny_model, capsys, gpus, l
 
 def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsys):
     command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--write", str(tmp_path / "launch.yaml")]
-    split = [
-        parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(n, num_tokens=64)) for n in (2, 3)
-    ]
     command += ["--host_memory", "0.02"]
-    two, three = (on_gpu(parts["fsdp2"]) / 1e9 for parts in split)
+    two, three = (on_gpu(calculate(tiny_model, n, num_tokens=64)["fsdp2"]) / 1e9 for n in (2, 3))
     # Colocated engines take too much, and two GPUs of the learner too little; a tenth is kept in reserve.
     memory_of_gpu = 1.101 * three
     assert memory_of_gpu < two
@@ -224,7 +225,7 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
 
 def test_a_mixture_has_several_servers(tmp_path, capsys):
     mixture = make_tiny_mixture(tmp_path)
-    learner = parts_of_memory(shapes_of(mixture), get_plan("w4a16"), MemorySettings(6, num_tokens=64))["fsdp2"]
+    learner = calculate(mixture, 6, num_tokens=64)["fsdp2"]
     command = ["estimate", mixture, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0.9"]
     assert cli.main([*command, "--host_memory", "0.02", "--gpu_memory", str(1.101 * on_gpu(learner) / 1e9)]) == 0
     out = capsys.readouterr().out
@@ -236,7 +237,7 @@ def test_a_mixture_has_several_servers(tmp_path, capsys):
 
 def test_masters_go_to_host_memory_where_gpus_are_small(tiny_model, tmp_path, capsys):
     path = tmp_path / "launch.yaml"
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(1, num_tokens=64))
+    parts = calculate(tiny_model, 1, num_tokens=64)
     small, large = (on_gpu(parts[launch]) / 1e9 for launch in ("fsdp2_offload", "ddp"))
     command = ["estimate", tiny_model, "--tokens", "64", "--vllm_gpu_memory_utilization", "0", "--write", str(path)]
     command += ["--gpu_memory", str((small + large) / 2)]
@@ -259,7 +260,7 @@ def test_a_sleeping_engine_leaves_its_memory_to_updates():
 def test_too_little_host_memory_is_named_before_loading(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     args = QaRLConfig(str(tmp_path), use_cpu=True)
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), MemorySettings(1))["fsdp2_offload"]
+    parts = calculate(tiny_model, 1)["fsdp2_offload"]
     for factor, is_enough in ((1.01, True), (0.99, False)):
         monkeypatch.setattr(memory, "memory_of_machine", lambda factor=factor: factor * on_host(parts))
         if is_enough:

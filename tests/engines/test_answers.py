@@ -15,7 +15,7 @@ PROMPTS = [[5, 6, 7], [8]]
 
 
 def make_answer(prompts=PROMPTS, num_generations=2, length=4):
-    """As TRL's client returns it: tokens of every kind of a vocabulary of 260, log-probs as a sampler's."""
+    """An answer as TRL's client returns it: tokens of every kind of a vocabulary of 260, log-probs as a sampler's."""
     num = len(prompts) * num_generations
     ids = [[0, 259, *range(10 + i, 8 + i + length)][:length] for i in range(num)]
     return {

@@ -5,15 +5,14 @@ import torch
 from torch import nn
 
 from testing_utils import logged, make_mixture, make_vllm_trainer, product_reference, relative_error
+from testing_utils.trainings import QUANTIZED
 from trl_qarl.quantization import experts
 from trl_qarl.quantization.experts import QuantizedExperts
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import get_scheme
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 
 
 @pytest.mark.parametrize("rows", [1, 17, 300])

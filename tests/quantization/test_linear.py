@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
+from testing_utils.trainings import QUANTIZED
 from trl_qarl.quantization import gemm, tensors
 from trl_qarl.quantization.formats.int4_packed import kernel_operands
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
-
-
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 
 
 def make(name="w4a16", dtype=torch.float32, in_features=256, out_features=96, bias=True, **kwargs):
@@ -286,7 +284,7 @@ class Activated(FalconLinear):
 
 
 def hooked():
-    """As accelerate leaves a layer that it moves between devices."""
+    """A layer as accelerate leaves it that moves it between devices."""
     linear = nn.Linear(256, 96)
     linear.forward = linear.forward
     return linear

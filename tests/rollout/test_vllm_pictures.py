@@ -72,8 +72,8 @@ def trained(kind, tmp_path_factory):
 
 @pytest.fixture
 def limit(trained):
-    """Of a mean distance of log-probs. In float32 only the order of sums differs; in bfloat16 pictures may have twice
-    the distance of text."""
+    """Bound of a mean distance of log-probs. In float32 only the order of sums differs; in bfloat16 pictures may have
+    twice the distance of text."""
     trainer, _ = trained
     return 2 * max(logged(trainer, "publish/canary_abs_logp")) if trainer.args.bf16 else 1e-5
 

@@ -9,9 +9,9 @@ import torch
 
 from testing_utils import make_tiny_config
 from testing_utils.pictures import make_picture_config
+from testing_utils.trainings import QUANTIZED
 from trl_qarl._version import __version__
 from trl_qarl.cli import main
-from trl_qarl.quantization.schemes import SCHEMES
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_model_is_judged_by_its_configuration(config_only, capsys):
 def test_every_scheme_has_a_kernel_here(capsys):
     assert main(["doctor"]) == 0
     found = re.findall(r"^ok +kernel of ([\w-]+): ", capsys.readouterr().out, re.MULTILINE)
-    assert found == [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+    assert found == QUANTIZED
 
 
 def test_an_error_gives_exit_code_one(config_only, capsys):

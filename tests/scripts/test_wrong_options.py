@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from testing_utils import refused
 from testing_utils.trainings import SIGNED
-from trl_qarl.cli import main
 from trl_qarl.scripts import train
 
 
@@ -78,15 +78,12 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
     (tmp_path / "empty.json").touch()
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
-    with pytest.raises(SystemExit, match="2"):
-        main(command.replace("FOLDER", tiny_model).split())
-    lines = capsys.readouterr().err.splitlines(keepends=True)
+    lines = refused(capsys, *command.replace("FOLDER", tiny_model).split()).splitlines(keepends=True)
     assert re.match(r"trl-qarl( [\w-]+)?: error: ", lines[-1]) and message in lines[-1]
     assert len(lines) == 1 or not message.startswith("trl-qarl: error: ")
 
 
 def test_a_wrong_option_is_named_before_a_dataset_is_downloaded(monkeypatch, capsys):
     monkeypatch.setattr(train, "_load_dataset", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(SystemExit, match="2"):
-        main([*TRAIN.replace("rows.json", "org/data").split(), "--learning_rates", "1"])
-    assert "learning_rates='1': unknown option" in capsys.readouterr().err
+    said = refused(capsys, *TRAIN.replace("rows.json", "org/data").split(), "--learning_rates", "1")
+    assert "learning_rates='1': unknown option" in said

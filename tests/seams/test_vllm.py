@@ -119,12 +119,12 @@ def test_experts_are_built_and_repacked_by_our_methods():
         read = set(re.findall(r"self\.(\w+)", inspect.getsource(vllms.create_weights)))
         assert read <= ours | {"moe"} | vars(vllms).keys(), (method, read)
     # The step that is left out of a reload.
-    assert without_place(experts.RepackedExperts, "vllm") == []
+    assert without_place(experts.ExpertsInOwnLayout, "vllm") == []
     source = inspect.getsource(experts.UnquantizedFusedMoEMethod)
     assert "self.moe_kernel is not None" in source and "fused_experts.process_weights_after_loading(layer)" in source
 
 
-def test_gpt_oss_is_still_loaded_by_expert_and_its_sinks_in_place():
+def test_gpt_oss_is_still_loaded_by_expert_with_sinks_in_place():
     from vllm.model_executor.models import gpt_oss
 
     assert "param.data.copy_(narrow_weight)" in inspect.getsource(gpt_oss.GptOssModel._load_weights_other)

@@ -1,4 +1,4 @@
-"""What is asked of slices, and DeepSpeed's settings; two processes train with it in distributed/zero.py."""
+"""Requests for slices, and DeepSpeed's settings; two processes train with it in distributed/zero.py."""
 
 from types import SimpleNamespace
 

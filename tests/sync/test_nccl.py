@@ -40,7 +40,7 @@ def address():
 
 
 class Communicator:
-    """In NCCL's place, whose broadcast ends when all have received, or with `error`, or never."""
+    """Stands in for NCCL, whose broadcast ends when all have received, or with `error`, or never."""
 
     def __init__(self, ends=False, error=None):
         self.ends, self.error = ends, error

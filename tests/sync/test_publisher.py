@@ -344,7 +344,7 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
         Publisher(model, torch.bfloat16, Recorder())
 
 
-def test_gpt_oss_sends_experts_and_biases_under_the_engines_names():
+def test_gpt_oss_sends_experts_and_biases_under_engine_names():
     model, transport = make_mixture("gpt_oss"), Recorder()
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
     Publisher(model, torch.bfloat16, transport).publish("0")

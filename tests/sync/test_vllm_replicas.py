@@ -87,7 +87,7 @@ def trainers_of(server, folder):
 
 
 def status_of(server, replica):
-    """Of the answer of a replica that is asked for completions."""
+    """Status of a replica that is asked for completions."""
     return complete(server.url, headers={"X-data-parallel-rank": str(replica)}).status_code
 
 

@@ -144,6 +144,17 @@ def run_export(model, output_dir, *options: str) -> int:
     return main(["export", "--model_name_or_path", str(model), "--output_dir", str(output_dir), *options])
 
 
+def refused(capsys, command: str, *argv: str) -> str:
+    """Run a command that has to end with exit code 2, and return what it says on standard error."""
+    import pytest
+
+    from trl_qarl.cli import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *argv])
+    return capsys.readouterr().err
+
+
 def complete_greedily(folder: str, prompt: str, num_tokens: int, model=None) -> str:
     """Greedy completion of `model`, by default the one in the folder of its tokenizer, token by token, without
     `generate`."""
@@ -237,7 +248,7 @@ def quicken_engines(patch, *modules) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended, on Linux."""
+    """Tells if a process has not ended, on Linux."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -393,7 +404,7 @@ def logged(trainer, name: str) -> list[float]:
 
 def product_reference(layer, x, grad):
     """
-    What a [`QuantizedLinear`] has to compute, in float64: the product with the dequantized weight and, for the
+    Computes a [`QuantizedLinear`] in float64: the product with the dequantized weight and, for the
     gradient `grad` of its result, the gradients of input, master weight and bias.
     """
     import torch

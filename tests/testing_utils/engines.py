@@ -56,7 +56,7 @@ def differences(a, b) -> torch.Tensor:
 
 
 def mismatch(publisher) -> float:
-    """How far engine and learner are apart at most, in nats."""
+    """Largest difference of engine and learner, in nats."""
     return differences(engine_logps(publisher.engine.llm), learner_logps(publisher.model)).max().item()
 
 

@@ -1,9 +1,11 @@
 """Trainings that several files of tests make, and what is read of them."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
-from testing_utils import TRAINING, make_trainer, spread
+from testing_utils import TRAINING, make_problems, make_trainer, spread
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
@@ -44,6 +46,18 @@ def make(model, output_dir, reward=spread, train_dataset=None, **kwargs):
     return make_trainer(model, output_dir, reward, train_dataset, **_options(**kwargs))
 
 
+def train_stock(model, output_dir, peft_config=None, **kwargs):
+    """TRL's own trainer after a training with the options of [`arguments`] that it has."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = arguments(output_dir, **kwargs)
+    names = [f.name for f in fields(GRPOConfig) if f.init and f.name != "generation_batch_size"]
+    stock = GRPOConfig(**{name: getattr(args, name) for name in names})
+    trainer = GRPOTrainer(model, spread, stock, make_problems(), peft_config=peft_config)
+    trainer.train()
+    return trainer
+
+
 def lora(**kwargs):
     """An adapter of each linear layer, unless told otherwise."""
     options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -66,6 +80,18 @@ def parameters(trainer):
 
 def rows(trainer):
     return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def count_tokens(trainer):
+    """The tokens of each forward of a training with gradients, once it has run."""
+    num_tokens = []
+
+    def count(module, args, output):
+        if torch.is_grad_enabled():
+            num_tokens.append(args[0].numel())
+
+    trainer.model.get_input_embeddings().register_forward_hook(count)
+    return num_tokens
 
 
 def without_times(row):

@@ -7,10 +7,10 @@ import torch
 import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from testing_utils import CHAT_TEMPLATE, make_problems, make_tiny_model, make_tiny_tokenizer, spread
-from testing_utils.trainings import EXPERTS, arguments, assert_equal, make, parameters, rows
+from testing_utils.trainings import EXPERTS, arguments, assert_equal, make, parameters, rows, train_stock
 from trl_qarl.objectives.tbpo import TBPO
 from trl_qarl.trainer.qarl_config import QaRLConfig
 from trl_qarl.trainer.qarl_trainer import QaRLTrainer
@@ -147,11 +147,7 @@ def test_bf16_scheme_with_trls_loss_equals_stock_trl_bit_for_bit(tiny_model, tmp
     options |= {"model_init_kwargs": {"attn_implementation": "eager"}, "keep_groups": False}
     ours = make(tiny_model, tmp_path / "ours", scheme="bf16", loss_type=objective, **options)
     ours.train()
-    args = arguments(tmp_path / "stock", loss_type=objective, **options)
-    stock_fields = {f for f in GRPOConfig.__dataclass_fields__ if f not in ("generation_batch_size",)}
-    stock_args = GRPOConfig(**{f: getattr(args, f) for f in stock_fields if GRPOConfig.__dataclass_fields__[f].init})
-    stock = GRPOTrainer(tiny_model, spread, stock_args, make_problems())
-    stock.train()
+    stock = train_stock(tiny_model, tmp_path / "stock", loss_type=objective, **options)
     assert_equal(parameters(stock), parameters(ours))
 
 

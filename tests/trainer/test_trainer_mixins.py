@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
-from testing_utils.trainings import lora, without_times
+from testing_utils.trainings import count_tokens, lora, without_times
 from trl_qarl.bitwise import cpu as kernels
 from trl_qarl.trainer import trainer_mixins
 from trl_qarl.trainer.scoring import ScoringPlan
@@ -109,13 +109,7 @@ def test_sequences_without_a_gradient_are_not_computed(tiny_model, tmp_path, mon
         trainer = make_trainer(
             tiny_model, tmp_path / str(skips), of_some_prompts, prompts, loss_type=objective, **(ENGINE | sizes)
         )
-        num_tokens = []
-
-        def count(module, args, output, num_tokens=num_tokens):
-            if torch.is_grad_enabled():
-                num_tokens.append(args[0].numel())
-
-        trainer.model.get_input_embeddings().register_forward_hook(count)
+        num_tokens = count_tokens(trainer)
         with monkeypatch.context() as patch:
             if not skips:
                 patch.setattr(ScoresRollouts, "_choosing", lambda self, inputs: nullcontext())

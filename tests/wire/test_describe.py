@@ -4,9 +4,10 @@ import pytest
 from torch import nn
 
 from testing_utils import make_tiny_config, make_tiny_tokenizer
+from testing_utils.trainings import QUANTIZED
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.wire.describe import (
     config_differences,
@@ -85,7 +86,7 @@ def test_tokenizers_are_told_apart():
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_scheme_is_found_again_in_what_it_writes(name):
     scheme = get_scheme(name)
     for size in scheme.group_sizes or (None,):

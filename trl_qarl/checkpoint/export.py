@@ -127,11 +127,8 @@ def export_checkpoint(
         config.quantization_config = quantization_config(inventory)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
-    adapter = (
-        {}
-        if adapted is None
-        else {n: whole(t, to_main=True) for n, t in adapted.state_dict().items() if ".lora_" in n}
-    )
+    adapter = {} if adapted is None else adapted.state_dict()
+    adapter = {name: whole(tensor, to_main=True) for name, tensor in adapter.items() if ".lora_" in name}
     if is_other:
         for _ in iter_checkpoint_tensors(model, dtype):
             pass
@@ -142,15 +139,7 @@ def export_checkpoint(
             export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
         save_configuration(model, folder, dtype, processing_class, config)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
-        # safetensors writes metadata in any order: equal weights become equal bytes.
-        for path in folder.glob("*.safetensors"):
-            with path.open("r+b") as file:
-                size, header = read_header(file)
-                header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-                data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-                if len(data) <= size:
-                    file.seek(8)
-                    file.write(data.ljust(size))
+        _sort_metadata(folder)
         if adapted is not None:
             # TRL may have added a copy of the initial adapter.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
@@ -164,6 +153,19 @@ def export_checkpoint(
             # The adapter of the earlier export belongs to another base.
             shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
     return output_dir
+
+
+def _sort_metadata(folder: Path) -> None:
+    """Sort the metadata of weight files, which safetensors writes in any order, so that equal weights are equal
+    bytes."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("r+b") as file:
+            size, header = read_header(file)
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            if len(data) <= size:
+                file.seek(8)
+                file.write(data.ljust(size))
 
 
 def copy_config(model: PreTrainedModel) -> PreTrainedConfig:

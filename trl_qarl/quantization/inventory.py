@@ -35,7 +35,7 @@ from .names import (
     layer_of,
     stacks_experts,
 )
-from .plan import covers
+from .plan import matches_whole
 from .schemes import QuantScheme
 from .storage import shapes_of
 from .tensors import LowBitTensor
@@ -271,11 +271,11 @@ def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | N
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         said = f"exclude_modules: {pattern!r}"
         named = re.compile(rf"(.*\.)?{re.escape(pattern)}").fullmatch
-        hits = {name for name in layers if covers(named, name, parts.get(name, []), said)}
+        hits = {name for name in layers if matches_whole(named, name, parts.get(name, []), said)}
         # A name such as `*_proj` is not a regular expression.
         with suppress(re.error):
             expression = re.compile(pattern.removeprefix("re:")).fullmatch
-            hits = hits or {name for name in layers if covers(expression, name, parts.get(name, []), said)}
+            hits = hits or {name for name in layers if matches_whole(expression, name, parts.get(name, []), said)}
         if not hits:
             raise ValueError(
                 f"{said} matches none of the {len(layers)} linear layers. Give names or last components, such as "

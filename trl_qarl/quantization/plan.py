@@ -89,7 +89,7 @@ class QuantPlan:
 
         `skipped` has the reasons of layers that are never quantized. `outside` has those of layers around a language
         model, which stay in high precision unless a pattern matches only such layers. `parts` are as in
-        [`covers`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
+        [`matches_whole`]. `ValueError` is raised if a pattern matches no layer, only some parts of one, or with a
         quantized scheme only skipped layers.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
@@ -237,7 +237,7 @@ def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]
     `None` without any. `parts` are alternative lists of the names of its parts."""
     patterns = list(patterns)
     ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
-    matching = (p for p in ordered if p != DEFAULT and covers(fits(p), name, parts, f"scheme: pattern {p!r}"))
+    matching = (p for p in ordered if p != DEFAULT and matches_whole(fits(p), name, parts, f"scheme: pattern {p!r}"))
     return next(matching, DEFAULT if DEFAULT in patterns else None)
 
 
@@ -245,7 +245,7 @@ def _matching_names(pattern: str, names: Sequence[str], parts: Mapping[str, Sequ
     """Return the `names` of linear layers that a pattern covers. `parts` has, for layers with parts, alternative lists
     of the parts' names. `ValueError` is raised if the pattern covers no name, or only some parts of a layer."""
     said = f"scheme: pattern {pattern!r}"
-    covered = [name for name in names if covers(fits(pattern), name, parts.get(name, ()), said)]
+    covered = [name for name in names if matches_whole(fits(pattern), name, parts.get(name, ()), said)]
     if not covered:
         example = next(iter(names), "")
         raise ValueError(
@@ -255,7 +255,7 @@ def _matching_names(pattern: str, names: Sequence[str], parts: Mapping[str, Sequ
     return covered
 
 
-def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:
+def matches_whole(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:
     """Return whether a pattern matches the name of a layer, or the names of all parts in one of the lists `parts`.
     `ValueError` is raised if it matches only some parts; the message calls the pattern `said`."""
     if fits(name):

@@ -35,8 +35,7 @@ class LowBitTensor(TorchAOBaseTensor):
     `.to` moves it; a floating dtype changes only `orig_dtype`, not codes or scales. `copy_` takes another low-bit
     tensor of the same scheme and shape.
 
-    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales. Compared with a dense tensor, and in
-    `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it stands for its dense values.
+    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales; with a dense tensor, dense values.
 
     - `qdata`: codes in the layout of the scheme's container ([`trl_qarl.quantization.formats`]).
     - `scale`: `(N, K / group_size)` or `(N, 1)`.
@@ -345,16 +344,9 @@ def _are_equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     return input.differs_only_in_codes(other) and torch.equal(*(t.qdata.view(torch.uint8) for t in (input, other)))
 
 
-# `torch.testing.assert_close` calls the method `flatten` to describe differences.
-@LowBitTensor.implements_torch_function(
-    [torch.isclose, torch.Tensor.isclose, torch.allclose, torch.Tensor.allclose, torch.Tensor.flatten]
-)
-def _of_dense_values(func, types, args, kwargs):
-    return func(*map(_dense, args), **{name: _dense(value) for name, value in kwargs.items()})
-
-
 def _dense(value: Any) -> Any:
     return value.dequantize() if isinstance(value, LowBitTensor) else value
 
 
+# On import, as torchao registers its own: `torch.load(weights_only=True)` calls nothing of this package first.
 torch.serialization.add_safe_globals([LowBitTensor, QuantScheme, Grid, Container])

@@ -87,7 +87,7 @@ class NextPrompts:
         return epoch * per_epoch + place * self._num_repeats // self._accumulation
 
 
-class Ahead:
+class Prefetcher:
     """
     The generation batch that `generation`, a [`~trl_qarl.rollout.generation.QaRLVLLMGeneration`] with a server, draws
     before its turn, `pending`, and the weights that draw it. All processes have to make the same calls.
@@ -187,7 +187,7 @@ class Ahead:
         return (batch.prompt_ids, batch.version, *drawn), batch.weights.state()
 
     def load(self, batch: tuple | None, weights: dict[str, Any] | None) -> None:
-        """Continue from [`~Ahead.state`]."""
+        """Continue from [`~Prefetcher.state`]."""
         self.pending = None
         if batch is not None:
             prompt_ids, version, *drawn = batch

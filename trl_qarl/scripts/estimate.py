@@ -66,21 +66,12 @@ def _capability(text: str) -> tuple[int, int]:
 def main(args: Namespace) -> int:
     """Print the memory of each part, and all layouts. Return 0 if one fits and vLLM runs every scheme, else 1."""
     with configuration_errors():
-        for name in ("gpus", "gpu_memory", "tokens", "lora_r", "gradient_accumulation_steps"):
-            if not getattr(args, name) > 0:
-                raise ValueError(f"--{name}={getattr(args, name)} must be greater than 0.")
-        if not 0 <= args.vllm_gpu_memory_utilization < 1:
-            share = f"--vllm_gpu_memory_utilization={args.vllm_gpu_memory_utilization}"
-            raise ValueError(f"{share} must be at least 0, for a server elsewhere, and less than 1, a whole GPU.")
-        if args.rollout_ahead not in (0, 1):
-            raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be 0 or 1.")
+        _check_numbers(args)
         if args.write:
             Path(args.write).parent.mkdir(parents=True, exist_ok=True)
         from ..doctor.memory import (
             MemorySettings,
             launch_configuration,
-            on_gpu,
-            on_host,
             parts_of_runs,
             served_bytes,
             shapes_of,
@@ -107,16 +98,7 @@ def main(args: Namespace) -> int:
         print(*diagnoses, sep="\n")
         if any(diagnosis.level == "error" for diagnosis in diagnoses):
             return 1
-    each = f"each of {args.gpus} GPUs" if args.gpus > 1 else "one GPU"
-    print(f"GB on {each} of {args.gpu_memory:g} GB, and in host memory for all processes together")
-    names = dict.fromkeys(name for parts in found.values() for name, size in parts.items() if size)
-    rows = [(name, [f"{parts.get(name, 0) / _GB:.1f}" for parts in found.values()]) for name in names]
-    # Rows of the host come last.
-    rows.sort(key=lambda row: row[0].startswith("host "))
-    rows.append(("total", [f"{on_gpu(parts) / _GB:.1f}" for parts in found.values()]))
-    rows.append(("host memory", [f"{on_host(parts) / _GB:.1f}" for parts in found.values()]))
-    for name, values in [("", list(found)), *rows]:
-        print(f"{name:<21}" + "".join(f"{value:>14}" for value in values))
+    _print_parts(args, found)
     if accumulates:
         print(
             "FSDP2 holds whole float32 gradients on each GPU while it adds up micro-batches. accelerator_config="
@@ -136,15 +118,8 @@ def main(args: Namespace) -> int:
     best = next((layout for layout in fitting if 1.1 * layout.gpu <= args.gpu_memory), (fitting or [None])[0])
     print(_NOT_COUNTED)
     if best is None:
-        # Only these parts become smaller with more GPUs.
-        sharded = ["masters", "optimizer", "low-bit weights", "kept weights"] + ["gradients"] * (not accumulates)
-        divided = args.gpus * sum(found["fsdp2"][name] for name in sharded) / _GB
-        room = args.gpu_memory - on_gpu(found["fsdp2"]) / _GB + divided / args.gpus
-        more = "GPUs with more memory, as no number of these is enough"
-        if room > 0:
-            more = f"--gpus {math.ceil(divided / room)} (fits with fsdp2)"
         print(
-            f"Nothing fits. Use {more}, --optim muon_8bit --gradient_dtype bfloat16, --use_peft, fewer --tokens, more host memory, or a "
+            f"Nothing fits. Use {_enough_gpus(args, found['fsdp2'], accumulates)}, --optim muon_8bit --gradient_dtype bfloat16, --use_peft, fewer --tokens, more host memory, or a "
             "vLLM server elsewhere (--vllm_gpu_memory_utilization 0)."
         )
         return 1
@@ -165,6 +140,45 @@ def main(args: Namespace) -> int:
             yaml.safe_dump(launch_configuration(best.launch, best.num_gpus, is_loaded_by_all), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0
+
+
+def _check_numbers(args: Namespace) -> None:
+    for name in ("gpus", "gpu_memory", "tokens", "lora_r", "gradient_accumulation_steps"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name}={getattr(args, name)} must be greater than 0.")
+    if not 0 <= args.vllm_gpu_memory_utilization < 1:
+        share = f"--vllm_gpu_memory_utilization={args.vllm_gpu_memory_utilization}"
+        raise ValueError(f"{share} must be at least 0, for a server elsewhere, and less than 1, a whole GPU.")
+    if args.rollout_ahead not in (0, 1):
+        raise ValueError(f"--rollout_ahead={args.rollout_ahead} must be 0 or 1.")
+
+
+def _print_parts(args: Namespace, found: dict[str, dict[str, int]]) -> None:
+    """Print the size of each part with each launch, the host's last."""
+    from ..doctor.memory import on_gpu, on_host
+
+    each = f"each of {args.gpus} GPUs" if args.gpus > 1 else "one GPU"
+    print(f"GB on {each} of {args.gpu_memory:g} GB, and in host memory for all processes together")
+    names = dict.fromkeys(name for parts in found.values() for name, size in parts.items() if size)
+    rows = [(name, [parts.get(name, 0) for parts in found.values()]) for name in names]
+    rows.sort(key=lambda row: row[0].startswith("host "))
+    rows += [(name, [*map(total, found.values())]) for name, total in (("total", on_gpu), ("host memory", on_host))]
+    print(f"{'':<21}" + "".join(f"{launch:>14}" for launch in found))
+    for name, sizes in rows:
+        print(f"{name:<21}" + "".join(f"{size / _GB:>14.1f}" for size in sizes))
+
+
+def _enough_gpus(args: Namespace, parts: dict[str, int], accumulates: bool) -> str:
+    """Return what to use so that `parts`, those of FSDP2, fit."""
+    from ..doctor.memory import on_gpu
+
+    # Only these become smaller with more GPUs.
+    sharded = ["masters", "optimizer", "low-bit weights", "kept weights"] + ["gradients"] * (not accumulates)
+    divided = args.gpus * sum(parts[name] for name in sharded) / _GB
+    room = args.gpu_memory - on_gpu(parts) / _GB + divided / args.gpus
+    if room > 0:
+        return f"--gpus {math.ceil(divided / room)} (fits with fsdp2)"
+    return "GPUs with more memory, as no number of these is enough"
 
 
 @dataclass(frozen=True)

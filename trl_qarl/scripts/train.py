@@ -359,9 +359,6 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
     from ..checks.arguments import has_pictures, problems_of_arguments
     from ..checks.resume import resume_option
-    from ..hub import PushFailed
-    from ..quantization.inventory import Inventory
-    from ..quantization.names import is_peft_model
     from ..trainer.policy import Policy
     from ..trainer.qarl_trainer import QaRLTrainer
 
@@ -405,34 +402,45 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.print("Training completed.")
 
-    failure = None
-    if training_args.push_to_hub:
-        # The push saves and exports first.
-        try:
-            trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        except PushFailed as error:
-            failure = error
-    else:
-        trainer.save_model(training_args.output_dir)
-    saved = "Adapter" if is_peft_model(trainer.model) else "Master weights"
-    trainer.accelerator.print(f"{saved} saved to {training_args.output_dir}.")
-    if training_args.is_quantized and Inventory.of(trainer.model).stacked_experts:
-        trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
-    elif export_dir is not None:
-        if not training_args.push_to_hub:
-            # The first process writes; all of them gather sharded masters.
-            trainer.export_model(dataset_name=script_args.dataset_name)
-        if failure is None and trainer.is_world_process_zero():
-            print(f"Policy ({training_args.plan.name}) exported to {describe_export(export_dir)}")
-    if failure is not None:
-        print(f"trl-qarl: error: Training is complete, but not its push.\n{failure}", file=sys.stderr)
-        raise SystemExit(EXIT_PUSH_FAILED) from failure
-    if training_args.push_to_hub:
-        trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
+    _write_policy(trainer, export_dir, script_args.dataset_name)
 
     # Drop the condition once transformers>=5.18, which needs the call to finish trackers and the process group.
     if hasattr(trainer, "end"):
         trainer.end()
+
+
+def _write_policy(trainer: Any, export_dir: Path | None, dataset_name: str | None) -> None:
+    """Save the masters or the adapter, export the policy, and push it. A push that fails ends the command with its
+    exit code, once everything is written."""
+    from ..hub import PushFailed
+    from ..quantization.inventory import Inventory
+    from ..quantization.names import is_peft_model
+
+    args = trainer.args
+    failure = None
+    if args.push_to_hub:
+        # The push saves and exports first.
+        try:
+            trainer.push_to_hub(dataset_name=dataset_name)
+        except PushFailed as error:
+            failure = error
+    else:
+        trainer.save_model(args.output_dir)
+    saved = "Adapter" if is_peft_model(trainer.model) else "Master weights"
+    trainer.accelerator.print(f"{saved} saved to {args.output_dir}.")
+    if args.is_quantized and Inventory.of(trainer.model).stacked_experts:
+        trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
+    elif export_dir is not None:
+        if not args.push_to_hub:
+            # The first process writes; all of them gather sharded masters.
+            trainer.export_model(dataset_name=dataset_name)
+        if failure is None and trainer.is_world_process_zero():
+            print(f"Policy ({args.plan.name}) exported to {describe_export(export_dir)}")
+    if failure is not None:
+        print(f"trl-qarl: error: Training is complete, but not its push.\n{failure}", file=sys.stderr)
+        raise SystemExit(EXIT_PUSH_FAILED) from failure
+    if args.push_to_hub:
+        trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
 
 
 def _read_inputs(

@@ -40,7 +40,7 @@ from ..processes import exit_on_signals
 from ..quantization.precisions import precision_at
 from ..quantization.swap import quantized_forward
 from ..replacing import replaced
-from ..rollout.ahead import Ahead
+from ..rollout.ahead import Prefetcher
 from ..rollout.failures import EngineLost, all_or_none
 from ..rollout.generation import QaRLVLLMGeneration
 from ..rollout.rewards import checked_reward
@@ -175,7 +175,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
-            self._ahead = Ahead(self.vllm_generation, args)
+            self._ahead = Prefetcher(self.vllm_generation, args)
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics)
         self._skips_updates = SkipsUpdates(self.accelerator, self.recorder.log)
         if self.numerics == "engine" and rollout_func is not None:
@@ -347,7 +347,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 raise
             self.recorder.observe_rewards(self._logs["rewards"])
             plan = self._plan
-            self._complete(output, plan)
+            self._fill_old_logps(output, plan)
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
@@ -356,7 +356,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 publication["quant/bits"] = float(self.policy.precision)
             self.recorder.observe_rollout(publication)
             if plan.compared != "first update":
-                self._observe(output, plan)
+                self._measure_mismatch(output, plan)
         if plan.compared != "first update":
             self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output

@@ -31,7 +31,7 @@ from ..hub import PushesPolicy
 from ..quantization.names import base_model, is_peft_model
 from ..quantization.storage import is_sharded, num_elements, storage_of
 from ..replacing import replaced
-from ..rollout.ahead import Ahead
+from ..rollout.ahead import Prefetcher
 from ..rollout.failures import all_or_none
 from ..sharding.fsdp2 import whole_state
 
@@ -59,7 +59,7 @@ class SavesRuns(PushesPolicy):
     _step: int
     _buffered_inputs: Any
     _last_checkpoint: Path | None = None
-    _ahead: Ahead | None = None
+    _ahead: Prefetcher | None = None
     _own_optimizer: Any
     # While a checkpoint is being saved.
     _is_saving = False
@@ -219,7 +219,7 @@ class SavesRuns(PushesPolicy):
 
     def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
-        batch in progress; this batch; whether learner and sampler have differed; and that of `Ahead.state`."""
+        batch in progress; this batch; whether learner and sampler have differed; and that of `Prefetcher.state`."""
         batch = {
             "settings": self._batch_settings(),
             "step": self._step,

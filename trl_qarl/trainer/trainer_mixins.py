@@ -25,7 +25,7 @@ from ..objectives.objective import Objective
 from ..optimizers.gradients import round_gradients
 from ..quantization.inventory import Inventory
 from ..replacing import replaced
-from ..rollout.ahead import Ahead, Pending
+from ..rollout.ahead import Pending, Prefetcher
 from ..rollout.failures import all_or_none
 from ..sharding import sharded_by
 from ..sharding.fsdp2 import shard_when_prepared
@@ -86,7 +86,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
     policy: Policy
     recorder: Recorder
     _objective: Objective | None
-    _ahead: Ahead | None = None
+    _ahead: Prefetcher | None = None
     # Plan of the generation batch in progress, until its last measurement.
     _plan: ScoringPlan | None = None
     # Sequences that the loss in progress computes, and the log-probs of the others.
@@ -107,8 +107,8 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         is_scored_by_trl = is_misaligned or (self.use_vllm and args.vllm_importance_sampling_correction)
         self._unscored = logps if is_scored_by_trl else None
 
-    def _complete(self, output: dict[str, Any], plan: ScoringPlan) -> None:
-        """Adds the learner's log-probs to a generation batch if TRL has not."""
+    def _fill_old_logps(self, output: dict[str, Any], plan: ScoringPlan) -> None:
+        """Fill in the old log-probs of a generation batch if TRL has not."""
         if "sampling_per_token_logps" not in output:
             raise ValueError(
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. "
@@ -119,8 +119,8 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         elif "old_per_token_logps" not in output:
             output["old_per_token_logps"] = self._score_drawn(output, plan)
 
-    def _observe(self, output: dict[str, Any], plan: ScoringPlan) -> None:
-        """Measures the mismatch of a generation batch with the weights that drew it, and checks that it is exact."""
+    def _measure_mismatch(self, output: dict[str, Any], plan: ScoringPlan) -> None:
+        """Measure the mismatch of a generation batch with the weights that drew it, and check that it is exact."""
         batch = Batch.of(output)
         self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
@@ -152,7 +152,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         return inputs
 
     def _score_compared(self, plan: ScoringPlan) -> None:
-        """Scores one sequence that the first update does not use, and one micro-batch of a batch drawn ahead."""
+        """Score one sequence that the first update does not use, and one micro-batch of a batch drawn ahead."""
         parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
         with self.recorder.time("scoring"):
             if plan.is_stale:
@@ -167,7 +167,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             self._observe_parts(parts, plan)
 
     def _measure(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
-        """Makes the measurements that are left when the loss has computed `per_token_logps`: the age of a batch drawn
+        """Make the measurements that are left when the loss has computed `per_token_logps`: the age of a batch drawn
         ahead in the first forward, or the comparison in those of the first update, before the weights change."""
         plan, is_training = self._plan, self.model.training
         if plan is None:
@@ -185,7 +185,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
     def _observe_parts(self, parts: list[dict[str, Any]], plan: ScoringPlan) -> None:
         with self.recorder.time("scoring"):
             names = [name for name, value in parts[0].items() if value is not None and value.ndim]
-            self._observe({name: torch.cat([part[name] for part in parts]) for name in names}, plan)
+            self._measure_mismatch({name: torch.cat([part[name] for part in parts]) for name in names}, plan)
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
 
     @torch.no_grad()

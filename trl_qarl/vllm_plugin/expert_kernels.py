@@ -48,7 +48,7 @@ def register_experts() -> None:
     """Register low-bit and unquantized experts with vLLM; calling it again changes nothing."""
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
-        CustomOp.register_oot(RepackedExperts, name=UnquantizedFusedMoEMethod.__name__)
+        CustomOp.register_oot(ExpertsInOwnLayout, name=UnquantizedFusedMoEMethod.__name__)
     if not hasattr(CPURouter.__init__, "__wrapped__"):
         CPURouter.__init__ = _in_one_group(CPURouter.__init__)
         FusedMoEConfig.__post_init__ = _with_or_without_gate(FusedMoEConfig.__post_init__)
@@ -84,7 +84,7 @@ def _with_or_without_gate(check: Callable[..., None]) -> Callable[..., None]:
     return __post_init__
 
 
-class RepackedExperts(UnquantizedFusedMoEMethod):
+class ExpertsInOwnLayout(UnquantizedFusedMoEMethod):
     """Unquantized experts whose weights are repacked for their kernel after each load."""
 
     @override

@@ -21,7 +21,8 @@ from .lora import describe_lora, serve_adapter
 
 
 # vLLM reloads a layer into copies in checkpoint format, except for biases, which Marlin permutes and pads in new
-# memory. Set here, because vLLM imports this module in each worker before it makes the model.
+# memory. Set on import, which is vLLM's only step before it makes the model that reaches this package in engines of a
+# trainer alone: a plugin's registration reaches every engine, and an extension may override no method of the worker.
 meta.SKIP_TENSORS.discard("bias")
 # gpt-oss' and MiMo-V2's loaders copy them into the parameter, without the loader that a reload watches.
 for _sinks in ("sinks", "attention_sink_bias"):

@@ -65,7 +65,8 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], is_short: bool = Fal
     """Train a model of a family in a folder, an adapter, and without quantization where that is to be compared, and
     load the export in plain engines. A short visit trains the model, and loads the export in transformers."""
     env = os.environ | ENVIRONMENT
-    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent)])
+    places = [str(FOLDER), str(JOURNEYS), str(JOURNEYS.parent), os.environ.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(places)
 
     def run(kind: str, script: str, *options: str) -> tuple[int, str]:
         log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")

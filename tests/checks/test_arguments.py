@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, spread
 from testing_utils.trainings import EXPERTS, arguments, config, make
-from trl_qarl.checks.arguments import problems_of_division, problems_of_pictures
+from trl_qarl.checks.model import problems_of_division, problems_of_pictures
 from trl_qarl.quantization.swap import restore_model
 from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 

@@ -26,7 +26,8 @@ from transformers import (
 from testing_utils import make_problems, make_tiny_model, refused, spread
 from testing_utils.trainings import arguments, lora, make
 from trl_qarl.checkpoint import marker
-from trl_qarl.checks.arguments import check_tokens, problems_of_prompts, warn_of_length
+from trl_qarl.checks.content import check_tokens, problems_of_prompts
+from trl_qarl.checks.model import warn_of_length
 from trl_qarl.checks.problems import Problems
 from trl_qarl.scripts import train
 from trl_qarl.trainer.policy import Policy

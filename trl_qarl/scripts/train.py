@@ -279,7 +279,7 @@ def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> It
 def _problems_of_content(script_args: Any, config: Any, model_args: Any, mixture: Any) -> Iterator[str]:
     """Yield problems of rewards, of the content of a local dataset and of the model's folder, which are read for
     that."""
-    from ..checks.arguments import problems_of_content
+    from ..checks.content import problems_of_content
 
     rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture, only_local=True)
     yield from problems
@@ -357,7 +357,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
-    from ..checks.arguments import has_pictures, problems_of_arguments
+    from ..checks.arguments import problems_of_arguments
+    from ..checks.content import has_pictures
     from ..checks.resume import resume_option
     from ..trainer.policy import Policy
     from ..trainer.qarl_trainer import QaRLTrainer

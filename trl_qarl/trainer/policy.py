@@ -22,7 +22,8 @@ from ..checkpoint.files import damaged_file
 from ..checkpoint.record import check_record, scheme_record
 from ..checks.adapter import problems_of_adapted_model
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
-from ..checks.arguments import (
+from ..checks.configuration import raise_problems
+from ..checks.model import (
     check_output_head,
     guard_positions,
     keep_attention_cap,
@@ -36,7 +37,6 @@ from ..checks.arguments import (
     problems_of_positions,
     switch_off_dropout,
 )
-from ..checks.configuration import raise_problems
 from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, is_peft_model

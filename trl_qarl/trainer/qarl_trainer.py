@@ -15,18 +15,17 @@ from trl.trainer import grpo_trainer
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
-from ..checks.arguments import (
+from ..checks.arguments import problems_of_arguments
+from ..checks.configuration import raise_problems
+from ..checks.content import (
     check_columns,
     check_prompts,
     check_tokens,
     has_pictures,
     problem_of_end,
-    problems_of_arguments,
     problems_of_evaluation,
-    problems_of_pictures,
-    warn_of_length,
 )
-from ..checks.configuration import raise_problems
+from ..checks.model import problems_of_pictures, warn_of_length
 from ..doctor.memory import check_host_memory
 from ..engines.answers import checked_rollout_func, vocabulary_size
 from ..engines.pictures import check_rows, count_pictures, expanded_prompts, placeholders_of

@@ -1,0 +1,301 @@
+"""Checks of the content of a training: datasets, rewards and the tokenizer."""
+
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import trl.rewards
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+from ..adapters.tensors import is_adapter_folder
+from .batches import problems_of_dataset
+from .names import is_no_folder
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_PROMPTS = (
+    "A prompt is a text, or a list of messages with `role` and `content`, and not empty. Remove such rows: "
+    "`dataset.filter(lambda row: row['prompt'])`."
+)
+_WITH_HEAD = "Give a model with a head for scores (`AutoModelForSequenceClassification`)."
+_PICTURE_COLUMNS = {"image", "images"}
+
+
+def has_pictures(*datasets: Any) -> bool:
+    """Return whether a dataset, or one of several by name, has a column from which TRL reads pictures."""
+    return bool(columns_among(_PICTURE_COLUMNS, datasets))
+
+
+def columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
+    """Return those of the `names` that are columns of one of the `datasets`, or of one of several by name."""
+    splits = [split for data in datasets for split in (data.values() if isinstance(data, dict) else [data])]
+    return names & {column for split in splits for column in getattr(split, "column_names", None) or ()}
+
+
+def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
+    """Yield a problem of a dataset's format, or for its first row whose prompt is neither text nor messages. Streams
+    and formats of the user's own are not read."""
+    for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        for row, prompt in enumerate(_prompts_of(data)):
+            if not _is_prompt(prompt):
+                yield f"Row {row} of the {name} dataset has the prompt {prompt!r}. {_PROMPTS}"
+                break
+        else:
+            if (kind := _format_of(data)) and not _holds_prompts(data):
+                yield (
+                    f"The {name} dataset has the format {kind!r}, in which no prompt is a text or a list of messages. Give "
+                    "`dataset.with_format(None)`."
+                )
+
+
+def _format_of(data: Any) -> str | None:
+    """Return the format of a dataset or a stream, `None` for rows as dictionaries of Python's objects, or by code of
+    the user's own."""
+    if isinstance(data, Dataset):
+        kind = data.format["type"]
+    else:
+        # `datasets` has no public name for that of a stream (5.2).
+        kind = getattr(getattr(data, "_formatting", None), "format_type", None)
+    return None if kind in ("python", "custom") else kind
+
+
+def _holds_prompts(data: Any) -> bool:
+    """Return whether a row of a dataset in some format has a prompt. A stream is not read, but a table has no rows."""
+    if isinstance(data, IterableDataset):
+        return not data._formatting.is_table
+    try:
+        # As the trainer's loader does; a format may lack a package, or the column.
+        return len(data) == 0 or "prompt" not in data.column_names or _is_prompt(data.__getitems__([0])[0]["prompt"])
+    except Exception:
+        return False
+
+
+def _prompts_of(data: Any) -> Sequence[Any]:
+    """Return the prompts of a dataset, as far as they can be read without code of the user's own."""
+    if not isinstance(data, Dataset) or "prompt" not in data.column_names or data.format["type"] == "custom":
+        return []
+    return data.with_format(None).select_columns("prompt")["prompt"]
+
+
+def check_columns(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` for a row of a batch without a prompt, as a stream may have whose columns only its rows
+    tell."""
+    for place, row in enumerate(rows):
+        if "prompt" not in row:
+            raise ValueError(
+                f"Row {place} of a batch has no `prompt`, only {[*row]}. Rename the column that holds it."
+            )
+
+
+def check_prompts(prompts: Iterable[Any]) -> None:
+    """Raise `ValueError` for a prompt of a batch that is neither text nor messages, as a stream may have."""
+    for place, prompt in enumerate(prompts):
+        if not _is_prompt(prompt):
+            raise ValueError(f"Row {place} of a batch has the prompt {prompt!r}. {_PROMPTS}")
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return (isinstance(prompt, str) or _are_messages(prompt)) and len(prompt) > 0
+
+
+def _are_messages(prompt: Any) -> bool:
+    # Only the text of a call of tools may be missing.
+    return isinstance(prompt, list) and all(
+        isinstance(each, dict) and "role" in each and (each.get("content") is not None or each.get("tool_calls"))
+        for each in prompt
+    )
+
+
+def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "processing_class") -> Iterator[str]:
+    """Yield a problem of a processing class, the argument `name`, that is none, or if none was given and the model's
+    folder has no tokenizer: transformers makes one without a vocabulary."""
+    if not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin | None):
+        yield (
+            f"`{name}` is of type {type(processing_class).__name__}. Give a tokenizer or a processor, such as "
+            "`AutoTokenizer.from_pretrained(...)`, or leave it out."
+        )
+        return
+    if processing_class is not None:
+        if name == "processing_class" and (problem := problem_of_end(processing_class)):
+            yield problem
+        return
+    model = base_of(model) if is_adapter_folder(model) else model
+    if not (isinstance(model, str) and model and Path(model).is_dir()):
+        return
+    if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES):
+        yield (
+            f"{model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
+            f"as `{name}`."
+        )
+
+
+def base_of(adapter_folder: str) -> str | None:
+    """Return the name of the model that an adapter's configuration names, from which TRL takes the tokenizer."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(adapter_folder).base_model_name_or_path
+
+
+def problem_of_end(processing_class: Any) -> str | None:
+    """Return the problem of a tokenizer without an end token, which TRL looks for in each completion, or `None`."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if getattr(tokenizer, "eos_token_id", None) is not None:
+        return None
+    return "The tokenizer has no end token, by which a completion ends. Set `tokenizer.eos_token`, and give it as `processing_class`."
+
+
+def check_tokens(rows: Iterable[Sequence[int]], tokenizer: Any, vocab_size: int, placeholders: Set[int]) -> None:
+    """Raise `ValueError` for a token of a prompt for which the model has no embedding; `placeholders` need none."""
+    for place, row in enumerate(rows):
+        if max(row, default=0) < vocab_size:
+            continue
+        if unknown := [token for token in row if token >= vocab_size and token not in placeholders]:
+            raise ValueError(
+                f"Prompt {place} of a batch has the token {tokenizer.convert_ids_to_tokens(unknown[0])!r} ({unknown[0]}), and the model has "
+                f"embeddings of {vocab_size}. Call `model.resize_token_embeddings(len(tokenizer))`, or give the model's own tokenizer."
+            )
+
+
+def _problems_of_template(model: Any, processing_class: Any, *datasets: Any) -> Iterator[str]:
+    """Yield a problem if prompts are messages, and the tokenizer, as far as it is on this machine, has no template."""
+    columns = map(_prompts_of, datasets)
+    if any(len(prompts) and isinstance(prompts[0], list) for prompts in columns) and not _has_template(
+        model, processing_class
+    ):
+        yield (
+            "The prompts are lists of messages, and the tokenizer has no chat template. Set `tokenizer.chat_template` and give the "
+            "tokenizer as `processing_class`, or save it with the model; or give prompts that are texts."
+        )
+
+
+def _has_template(model: Any, processing_class: Any) -> bool:
+    if processing_class is not None:
+        return getattr(processing_class, "chat_template", None) is not None
+    folder = Path(model) if isinstance(model, str) else Path(getattr(model, "name_or_path", ""), "config.json").parent
+    described = folder / "tokenizer_config.json"
+    if not described.is_file():
+        return True
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    return any((folder / file).exists() for file in files) or "chat_template" in json.loads(described.read_text())
+
+
+def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
+    """Yield problems of one of `reward_funcs`, with its tokenizer if it is a model."""
+    if isinstance(reward, str):
+        if problem := _problem_of_reward_model(reward):
+            yield problem
+        else:
+            yield from problems_of_tokenizer(reward, processing_class, "reward_processing_classes")
+    elif isinstance(reward, nn.Module):
+        generates = getattr(reward, "can_generate", lambda: not hasattr(reward, "config"))()
+        if generates:
+            yield f"The reward model is a {type(reward).__name__}, which has no head for scores. {_WITH_HEAD}"
+    elif not callable(reward):
+        yield (
+            f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
+            "or a list of these."
+        )
+
+
+def _problem_of_reward_model(name: str) -> str | None:
+    """Return why a reward model by name gives no rewards, or `None`."""
+    if callable(getattr(trl.rewards, name, None)):
+        return f"The reward {name!r} is a text, which names a reward model. Give the function: `from trl.rewards import {name}`."
+    if is_no_folder(name):
+        return f"The reward model {name!r} is not a folder."
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        return f"The reward model {name!r} cannot be read: {error}"
+    classes = config.architectures or []
+    if getattr(config, "auto_map", None) or not classes or classes[0].endswith("ForSequenceClassification"):
+        return None
+    return f"The reward model {name!r} is a {classes[0]}, whose scores would come from a random head. {_WITH_HEAD}"
+
+
+def problems_of_content(
+    model: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    reward_funcs: Any = None,
+    processing_class: Any = None,
+    environment_factory: Any = None,
+    is_evaluated: bool = True,
+) -> Iterator[str]:
+    """Yield problems of datasets, of reward functions with their columns, and of the model's tokenizer, which do not
+    depend on a configuration. An `eval_dataset` that a training does not read may have any columns."""
+    yield from problems_of_dataset(train_dataset)
+    # An environment may supply the prompts.
+    if environment_factory is None:
+        yield from _problems_of_columns(train_dataset, reward_funcs, "training")
+        if is_evaluated:
+            yield from problems_of_evaluation(eval_dataset, reward_funcs, _columns_of(train_dataset))
+        for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
+            yield from problems_of_prompts(data, name)
+    yield from problems_of_tokenizer(model, processing_class)
+    yield from _problems_of_template(model, processing_class, train_dataset, eval_dataset)
+    if videos := columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
+        yield (
+            f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
+            "give frames as pictures in a column 'images'."
+        )
+
+
+def problems_of_evaluation(dataset: Any, reward_funcs: Any, known: Sequence[str] | None = None) -> Iterator[str]:
+    """Yield problems of the columns of a dataset, or of several by name, that will be evaluated; none of columns that
+    are `known`, because they are those of the training dataset."""
+    for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if isinstance(data, str):
+            yield f"`eval_dataset` is the text {data!r}. Give a dataset, or a dictionary of datasets by name."
+        elif _columns_of(data) != known:
+            yield from _problems_of_columns(data, reward_funcs, "evaluation")
+
+
+def _columns_of(data: Any) -> list[str] | None:
+    """Return the columns of a dataset's rows, `None` if only its rows tell: of a stream, or with a transform of the
+    user's own."""
+    is_known = not isinstance(data, dict) and not (isinstance(data, Dataset) and data.format["type"] == "custom")
+    return getattr(data, "column_names", None) if is_known else None
+
+
+def _problems_of_columns(data: Any, reward_funcs: Any, name: str) -> Iterator[str]:
+    if (columns := _columns_of(data)) is not None:
+        if "prompt" not in columns:
+            yield f"The {name} dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
+        yield from _problems_of_calls(reward_funcs, columns, name)
+
+
+def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: str) -> Iterator[str]:
+    """Yield a problem for each reward function that does not take the arguments that TRL gives: its own, and one for
+    each column of the dataset."""
+    if taken := sorted({"prompts", "completions"}.intersection(columns)):
+        yield f"The {name_of_data} dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
+        return
+    own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+    given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
+    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not callable(function) or isinstance(function, nn.Module):
+            continue
+        if error := error_of_call(function, **given):
+            name = getattr(function, "__name__", type(function).__name__)
+            yield (
+                f"The reward function {name!r} cannot be called: {error}. It gets {[*given]}, among them the columns of the "
+                f"{name_of_data} dataset, by name. Give the dataset the column that it needs, and the function `**kwargs` for the others."
+            )
+
+
+def error_of_call(function: Any, /, *args: Any, **kwargs: Any) -> TypeError | None:
+    """Return the error of a function that does not take these arguments, as far as its signature tells."""
+    with suppress(ValueError):
+        # Functions in C have no signature, and a wrapper may add arguments to those of what it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return error
+    return None

@@ -1,0 +1,300 @@
+"""Checks of the policy's model, and changes to it that keep its numbers those of the engine."""
+
+import logging
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..engines.pictures import problem_of_class
+from ..models import family_of
+from ..objectives.registry import get_objective
+from ..quantization.fixed_scales import fixed_scales
+from ..quantization.inventory import Inventory
+from ..quantization.names import architecture, base_model, is_adapted
+from ..quantization.schemes import QuantScheme
+from ..quantization.storage import num_elements
+from .configuration import low_precision_masters
+
+
+logger = logging.getLogger(__name__)
+
+
+def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of dropout, or of noise in routers, that stays on although rollout, scoring and loss must see
+    one policy: for objectives other than TRL's losses, and for adapters inside low-bit weights."""
+    off = _dropout_to_switch_off(model, args)
+    remaining = {place: rate for place, rate in _dropout(model).items() if place not in off}
+    if remaining and get_objective(args) is not None:
+        name, key = next(iter(remaining))
+        yield (
+            f"The model drops activations or adds noise ({len(remaining)} rates above 0, the first is {name}.{key}={remaining[name, key]}), so rollout, "
+            f"scoring and loss would see different policies under loss_type={args.loss_type!r}. Set `disable_dropout=True`."
+        )
+    rates = [rate for (name, _), rate in remaining.items() if ".lora_dropout." in name]
+    if rates and args.lora_mode == "merged":
+        yield (
+            f"lora_dropout={max(rates)} with lora_mode='merged': dropout needs the adapter's branch, which merging removes. Use "
+            "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
+        )
+
+
+def switch_off_dropout(model: nn.Module, args: Any) -> None:
+    """Switch off dropout that TRL's `disable_dropout` misses, noise in routers, and LoRA's dropout for objectives
+    other than TRL's losses."""
+    off = _dropout_to_switch_off(model, args)
+    for rate in () if args.disable_dropout else set(off.values()):
+        logger.warning(
+            "lora_dropout=%g is switched off: under loss_type=%r rollout, scoring and loss must see the same policy. "
+            "Use lora_dropout=0, or another objective.",
+            rate,
+            args.loss_type,
+        )
+    for name, key in off:
+        module = model.get_submodule(name)
+        if "jitter" in key:
+            # Without training the rate adds no noise. It is kept, because PhiMoE also compares scores with it.
+            module.eval()
+            module.train = partial(_stay_in_evaluation, module)
+        else:
+            setattr(module, key, 0.0)
+
+
+def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
+    """Return the rates above 0, by module and attribute."""
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        # Attention has no dropout module: it passes an attribute of the layer to a function.
+        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        and isinstance(value, float)
+        and value > 0
+    }
+
+
+def _dropout_to_switch_off(model: nn.Module, args: Any) -> dict[tuple[str, str], float]:
+    active = _dropout(model)
+    if args.disable_dropout:
+        return active
+    if get_objective(args) is None:
+        return {}
+    # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
+    return {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
+
+
+def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def keep_attention_cap(model: nn.Module) -> None:
+    """Have a model that caps its attention's logits (Gemma 2) compute them in PyTorch operations: transformers'
+    default, PyTorch's fused attention, drops the cap, which engines apply, without a word (5.17)."""
+    model = base_model(model)
+    config = getattr(model, "config", None)
+    cap = config and getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap and config._attn_implementation == "sdpa":
+        logger.info("attn_implementation='eager': 'sdpa' would drop attn_logit_softcapping=%g of this model.", cap)
+        model.set_attn_implementation("eager")
+
+
+def keep_mamba_layers(model: nn.Module, use_vllm: bool) -> None:
+    """Have layers of Mamba 2 compute the loss as they score. In training transformers' fused kernel (`mamba_ssm`)
+    reads the weight of `out_proj`, which is its masters, and does not call it (5.17); and vLLM has no limit of step
+    sizes (`mamba_mixer2.py`), for which transformers takes Nemotron-H's `time_step_min`."""
+    for module in base_model(model).modules():
+        if hasattr(module, "time_step_limit"):
+            # Without the kernel these functions return `None` too.
+            sys.modules[type(module).__module__].mamba2_split_conv1d_scan_combined = lambda *args, **kwargs: None
+            if use_vllm:
+                module.time_step_limit = (0.0, math.inf)
+
+
+def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of an engine that would compute positions unlike the learner: with LongRoPE (such as Phi-3) an
+    engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence; and a
+    sliding window that vLLM and transformers count differently may not be left."""
+    if not args.use_vllm:
+        return
+    name, length = architecture(model), args.vllm_max_model_length
+    if family_of(name).has_longer_window:
+        window = base_model(model).config.get_text_config().sliding_window
+        if length is None or length > window:
+            yield (
+                f"vllm_max_model_length={length} with {name}: in longer sequences than its sliding_window={window} "
+                "vLLM's layers see one more token than transformers', so learner and engine would be different policies. Set "
+                f"vllm_max_model_length={window}, and start a server with --max-model-len {window}."
+            )
+    limit = _longest_of_short(model)
+    if limit and (length is None or length > limit):
+        yield (
+            f"vllm_max_model_length={args.vllm_max_model_length} with LongRoPE: a context of more than {limit} tokens "
+            "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
+            f"short ones with those of short ones. Set vllm_max_model_length={limit}, and start a server with --max-model-len {limit}."
+        )
+
+
+def guard_positions(model: nn.Module) -> None:
+    """Have a learner with LongRoPE refuse sequences that would change the factors of others in their batch."""
+    for layer in _layers_with_long_rope(model):
+        layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
+
+
+def warn_of_length(longest: int, prompts: Iterable[Sequence[int]], model: nn.Module, args: Any) -> int:
+    """Return the number of tokens of the longest of `prompts`, or `longest` if that is more. The first time that the
+    completions may leave the context of the model is logged: an engine refuses such a prompt, `generate` does not."""
+    limit = getattr(base_model(model).config.get_text_config(), "max_position_embeddings", None) or float("inf")
+    now = max([longest, *map(len, prompts)])
+    was_within = longest == 0 or longest + args.max_completion_length <= limit
+    if was_within and now + args.max_completion_length > limit:
+        logger.warning(
+            "A prompt of %d tokens and max_completion_length=%d are more than the model's context of %d tokens, beyond which it was not "
+            "trained. Leave such prompts out, or lower max_completion_length.",
+            *(now, args.max_completion_length, limit),
+        )
+    return now
+
+
+def _layers_with_long_rope(model: nn.Module) -> list[nn.Module]:
+    named = base_model(model).named_modules()
+    return [m for name, m in named if name.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"]
+
+
+def _longest_of_short(model: nn.Module) -> int | None:
+    layers = _layers_with_long_rope(model)
+    return layers[0].config.rope_parameters["original_max_position_embeddings"] if layers else None
+
+
+def _check_longest(limit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    if (longest := int(positions.max()) + 1) > limit:
+        raise ValueError(
+            f"A sequence has {longest} tokens, more than original_max_position_embeddings={limit}: with LongRoPE it would give shorter "
+            "sequences of its batch other positions than in their rollout. Shorten prompts or `max_completion_length`."
+        )
+
+
+@torch.no_grad()
+def check_output_head(model: nn.Module, temperature: float) -> None:
+    """Compare the log-probs of TRL's loss, which multiplies by the output head itself, with those of the model's
+    logits, once, on a few tokens in high precision. `ValueError` is raised if they differ, as for a model whose own
+    code changes its logits."""
+    layers = [layer for layer in Inventory.of(model).layers.values() if not layer.is_frozen]
+    used = {layer: layer.use_quantized_forward for layer in layers}
+    was_training = model.training
+    ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    is_rounded = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
+    try:
+        model.eval()
+        # Nothing is quantized before the first update.
+        for layer in layers:
+            layer.use_quantized_forward = False
+        # A base in 16 bits below an adapter in float32 needs it.
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_rounded):
+            fused = model(**inputs, labels=ids, fused_lm_head=True).log_probs.float()
+            logits = model(**inputs, use_cache=False).logits[:, :-1]
+    finally:
+        model.train(was_training)
+        for layer, was_used in used.items():
+            layer.use_quantized_forward = was_used
+    log_probs = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    # Logits are rounded, and their sum in tiles. accelerate's autocast of an earlier training is part of `forward`,
+    # and returns float32.
+    dtype = torch.bfloat16 if hasattr(model, "_original_forward") else logits.dtype
+    allowed = 4 * torch.finfo(dtype).eps * logits.abs().max().item() / temperature + 1e-3
+    if (difference := (fused - log_probs).abs().max().item()) > allowed:
+        raise ValueError(
+            f"The log-probs of TRL's loss differ from those of {type(base_model(model)).__name__}'s logits by {difference:.3g} nats: its "
+            "forward changes the output head's logits, and TRL applies only `final_logit_softcapping`, `logit_scale` and their kin of "
+            "the configuration, so the loss would be that of another policy than the rollout's. Fold the change into the head's weight."
+        )
+
+
+def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
+    """Yield a problem if the masters' dtype rounds their updates away."""
+    if has_adapter and getattr(base_model(model), "is_loaded_in_4bit", False):
+        # Only the adapter is trained, and kept in float32.
+        return
+    if not has_adapter and not any(p.requires_grad for p in model.parameters()):
+        yield "Nothing of the model is trainable: all its parameters have requires_grad=False. Call `model.requires_grad_()`."
+    # A model that will get an adapter will be frozen.
+    is_trained = is_adapted(model) or not has_adapter
+    dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
+    yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
+
+
+def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem if the run's group size differs from that of the checkpoint with whose scales it starts."""
+    sizes = {fixed.group_size for fixed in fixed_scales(model).values() if fixed.group_size is not None}
+    if args.group_size is not None and sizes - {args.group_size}:
+        yield (
+            f"group_size={args.group_size} was given, and the checkpoint has groups of {', '.join(map(str, sorted(sizes)))}, which "
+            "training keeps. Remove it."
+        )
+
+
+def problems_of_experts(
+    model: nn.Module, args: Any, schemes: Mapping[str, QuantScheme], skipped: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield problems of the experts of a mixture whose layers get these `schemes`, by name; `skipped` has the reasons
+    why the others stay in high precision."""
+    inner, inventory = base_model(model), Inventory.of(model)
+    config = inner.config.get_text_config()
+    coef = args.router_aux_loss_coef
+    coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
+    if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
+        yield (
+            f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(config).__name__} does not have "
+            "(https://github.com/huggingface/trl/issues/5754). Set router_aux_loss_coef=0"
+        )
+    experts = {name: p for name, p in inventory.stacked_experts.items() if name.rpartition(".")[0] not in schemes}
+    if not args.is_quantized or not experts:
+        return
+    reason = skipped[next(iter(experts)).rpartition(".")[0]]
+    if args.push_to_hub:
+        yield f"push_to_hub=True: with experts in high precision ({reason}) there is no low-bit export. Remove `push_to_hub`."
+    if args.use_vllm or reason != "exclude_modules":
+        share = num_elements(experts.values()) / num_elements(model.parameters())
+        yield (
+            f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
+            f"scheme={args.scheme!r} ({reason}). It has no low-bit export, which vLLM would need. Use scheme='bf16'; without "
+            "vLLM, name the experts in `exclude_modules`, such as 'experts', to quantize only the other layers."
+        )
+
+
+def problems_of_division(
+    args: Any, reason_to_pad: str | None, num_processes: int, has_aux_loss: bool
+) -> Iterator[str]:
+    """Yield the problem of `max_tokens_per_forward` with a model that pads batches for this reason, if any, with
+    several processes, or with the auxiliary loss of a mixture."""
+    if num_processes > 1:
+        why = "processes would run different numbers of forwards"
+    elif reason_to_pad is not None:
+        why = f"batches of this model are padded: {reason_to_pad}"
+    elif has_aux_loss:
+        why = "the auxiliary loss of a mixture is one of all tokens of a micro-batch"
+    else:
+        return
+    yield (
+        f"max_tokens_per_forward={args.max_tokens_per_forward} is unsupported here: {why}. Leave it out, and lower "
+        "`per_device_train_batch_size` and raise `gradient_accumulation_steps` instead."
+    )
+
+
+def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield problems of rollouts with pictures, for a `model` with its adapter."""
+    if not args.use_vllm:
+        return
+    if problem := problem_of_class(model):
+        yield problem
+    if args.numerics in ("engine", "exact"):
+        yield (
+            f"numerics={args.numerics!r} with pictures and use_vllm=True is not supported: operations of vision towers, and positions in "
+            "several dimensions, may differ from the engine's bits. Remove it; log-probs of learner and engine then differ by rounding."
+        )

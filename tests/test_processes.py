@@ -1,6 +1,7 @@
 """Signals to a command, as supervisors, `docker stop` and shells send them, and what is left of its processes."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,6 +124,9 @@ def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix,
     assert (tmp_path / "ended-0").exists()
     checkpoints = sorted((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     assert any(map(is_complete, checkpoints[-2:]))
+    assert re.search(
+        r"interrupted. \S+checkpoint-\d+ is complete: go on from it with `--resume_from_checkpoint true`", said
+    )
 
 
 @pytest.mark.slow

@@ -67,8 +67,8 @@ class QuantOptions:
             as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a
             scheme's name, `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
-            Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers that it does not divide get the next
-            smaller one.
+            Group size for `"w4a16"`, `"w3a16"`, `"w2a16"` and `"w4a8-int8"`: 32, 64 or 128. Defaults to 128; layers
+            that it does not divide get the next smaller one.
         precisions (`list[int]` or `dict[int, int]`, *optional*):
             Alternating bits of the low-bit weights, for `"w4a16"` and `"w3a16"`: `[4, 3]` generates, scores and
             learns one batch at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 bits and continues with 3 from
@@ -87,8 +87,8 @@ class QuantOptions:
         numerics (`str`, *optional*):
             Arithmetic of the learner in rollouts without vLLM, scoring and loss. `"engine"` uses vLLM's own kernels
             for every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with
-            AVX512, bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it is untested). Rollouts
-            without vLLM do not need it to be installed. `"fast"` computes as transformers does, with different
+            AVX512, bf16, vLLM; most dense families and some mixtures; written for NVIDIA GPUs, where it is untested).
+            Rollouts without vLLM do not need it to be installed. `"fast"` computes as transformers does, with another
             rounding. If the log-prob of a sampled token is not the learner's, `"engine"` logs the token of the first
             such batch, and with `vllm_mode="colocate"` the first layer that differs; `"exact"` is the same arithmetic
             and raises, and is refused where equal bits cannot be promised, as on GPUs. Defaults to `"engine"` for

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from trl_qarl.checkpoint import marker
-from trl_qarl.checkpoint.record import check_checkpoint, folder_to_resume, scheme_record, write_scheme
+from trl_qarl.checkpoint.record import (
+    check_checkpoint,
+    differing_records,
+    folder_to_resume,
+    scheme_record,
+    scheme_settings,
+    write_scheme,
+)
 from trl_qarl.quantization.plan import get_plan
 
 
@@ -36,6 +43,30 @@ def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
             if other is not written:
                 with pytest.raises(ValueError, match="was trained with"):
                     check_checkpoint(str(tmp_path), "", other)
+
+
+def test_other_records_are_told_by_what_differs():
+    ours = record_of("w4a16")
+    with_adapter = ours | {"lora_mode": "adapter", "base": "0a"}
+    assert differing_records(with_adapter, ours) == ["an adapter there, none here"]
+    assert differing_records(ours, with_adapter | {"scale_dtype": "float32"}) == [
+        "no adapter there, one here",
+        "scale_dtype='bfloat16' there, 'float32' here (by `bf16` and `fp16`)",
+    ]
+    assert differing_records(with_adapter, with_adapter | {"lora_mode": "merged", "base": "0b"}) == [
+        "lora_mode='adapter' there, 'merged' here",
+        "base='0a' there, '0b' here (a fingerprint of the base)",
+    ]
+    assert differing_records(ours | {"global_scales": {"a": 1.0}}, ours) == ["global_scales"]
+    assert differing_records(ours, dict(ours)) == []
+
+
+@pytest.mark.parametrize("spelled", ["o_proj", ["o_proj"], ("o_proj",)], ids=str)
+def test_one_name_to_exclude_may_be_written_without_a_list(spelled):
+    args = SimpleNamespace(quantize_learner=True, exclude_modules=spelled)
+    assert scheme_settings(args, get_plan("w4a16")) == scheme_settings(ARGS, get_plan("w4a16"))
+    args.exclude_modules = []
+    assert scheme_settings(args, get_plan("w4a16"))["exclude_modules"] is None
 
 
 def test_what_is_no_checkpoint_says_where_one_is(tmp_path):

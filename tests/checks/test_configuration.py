@@ -19,6 +19,8 @@ REFUSED = [
     ({"scheme": "int4"}, "'int4'"),
     ({"scheme": {"_default": "w4a61"}}, "Did you mean 'w4a16'"),
     ({"scheme": "{mlp: w4a16}"}, "JSON"),
+    ({"scheme": {"_default": {"scheme": None}}}, "'_default': {'scheme': None} is neither a scheme's name"),
+    ({"scheme": {"_default": {"scheme": ["w4a16"]}}}, "is neither a scheme's name"),
     ({"scheme": {"_default": None}, "quantize_learner": False}, "quantize_learner=False"),
     ({"scheme": "fp8", "group_size": 64}, "group_size"),
     ({"group_size": 48}, "group_size=48"),
@@ -33,6 +35,17 @@ REFUSED = [
     # Which switches `torch_compile` on.
     ({"torch_compile_backend": "inductor"}, "torch_compile=True"),
     ({"optim": "lion_64bit"}, "lion_64bit"),
+    ({"generation_kwargs": {"disable_compile": False}}, "'disable_compile', for which TRL gives `True`"),
+    ({"generation_kwargs": {"eos_token_id": "</s>"}}, "eos_token_id='</s>', and a token is its number"),
+    (
+        {"generation_kwargs": {"cache_implementation": "static"}, "bf16": True},
+        "a static cache is made in the masters' dtype",
+    ),
+    (
+        {"generation_kwargs": {"cache_implementation": "quantized"}, "bf16": True, "numerics": "engine"},
+        "default cache",
+    ),
+    ({"generation_kwargs": {"max_new_tokens": 0}}, "transformers.GenerationConfig does not take them"),
     ({"lora_mode": "merge"}, "lora_mode='merge'"),
     ({"hub_model_id": "a/b/c", "push_to_hub": True}, "hub_model_id='a/b/c'"),
     # Values that resemble a right one.
@@ -53,6 +66,9 @@ REFUSED = [
 REFUSED_WITH_VLLM = [
     ({"vllm_mode": "remote"}, "'remote'"),
     ({"generation_kwargs": {"logit_bias": {5: 9.0}}}, "logit_bias"),
+    ({"generation_kwargs": {"thinking_token_budget": 5}}, "change vLLM's samples"),
+    ({"generation_kwargs": {"prompt_logprobs": -5}}, "vllm.SamplingParams does not take them .*got -5"),
+    ({"generation_kwargs": {"stop_token_ids": 5}}, "vllm.SamplingParams does not take them"),
 ]
 
 
@@ -121,4 +137,7 @@ def test_numpy_numbers_and_a_single_pattern_are_taken(tmp_path):
         exclude_modules="lm_head",
     )
     assert (c.rollout_ahead, c.positive_epsilon_high, c.mismatch_cap) == (0, 0.5, 3)
+    given = {"do_sample": True, "disable_compile": True, "max_new_tokens": 5}
+    assert config(tmp_path, generation_kwargs=given).generation_kwargs == {"max_new_tokens": 5}
+    assert config(tmp_path, cache_implementation="static", bf16=False).cache_implementation == "static"
     assert config(tmp_path, optim="adamw_torch", optim_args="momentum=0.9").optim_args == "momentum=0.9"

@@ -19,7 +19,11 @@ def test_a_conflict_is_refused_with_reason_and_way_out(tmp_path, row):
     assert all(text in str(refused.value) for text in (*quoted, f": {row.why}. {row.use}."))
 
 
-@pytest.mark.parametrize("options", [{}, ALL_SERVER, ALL_SERVER | {"rollout_ahead": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, ALL_SERVER, ALL_SERVER | {"rollout_ahead": 1}, ALL_SERVER | {"vllm_server_host": "[::1]"}],
+    ids=str,
+)
 def test_no_conflict_is_found_in_what_works(tmp_path, options):
     assert not [*problems_of_conflicts(config(tmp_path, **options))]
 
@@ -32,6 +36,8 @@ def test_no_conflict_is_found_in_what_works(tmp_path, options):
         (ALL_SERVER | {"vllm_server_autostart": True, "vllm_server_base_url": "http://a:1"}, "'http://a:1'"),
         ({"vllm_server_base_url": "a:8000"}, "'a:8000'"),
         ({"vllm_token_file": "t"}, "use_vllm=False"),
+        (ALL_SERVER | {"vllm_server_host": "10.0.0.7:8000"}, "vllm_server_host='10.0.0.7:8000'"),
+        (ALL_SERVER | {"vllm_server_host": ""}, "vllm_server_host=''"),
         ({"optim": "adalomo"}, "adalomo"),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, "all_checkpoints"),
         ({"mask_truncated_completions": True, "generation_kwargs": {"stop": "."}}, "'stop'"),

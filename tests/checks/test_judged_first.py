@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, load_from_disk
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -30,6 +30,7 @@ from trl_qarl.checks.content import check_tokens, problems_of_prompts
 from trl_qarl.checks.model import warn_of_length
 from trl_qarl.checks.problems import Problems
 from trl_qarl.scripts import train
+from trl_qarl.scripts.command_line import spell
 from trl_qarl.trainer.policy import Policy
 from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 
@@ -241,6 +242,14 @@ def test_sequences_beyond_the_context_are_logged_once(tiny_model, tmp_path, capl
     for prompt in prompts:
         longest = warn_of_length(longest, [prompt], model, args)
     assert longest == len(prompts[-1]) and caplog.text.count("are more than the model's context of 512 tokens") == 1
+    assert "vllm_max_model_length" not in caplog.text
+    args.use_vllm, args.vllm_max_model_length = True, length + 2
+    for before, now in ((0, 1), (1, 3), (3, 4)):
+        assert warn_of_length(before, [[1] * now], model, args) == now
+    assert (
+        caplog.text.count(f"are more than vllm_max_model_length={length + 2}, where the engine cuts the completion")
+        == 1
+    )
 
 
 CHAT = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 16, "solution": [2] * 16})
@@ -385,6 +394,11 @@ REFUSED = {
         {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
         "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only",
     ),
+    "processes": (
+        {},
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+        "vllm_tensor_parallel_size=2 must divide the number of processes, 1",
+    ),
     "of masters": (
         {"rollout_func": print},
         {"quantize_learner": False},
@@ -435,8 +449,11 @@ WITH_TRANSFORM = QUESTIONS.with_transform(lambda rows: {"prompt": rows["question
         (QUESTIONS.add_column("answer", ["1"] * 16), "The evaluation dataset needs a `prompt` column, got"),
         ("test", "`eval_dataset` is the text 'test'. Give a dataset"),
         (None, "asks for an evaluation, and there is no `eval_dataset`"),
+        (ANSWERED.select([]), "^The evaluation dataset has no rows, so nothing would be evaluated"),
+        ({"a": ANSWERED, "b": ANSWERED.select([])}, "^The evaluation dataset 'b' has no rows"),
+        ({}, "`eval_dataset` is an empty dictionary"),
     ],
-    ids=["columns", "one of several", "no prompts", "text", "none"],
+    ids=["columns", "one of several", "no prompts", "text", "none", "no rows", "one without rows", "no datasets"],
 )
 def test_an_evaluation_that_cannot_run_is_named_first(tiny_model, tmp_path, not_loaded, evaluation, text):
     args = arguments(tmp_path, eval_strategy="steps")
@@ -565,6 +582,65 @@ def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):
     (script_args, args, *_), launch, _ = read(tmp_path, argv, text)
     assert (script_args.dataset_name, args.learning_rate, launch) == ("2024", 0.5, ["--num_processes", "1"])
     assert (args.eval_strategy, args.save_strategy) == ("no", "no")
+
+
+@pytest.mark.parametrize("option", ["eval_strategy", "eval_on_start"])
+def test_a_missing_split_of_an_evaluation_is_one_problem(train_argv, not_loaded, capsys, option):
+    argv = [
+        *train_argv,
+        f"--{option}",
+        "steps" if option == "eval_strategy" else "true",
+        "--dataset_test_split",
+        "dev",
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        train.main(*train.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
+    said = capsys.readouterr().err
+    assert "error: The dataset has no split 'dev', only ['train', 'test']. Set `--dataset_test_split`." in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "said"),
+    [
+        (["--lora_r", "4"], "", "lora_r=4 has no effect without `--use_peft`"),
+        # The default, but asked for.
+        (["--lora-r=16"], "", "lora_r=16 has no effect"),
+        ([], "lora_r: 16\nuse_dora: true\nlora_dropout: 0\n", "lora_r=16, use_dora=True has no effect"),
+        ([], "bnb_4bit_quant_type: fp4\n", "bnb_4bit_quant_type='fp4' has no effect without `--load_in_4bit`"),
+    ],
+    ids=["word", "default", "file", "4 bits"],
+)
+def test_options_of_a_missing_adapter_are_named(train_argv, tmp_path, argv, text, said):
+    with pytest.raises(Problems, match=re.escape(said)):
+        read(tmp_path, [*train_argv, *spell(argv, ["--lora_r"])], text or "{}")
+
+
+def test_a_recipe_may_switch_its_adapter_off(train_argv, tmp_path):
+    for argv, text in (
+        (["--use_peft", "false"], "lora_r: 4"),
+        ([], "lora_r: 4\nuse_peft: false"),
+        (["--use_peft"], "lora_r: 4"),
+    ):
+        (_, _, model_args, _), *_ = read(tmp_path, [*train_argv, *argv], text)
+        assert model_args.lora_r == 4 and model_args.use_peft == (argv == ["--use_peft"])
+
+
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_a_dataset_saved_to_disk_is_named_with_a_way_out(train_argv, tmp_path, has_splits):
+    rows = DatasetDict({"train": make_problems()}) if has_splits else make_problems()
+    rows.save_to_disk(tmp_path / "rows")
+    with pytest.raises(Problems) as said:
+        read(tmp_path, [*train_argv, "--dataset_name", str(tmp_path / "rows")], "{}")
+    (problem,) = said.value.problems
+    assert "was written by `save_to_disk`" in problem and ("[SPLIT]" in problem) == has_splits
+    code = problem.rpartition("Write a file: `")[2].rstrip("`.").replace("SPLIT", "'train'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        eval(code, {"load_from_disk": load_from_disk})
+    script_args, config, _, mixture = read(
+        tmp_path, [*train_argv, "--dataset_name", str(tmp_path / "rows.parquet")], "{}"
+    )[0]
+    assert len(train._read_inputs(script_args, config, mixture)[1]) == 16
 
 
 @pytest.mark.parametrize(

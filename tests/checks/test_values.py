@@ -49,6 +49,29 @@ REFUSED = [
     ({"use_vllm": "false"}, "use_vllm='false' is of type str, and must be bool"),
     *(({name: NAN}, f"{name}=nan is not a number") for name in ("temperature", "max_grad_norm", "beta")),
     ({"pad_to_multiple_of": NAN}, "pad_to_multiple_of=nan is not a number"),
+    *(
+        ({name: value}, f"{name}={value!r} is unknown. Choose one of ['{known}'")
+        for name, value, known in (
+            ("eval_strategy", "step", "no"),
+            ("logging_strategy", "always", "no"),
+            ("save_strategy", "epochs", "no"),
+            ("hub_strategy", "never", "end"),
+            ("lr_scheduler_type", "cosin", "linear"),
+            ("optim", "adam", "muon"),
+        )
+    ),
+    ({"generation_kwargs": [1]}, "generation_kwargs=[1] is of type list. Give a dictionary"),
+    ({"model_init_kwargs": 3}, "model_init_kwargs=3 is of type int. Give a dictionary"),
+    ({"gradient_checkpointing_kwargs": "reentrant"}, "gradient_checkpointing_kwargs='reentrant' is not a JSON object"),
+    ({"lr_scheduler_kwargs": "[1]"}, "lr_scheduler_kwargs='[1]' is not a JSON object"),
+    ({"report_to": 3}, "report_to=3 is of type int"),
+    (
+        {"accelerator_config": {"split_batch": True}},
+        "accelerator_config={'split_batch': True}: got an unexpected keyword",
+    ),
+    ({"accelerator_config": "nowhere.json"}, "accelerator_config='nowhere.json': [Errno 2] No such file"),
+    ({"accelerator_config": [1]}, "accelerator_config=[1] is of type list"),
+    ({"chat_template_kwargs": True}, "chat_template_kwargs=True is of type bool. Give a dictionary"),
 ]
 
 
@@ -67,6 +90,12 @@ def test_all_wrong_values_come_in_one_message(tmp_path):
     found = {problem.split("=")[0] for problem in error.value.problems}
     assert found == options.keys() | {"torch_compile", "loss_type"}
     assert len(error.value.problems) == len(found) and str(error.value).startswith(f"{len(found)} problems:\n- ")
+
+
+def test_a_wrong_size_of_a_batch_is_one_problem(tmp_path):
+    """Although it does not fit the other sizes either."""
+    with pytest.raises(Problems, match="^num_generations=1 must be at least 2"):
+        config(tmp_path, num_generations=1, per_device_train_batch_size=4, steps_per_generation=1)
 
 
 def test_problems_of_trl_join_those_of_ours(tmp_path):

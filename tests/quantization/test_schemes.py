@@ -60,6 +60,8 @@ def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("int8", "Did you mean 'w8a8'"),
+        ("awq", "Did you mean 'w4a16'"),
         ("w4a16-signed", "Did you mean 'w4a16'"),
         ("w2a16-signed", "Did you mean 'w2a16'"),
         ("W4A16_ASYM", "Zero points are unsupported. Use 'w4a16'"),

@@ -12,6 +12,7 @@ from trl import GRPOConfig
 from testing_utils import refused
 from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
+from trl_qarl.checkpoint import marker
 from trl_qarl.checks.problems import raise_problems
 from trl_qarl.checks.resume import resume_option
 from trl_qarl.cli import main
@@ -224,3 +225,13 @@ def test_a_launch_file_that_cannot_be_read_is_one_line(train_argv, tmp_path, cap
     error = refused(capsys, "train", *train_argv, option, str(path))
     (line,) = [line for line in error.splitlines() if line.startswith("trl-qarl: error:")]
     assert f"{path} {said}" in line
+
+
+def test_an_interrupted_run_says_how_it_goes_on(tmp_path):
+    assert train.how_to_resume(str(tmp_path)) == f"{tmp_path} has no complete checkpoint: the next start begins anew."
+    for step in (9, 10, 11):
+        marker.begin(tmp_path / f"checkpoint-{step}")
+        if step < 11:
+            marker.complete(tmp_path / f"checkpoint-{step}")
+    said = f"{tmp_path}/checkpoint-10 is complete: go on from it with `--resume_from_checkpoint true`."
+    assert train.how_to_resume(str(tmp_path)) == said

@@ -343,7 +343,7 @@ def test_resuming_with_options_of_the_loss_keeps_the_batch(tiny_model, tmp_path,
         ({"optim": "sgd", "optim_args": "momentum=0.9"}, "optim='adamw_torch' there, 'sgd' here"),
         ({"arch": "llama"}, "model_type='qwen2' there, 'llama' here"),
         ({"arch": "qwen2", "num_hidden_layers": 3}, "num_hidden_layers=2 there, 3 here"),
-        ({"peft_config": {}}, "adapter=None there"),
+        ({"peft_config": {}}, "no adapter there, one here"),
         ({"scheme": "w8a16"}, "scheme='w4a16' there, 'w8a16' here"),
         ({"group_size": 32}, "group_size=128 there, 32 here"),
         ({"quantize_learner": False}, "quantize_learner=True there, False here"),
@@ -365,7 +365,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_first(
             make(model, tmp_path / "run", resume_from_checkpoint=checkpoint, **options)
     assert "start a new run from its weights" in str(raised.value) and "checkpoint-1 as the model" in str(raised.value)
     trainer = make(model, tmp_path / "run", **options)
-    with pytest.raises(ValueError, match="checkpoint-1 was trained with"):
+    with pytest.raises(ValueError, match=rf"checkpoint-1 was trained with other settings \(.*{named}"):
         trainer.train(resume_from_checkpoint=checkpoint)
 
 
@@ -377,14 +377,51 @@ def test_other_frozen_parameters_are_named(tiny_model, tmp_path, checkpoint_of):
         trainer.train(resume_from_checkpoint=checkpoint_of(**SAVING))
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"learning_rate": 1e-4}, "learning_rate=0.001 there, 0.0001 here"),
+        ({"weight_decay": 0.5, "adam_beta1": 0.8}, "weight_decay=0.01 there, 0.5 here; betas="),
+    ],
+    ids=str,
+)
+def test_settings_that_a_saved_optimizer_keeps_are_said(tiny_model, tmp_path, caplog, checkpoint_of, changed, said):
+    resumed = make(tiny_model, tmp_path, **(SAVING | {"max_steps": 2} | changed))
+    resumed.train(resume_from_checkpoint=checkpoint_of(**SAVING))
+    assert resumed.optimizer.param_groups[0]["initial_lr"] == 1e-3
+    if said is None:
+        assert "The optimizer goes on" not in caplog.text
+    else:
+        assert caplog.text.count("The optimizer goes on with the settings that it was saved with in ") == 1
+        assert said in caplog.text
+
+
+def test_an_option_that_resumes_nothing_is_said(tiny_model, tmp_path, caplog, monkeypatch, checkpoint_of):
+    monkeypatch.setattr("trl.GRPOTrainer.train", lambda *_, **__: None)
+    for given, is_said in ((checkpoint_of(**SAVING), True), ("false", False)):
+        trainer = make(tiny_model, tmp_path, resume_from_checkpoint=given, **SAVING)
+        trainer.state.global_step = 1
+        caplog.clear()
+        trainer.train()
+        assert ("A new run begins: resume_from_checkpoint=" in caplog.text) == is_said
+
+
 def test_an_adapter_is_resumed_by_its_own_configuration(tiny_model, tmp_path):
     options = SAVING | {"optim": "adamw_torch_fused"}
     make(tiny_model, tmp_path, max_steps=1, peft_config=lora(), **options).train()
-    for changed, named in (({"r": 8}, "'r': 8"), ({"lora_alpha": 12}, "'lora_alpha': 12")):
+    for changed, named in (
+        ({"r": 8}, r"\(adapter: r=4 there, 8 here\)"),
+        ({"lora_alpha": 12}, r"\(adapter: lora_alpha=6 there, 12 here\)"),
+        ({"lora_mode": "merged"}, r"\(lora_mode='adapter' there, 'merged' here\)"),
+    ):
+        given = options | {"lora_mode": changed.pop("lora_mode", "adapter")}
         with pytest.raises(ValueError, match=named):
-            make(tiny_model, tmp_path, peft_config=lora(**changed), resume_from_checkpoint="true", **options)
-    with pytest.raises(ValueError, match="adapter=.* there, None here"):
+            make(tiny_model, tmp_path, peft_config=lora(**changed), resume_from_checkpoint="true", **given)
+    with pytest.raises(ValueError, match=r"\(an adapter there, none here\)"):
         make(tiny_model, tmp_path, resume_from_checkpoint="true", **options)
+    with pytest.raises(ValueError, match=r"\(an adapter there, none here\)"):
+        make(tiny_model, tmp_path, **options).train(resume_from_checkpoint=True)
     options["optim"] = "adamw_torch"
     resumed = make(tiny_model, tmp_path, max_steps=2, peft_config=lora(), resume_from_checkpoint="true", **options)
     resumed.train(resume_from_checkpoint=True)

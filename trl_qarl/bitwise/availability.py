@@ -82,9 +82,10 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         yield f"scheme={config.scheme!r}: {reason}"
     if config.cast_lm_head_to_fp32:
         yield "cast_lm_head_to_fp32=True: the engine's output head computes in bfloat16. Remove it"
-    if config.cache_implementation is not None:
+    within = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
+    if (cache := within.get("cache_implementation", config.cache_implementation)) is not None:
         reason = "the engine's attention reads only transformers' default cache. Remove it"
-        yield f"cache_implementation={config.cache_implementation!r}: {reason}"
+        yield f"cache_implementation={cache!r}: {reason}"
     if config.use_vllm and config.vllm_tensor_parallel_size != 1:
         reason = "sums over several processes are rounded differently. Set it to 1"
         yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"

@@ -24,13 +24,18 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str, Any]:
     """Return the quantization settings of a checkpoint."""
-    excluded = args.exclude_modules
+    return scheme_settings(args, plan) | {"scale_dtype": str(scale_dtype).removeprefix("torch.")}
+
+
+def scheme_settings(args, plan: QuantPlan) -> dict[str, Any]:
+    """Return the entries of [`scheme_record`] that are known without a model. One name in `exclude_modules` is a list
+    of one, and none are `None`."""
+    excluded = args.exclude_modules or []
     return {
         "scheme": plan.option_value,
         "quantize_learner": args.quantize_learner,
         "group_size": plan.group_size,
-        "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
-        "scale_dtype": str(scale_dtype).removeprefix("torch."),
+        "exclude_modules": ([excluded] if isinstance(excluded, str) else [*excluded]) or None,
     }
 
 
@@ -51,13 +56,40 @@ def check_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str,
     if not (folder / SCHEME_FILE).is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
-    theirs = read_json(folder / SCHEME_FILE)
-    if differing(theirs.keys() | record.keys(), theirs, record):
-        raise ValueError(
-            f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
-            "or start a new run from its masters by passing it as the model."
-        )
+    if changed := differing_records(read_json(folder / SCHEME_FILE), record):
+        raise ValueError(explain_differences(folder, changed))
     return resume_from_checkpoint
+
+
+def explain_differences(folder: Path, changed: Iterable[str]) -> str:
+    """Return the message for a checkpoint with other settings, the texts of [`differing`]."""
+    names = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+    has_weights = any((folder / name).exists() for name in names)
+    advice = f", or start a new run from its weights: give {folder} as the model, without `resume_from_checkpoint`"
+    return (
+        f"The checkpoint {folder} was trained with other settings ({'; '.join(changed)}), and its states do not fit. Resume "
+        f"with the same values{advice if has_weights else ''}."
+    )
+
+
+def differing_records(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return a text for each difference of two records of [`Policy.record`]."""
+    names = dict.fromkeys([*theirs, *ours])
+    # Scales of many layers.
+    texts = [] if theirs.get("global_scales") == ours.get("global_scales") else ["global_scales"]
+    has_adapter = ["lora_mode" in record for record in (theirs, ours)]
+    texts += differing_presence(*has_adapter)
+    left = {"global_scales"} | ({"lora_mode", "base"} if has_adapter[0] != has_adapter[1] else set())
+    texts += differing([name for name in names if name not in left], theirs, ours)
+    notes = {"base": " (a fingerprint of the base)", "scale_dtype": " (by `bf16` and `fp16`)"}
+    return [text + notes.get(text.partition("=")[0], "") for text in texts]
+
+
+def differing_presence(is_theirs: bool, is_ours: bool) -> list[str]:
+    """Return the text for an adapter that only one of two runs has, if so."""
+    if is_theirs == is_ours:
+        return []
+    return ["an adapter there, none here" if is_theirs else "no adapter there, one here"]
 
 
 def folder_to_resume(

@@ -26,7 +26,15 @@ from .adapter import (
 )
 from .batches import fit_generation_batch
 from .configuration import check_optimizer, low_precision_masters
-from .content import base_of, columns_among, error_of_call, has_pictures, problems_of_content, problems_of_reward
+from .content import (
+    base_of,
+    columns_among,
+    error_of_call,
+    evaluates,
+    has_pictures,
+    problems_of_content,
+    problems_of_reward,
+)
 from .launch import Launch, problems_of_ignored_sharding, problems_of_launch
 from .names import is_no_folder
 from .resume import problems_before_loading
@@ -105,12 +113,10 @@ def problems_of_arguments(
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
         quantization_config = loaded if is_nf4(loaded) else None
     yield from problems_of_quantized_base(args, quantization_config, has_adapter)
-    rewards, evaluates = others.get("reward_funcs") or [], args.eval_strategy != "no" or args.eval_on_start
+    rewards, processing_class = others.get("reward_funcs") or [], others.get("processing_class")
     yield from problems_of_content(
-        model, train_dataset, eval_dataset, rewards, others.get("processing_class"), environment_factory, evaluates
+        model, train_dataset, eval_dataset, rewards, processing_class, environment_factory, evaluates(args)
     )
-    if evaluates and eval_dataset is None:
-        yield "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one, or remove them."
     rewards = rewards if isinstance(rewards, list) else [rewards]
     num_rewards, tokenizers = len(rewards), others.get("reward_processing_classes")
     tokenizers = [tokenizers] if tokenizers is not None and not isinstance(tokenizers, list) else tokenizers
@@ -133,6 +139,11 @@ def problems_of_arguments(
         yield from _problems_of_ahead(args, train_dataset, others)
     if args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.use_cpu:
         yield "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only. Remove `vllm_enable_sleep_mode`."
+    if args.use_vllm and args.vllm_mode == "colocate" and args.world_size % args.vllm_tensor_parallel_size:
+        yield (
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} must divide the number of processes, {args.world_size}: they share "
+            "the engines. Launch more (`accelerate launch --num_processes`), or lower it."
+        )
     launch = Launch.of_arguments(args)
     state = args.distributed_state
     on_cpu = state is not None and state.device.type == "cpu"

@@ -1,15 +1,18 @@
 """Checks of a [`QaRLConfig`]. Each function yields problems; only `check_scheme` changes the configuration: it parses
 `precisions`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, SchedulerType, Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
 from ..bitwise.availability import contradicting_options
@@ -100,7 +103,24 @@ def check_inherited(config) -> Iterator[str]:
             yield f"model_init_kwargs[{name!r}] is not supported: {why}."
 
 
+def check_accelerator(config) -> Iterator[str]:
+    given = config.accelerator_config
+    try:
+        if isinstance(given, Mapping):
+            AcceleratorConfig(**given)
+        elif isinstance(given, str) and not given.startswith("{"):
+            AcceleratorConfig.from_json_file(given)
+        elif not isinstance(given, str | AcceleratorConfig | None):
+            yield f"accelerator_config={given!r} is of type {type(given).__name__}. Give a dictionary, or the name of a JSON file."
+    except (OSError, TypeError, ValueError) as error:
+        text = str(error).replace("AcceleratorConfig.__init__() ", "")
+        yield f"accelerator_config={given!r}: {text}. Correct it, or leave it out."
+
+
 def check_trackers(config) -> Iterator[str]:
+    if not isinstance(config.report_to, str | list | tuple | None):
+        yield f"report_to={config.report_to!r} is of type {type(config.report_to).__name__}. Give the name of a tracker, a list of them, or 'none'."
+        return
     for tracker in [config.report_to] if isinstance(config.report_to, str) else config.report_to or []:
         if tracker not in ("none", "all", *get_available_reporting_integrations()):
             yield f"report_to={tracker!r}: its package is not installed. Install it, or set `report_to` to 'none'."
@@ -132,36 +152,51 @@ def check_optimizer(config) -> Iterator[str]:
 
 
 def check_generation_kwargs(config) -> Iterator[str]:
-    given = as_dict(config, "generation_kwargs").keys()
-    if reshaping := sorted(GENERATION_KWARGS_THAT_RESHAPE & given):
+    given = as_dict(config, "generation_kwargs")
+    if reshaping := sorted(GENERATION_KWARGS_THAT_RESHAPE & given.keys()):
         yield (
             f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
             "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
         )
-    if config.use_vllm and (reshaping := sorted(VLLM_SAMPLING_KWARGS & given)):
+    if config.use_vllm and (reshaping := sorted(VLLM_SAMPLING_KWARGS & given.keys())):
         yield (
             f"generation_kwargs contains {reshaping}, which change vLLM's samples or results, so sampling log-probs and "
             "the learner's would differ. Remove them."
         )
-    yield from _unknown_generation_kwargs(config)
+    refused = GENERATION_KWARGS_THAT_RESHAPE | (VLLM_SAMPLING_KWARGS if config.use_vllm else set())
+    yield from _wrong_generation_kwargs(config, {name: given[name] for name in given if name not in refused})
 
 
-def _unknown_generation_kwargs(config) -> Iterator[str]:
-    given = as_dict(config, "generation_kwargs").keys() - GENERATION_KWARGS_THAT_RESHAPE
+def _wrong_generation_kwargs(config, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem of names and values that the class of sampling parameters does not take."""
     # A server may run on another machine, with another vLLM.
     if not given or (config.use_vllm and find_spec("vllm") is None):
         return
     if config.use_vllm:
         from vllm import SamplingParams
 
-        owner, known = "vllm.SamplingParams", [*SamplingParams.__struct_fields__]
+        owner, known, make = "vllm.SamplingParams", [*SamplingParams.__struct_fields__], SamplingParams
     else:
-        owner, known = "transformers.GenerationConfig", [*vars(GenerationConfig())]
+        owner, known, make = "transformers.GenerationConfig", [*vars(GenerationConfig())], GenerationConfig
     known = [name for name in known if not name.startswith("_")]
-    if unknown := sorted(given - {*known}):
+    if unknown := sorted(map(str, given.keys() - {*known})):
         similar = [match for name in unknown for match in get_close_matches(name, known, 1)]
         hint = f" Did you mean {similar}?" if similar else ""
         yield f"generation_kwargs contains {unknown}, which {owner} does not have. Remove or correct them.{hint}"
+        return
+    if "disable_compile" in given and not config.use_vllm:
+        yield "generation_kwargs contains 'disable_compile', for which TRL gives `True`. Remove it."
+        return
+    for name in ("eos_token_id", "pad_token_id", "stop_token_ids"):
+        tokens = given.get(name) or []
+        if not all(isinstance(token, Integral) for token in (tokens if isinstance(tokens, list) else [tokens])):
+            yield f"generation_kwargs contains {name}={tokens!r}, and a token is its number. Give `tokenizer.convert_tokens_to_ids(...)`."
+            return
+    try:
+        make(**given)
+    except Exception as error:
+        # vLLM has an error of its own, which is no `ValueError`.
+        yield f"generation_kwargs={given!r}: {owner} does not take them ({error}). Correct or remove them."
 
 
 def refused_by_all(config) -> Iterator[str]:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.trainer_utils import HubStrategy
 
 from ..engines.http_session import server_urls
@@ -49,6 +51,16 @@ def _starts_server(config):
 
 def _has_own_server(config):
     return config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
+
+
+def _has_other_cache(config):
+    cache = as_dict(config, "generation_kwargs").get("cache_implementation", config.cache_implementation)
+    is_float32 = as_dict(config, "model_init_kwargs").get("dtype") in (None, "float32", torch.float32)
+    return not config.use_vllm and config.bf16 and is_float32 and cache in ALL_STATIC_CACHE_IMPLEMENTATIONS
+
+
+def _is_no_host(host):
+    return not host or "/" in host or (":" in host and not host.startswith("["))
 
 
 _BIASED = (
@@ -104,6 +116,12 @@ CONFLICTS = [
         "Use optim='muon_8bit', 'adamw_torch_8bit' or 'adamw_torch_4bit', or gradient_dtype='float32'",
     ),
     Conflict(
+        {"cache_implementation": "static", "bf16": True, "use_vllm": False},
+        _has_other_cache,
+        "a static cache is made in the masters' dtype, float32, and rollouts compute in bfloat16",
+        "Remove it, or set `bf16=False`",
+    ),
+    Conflict(
         {"generation_kwargs": {"stop_strings": ["."]}, "use_vllm": False},
         lambda c: not c.use_vllm and "stop_strings" in as_dict(c, "generation_kwargs"),
         "transformers looks for them with the tokenizer, which TRL does not hand to it",
@@ -114,6 +132,12 @@ CONFLICTS = [
         lambda c: c.mask_truncated_completions and {"stop", "stop_strings"} & as_dict(c, "generation_kwargs").keys(),
         "a completion that ends at such a string has no end token, so it would count as truncated and be masked",
         "Use `stop_token_ids` with vLLM, or `eos_token_id` without, or mask_truncated_completions=False",
+    ),
+    Conflict(
+        {"generation_kwargs": {"seed": 1}, "use_vllm": True, "vllm_mode": "colocate"},
+        lambda c: c.use_vllm and c.vllm_mode == "colocate" and "seed" in as_dict(c, "generation_kwargs"),
+        "each completion of a prompt is a request of its own, and all would be equal",
+        "Remove it; `seed` is that of the training",
     ),
     Conflict(
         {"save_strategy": "best"},
@@ -180,6 +204,12 @@ CONFLICTS = [
         "a server is started on this machine, under an address of its own",
         "Use vllm_mode='server', and choose its port with `vllm_server_port`",
         also=("vllm_server_base_url",),
+    ),
+    Conflict(
+        {"vllm_server_host": "http://10.0.0.7", "use_vllm": True, "vllm_mode": "server"},
+        lambda c: _has_own_server(c) and c.vllm_server_base_url is None and _is_no_host(c.vllm_server_host),
+        "it is a name or an address, to which 'http://' and `vllm_server_port` are added",
+        "Give it alone, or vllm_server_base_url='http://HOST:PORT'",
     ),
     Conflict(
         {"vllm_server_host": "10.0.0.7", "vllm_server_autostart": True, "use_vllm": True, "vllm_mode": "server"},

@@ -246,12 +246,23 @@ def problems_of_content(
         )
 
 
+def evaluates(config: Any) -> bool:
+    """Return whether a training evaluates. `config` may be one whose initialization has ended early."""
+    return getattr(config, "eval_strategy", "no") != "no" or getattr(config, "eval_on_start", False)
+
+
 def problems_of_evaluation(dataset: Any, reward_funcs: Any, known: Sequence[str] | None = None) -> Iterator[str]:
-    """Yield problems of the columns of a dataset, or of several by name, that will be evaluated; none of columns that
-    are `known`, because they are those of the training dataset."""
-    for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
+    """Yield problems of the rows and columns of a dataset, or of several by name, that will be evaluated; none of
+    columns that are `known`, because they are those of the training dataset."""
+    several = dataset if isinstance(dataset, dict) else {None: dataset}
+    if not several:
+        yield "`eval_dataset` is an empty dictionary, so nothing would be evaluated. Give a dataset, or several by name."
+    for name, data in several.items():
         if isinstance(data, str):
             yield f"`eval_dataset` is the text {data!r}. Give a dataset, or a dictionary of datasets by name."
+        elif isinstance(data, Dataset) and not len(data):
+            which = "" if name is None else f" {name!r}"
+            yield f"The evaluation dataset{which} has no rows, so nothing would be evaluated. Give it rows, or leave it out."
         elif _columns_of(data) != known:
             yield from _problems_of_columns(data, reward_funcs, "evaluation")
 

@@ -147,16 +147,23 @@ def guard_positions(model: nn.Module) -> None:
 
 def warn_of_length(longest: int, prompts: Iterable[Sequence[int]], model: nn.Module, args: Any) -> int:
     """Return the number of tokens of the longest of `prompts`, or `longest` if that is more. The first time that the
-    completions may leave the context of the model is logged: an engine refuses such a prompt, `generate` does not."""
-    limit = getattr(base_model(model).config.get_text_config(), "max_position_embeddings", None) or float("inf")
-    now = max([longest, *map(len, prompts)])
-    was_within = longest == 0 or longest + args.max_completion_length <= limit
-    if was_within and now + args.max_completion_length > limit:
-        logger.warning(
-            "A prompt of %d tokens and max_completion_length=%d are more than the model's context of %d tokens, beyond which it was not "
-            "trained. Leave such prompts out, or lower max_completion_length.",
-            *(now, args.max_completion_length, limit),
+    completions may leave the context of the model, or of an engine, is logged: an engine cuts them, and refuses a
+    prompt that leaves no room; `generate` does neither."""
+    now, room = max([longest, *map(len, prompts)]), args.max_completion_length
+    contexts = {
+        "the model's context of %d tokens, beyond which it was not trained. Leave": getattr(
+            base_model(model).config.get_text_config(), "max_position_embeddings", None
         )
+    }
+    if args.use_vllm:
+        said = "vllm_max_model_length=%d, where the engine cuts the completion. Raise that, leave"
+        contexts[said] = args.vllm_max_model_length
+    for said, limit in contexts.items():
+        if limit and (longest == 0 or longest + room <= limit) and now + room > limit:
+            logger.warning(
+                f"A prompt of %d tokens and max_completion_length=%d are more than {said} such prompts out, or lower max_completion_length.",
+                *(now, room, limit),
+            )
     return now
 
 

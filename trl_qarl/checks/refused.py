@@ -8,7 +8,8 @@ GENERATION_KWARGS_THAT_RESHAPE = frozenset(
         *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
         *("force_words_ids", "constraints", "sequence_bias", "watermarking_config", "renormalize_logits"),
         *("num_beams", "num_beam_groups", "num_return_sequences", "penalty_alpha", "dola_layers"),
-        *("prompt_lookup_num_tokens", "return_dict_in_generate"),
+        *("prompt_lookup_num_tokens", "return_dict_in_generate", "assistant_early_exit", "is_assistant", "use_mtp"),
+        "token_healing",
     ]
 )
 
@@ -16,7 +17,8 @@ GENERATION_KWARGS_THAT_RESHAPE = frozenset(
 VLLM_SAMPLING_KWARGS = frozenset(
     [
         *("allowed_token_ids", "bad_words", "logit_bias", "frequency_penalty", "presence_penalty", "min_tokens"),
-        *("structured_outputs", "logprobs", "max_tokens", "n"),
+        *("structured_outputs", "logprobs", "max_tokens", "n", "logprob_token_ids", "thinking_token_budget"),
+        "trace_decode_token_ids",
     ]
 )
 

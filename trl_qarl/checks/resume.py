@@ -8,9 +8,16 @@ from typing import Any
 from transformers import PreTrainedConfig, TrainingArguments
 
 from ..adapters.tensors import is_adapter_folder
-from ..checkpoint.record import SCHEME_FILE, differing, folder_to_resume, read_json
+from ..checkpoint.record import (
+    SCHEME_FILE,
+    differing,
+    differing_presence,
+    explain_differences,
+    folder_to_resume,
+    read_json,
+    scheme_settings,
+)
 from .launch import Launch, problems_of_resumed_launch
-from .problems import raise_problems
 
 
 RESUME_FILE = "resume.json"
@@ -73,9 +80,20 @@ def check_states(folder: str | Path, settings: Mapping[str, Any]) -> None:
     """Raise `ValueError` if the states of the checkpoint in `folder` are of other [`state_settings`]; settings that
     only one side knows are not compared."""
     folder = Path(folder)
-    if (folder / RESUME_FILE).is_file():
-        theirs = read_json(folder / RESUME_FILE)
-        raise_problems(_explain(folder, differing([name for name in theirs if name in settings], theirs, settings)))
+    if (folder / RESUME_FILE).is_file() and (changed := _differing_states(read_json(folder / RESUME_FILE), settings)):
+        raise ValueError(explain_differences(folder, changed))
+
+
+def _differing_states(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return a text for each difference of two [`state_settings`], which names what differs of an adapter."""
+    shared = [name for name in theirs if name in ours]
+    texts = differing([name for name in shared if name != "adapter"], theirs, ours)
+    if "adapter" not in shared:
+        return texts
+    adapters = theirs["adapter"], ours["adapter"]
+    if not all(adapters):
+        return texts + differing_presence(*map(bool, adapters))
+    return texts + [f"adapter: {text}" for text in differing(dict.fromkeys([*adapters[0], *adapters[1]]), *adapters)]
 
 
 def problems_before_loading(
@@ -88,7 +106,8 @@ def problems_before_loading(
         folder = folder_to_resume(resume_option(args.resume_from_checkpoint), args.output_dir)
         if folder is not None:
             yield from problems_of_resumed_launch(launch, folder)
-            yield from _explain(Path(folder), _differences(Path(folder), args, model, config, peft_config, optimizer))
+            if changed := _differences(Path(folder), args, model, config, peft_config, optimizer):
+                yield explain_differences(Path(folder), changed)
     except ValueError as error:
         # A file that cannot be read.
         yield str(error)
@@ -107,12 +126,14 @@ def _differences(folder: Path, args: Any, model: Any, config: Any, peft_config: 
         del ours["adapter"]
     problems = []
     if (folder / RESUME_FILE).is_file():
-        theirs = read_json(folder / RESUME_FILE)
-        problems += differing([name for name in theirs if name in ours], theirs, ours)
+        problems += _differing_states(read_json(folder / RESUME_FILE), ours)
     if (folder / SCHEME_FILE).is_file():
-        ours = {"scheme": args.plan.option_value, "quantize_learner": args.quantize_learner}
-        ours |= {"group_size": args.plan.group_size, "exclude_modules": _plain(args.exclude_modules)}
-        problems += differing(ours, read_json(folder / SCHEME_FILE), ours)
+        theirs, ours = read_json(folder / SCHEME_FILE), scheme_settings(args, args.plan)
+        if peft_config is not None and "lora_mode" in theirs:
+            ours["lora_mode"] = args.lora_mode
+        if args.bf16 or args.fp16:
+            ours["scale_dtype"] = "bfloat16" if args.bf16 else "float16"
+        problems += differing(ours, theirs, ours)
     return problems
 
 
@@ -125,18 +146,6 @@ def _saved_targets(folder: Path) -> Any:
     path = folder / RESUME_FILE
     adapter = read_json(path).get("adapter") if path.is_file() else None
     return (adapter or {}).get("target_modules")
-
-
-def _explain(folder: Path, problems: list[str]) -> Iterator[str]:
-    if not problems:
-        return
-    names = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-    has_weights = any((folder / name).exists() for name in names)
-    advice = f", or start a new run from its weights: give {folder} as the model, without `resume_from_checkpoint`"
-    yield (
-        f"The checkpoint {folder} was trained with other settings ({'; '.join(problems)}), and its states do not fit. Resume "
-        f"with the same values{advice if has_weights else ''}."
-    )
 
 
 def _plain(value: Any) -> Any:

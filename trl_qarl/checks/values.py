@@ -2,14 +2,17 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from enum import Enum
 from inspect import formatannotation
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..options import own_options
+from transformers.training_args import OptimizerNames
+
+from ..options import MUONS, own_options
 
 
 RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
@@ -74,8 +77,8 @@ _SIMPLE = {int, float, bool, NoneType, list[float]}
 def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]]:
     """
     Yield name and problem of each option of `config` whose value cannot be: of another type than its field's
-    annotation allows, or out of its range. Of the fields of `inherited`, a base class, only those of numbers and
-    booleans are looked at, unless the class of `config` redefines their annotation.
+    annotation allows, or out of its range. Of the fields of `inherited`, a base class, only those of numbers, booleans
+    and names from a list are looked at, unless the class of `config` redefines their annotation.
 
     Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
     """
@@ -83,6 +86,12 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
     for name in type(config).__dataclass_fields__:
         hint, value = hints[name], getattr(config, name)
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [OptimizerNames] if name == "optim" else [kind for kind in allowed if _is_enum(kind)]
+        if kinds:
+            known = [*(MUONS if name == "optim" else ()), *(member.value for kind in kinds for member in kind)]
+            if value not in known:
+                yield name, f"{name}={value!r} is unknown. Choose one of {known}."
+            continue
         # A number that a command line may give as text is looked at too.
         simple = {*allowed} - {str, NoneType}
         if name not in own and name != "output_dir" and not (simple and _SIMPLE.issuperset(simple)):
@@ -98,6 +107,10 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
             yield name, f"{name}={value!r} must be finite. Give a smaller number, or leave it out."
         elif problem := _problem_of_range(name, value):
             yield name, problem
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _how_to_write(value: str) -> str:
@@ -139,13 +152,17 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:
-    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed."""
+    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed. Anything else
+    raises `ValueError`."""
     value = getattr(config, name)
     if isinstance(value, str):
+        given = value
         with suppress(json.JSONDecodeError):
-            value = json.loads(value)
+            value = json.loads(given)
         if not isinstance(value, dict):
             raise ValueError(
-                f"{name}={value!r} is not a JSON object, such as '{{\"key\": 1}}'. Write one, or leave it out."
+                f"{name}={given!r} is not a JSON object, such as '{{\"key\": 1}}'. Write one, or leave it out."
             )
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}. Give a dictionary, or leave it out.")
     return value or {}

@@ -180,8 +180,6 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
     from trl.trainer.utils import ensure_master_addr_port
 
     count = accelerator.num_processes
-    if count % size != 0:
-        raise ValueError(f"vllm_tensor_parallel_size={size} must divide the number of processes, {count}.")
     group = None
     if size > 1:
         ranks = [list(range(start, start + size)) for start in range(0, count, size)]

@@ -202,7 +202,8 @@ def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
         return _HIGH_PRECISION, None
     if isinstance(value, str | QuantScheme):
         return value, None
-    if isinstance(value, Mapping) and "scheme" in value and set(value) <= {"scheme", "group_size"}:
+    is_pair = isinstance(value, Mapping) and set(value) <= {"scheme", "group_size"}
+    if is_pair and isinstance(value.get("scheme"), str | QuantScheme):
         return value["scheme"], value.get("group_size")
     raise ValueError(f"{value!r} is neither a scheme's name, None, nor {{'scheme': NAME, 'group_size': NUMBER}}.")
 

@@ -254,6 +254,14 @@ SCHEMES = {
 }
 
 
+# Other names of schemes, which are too far from their own to be spelling mistakes.
+_ALSO = {
+    "w4a16": ("int4", "4bit", "awq", "gptq", "nf4"),
+    "w8a8": ("int8", "8bit"),
+    "bf16": ("none", "bfloat16", "fp16", "float16", "fp32", "float32"),
+}
+
+
 def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> QuantScheme:
     """Look up a scheme by name, or return a [`QuantScheme`] as it is; `group_size` replaces its own group size.
     `ValueError` is raised for an unknown name, or a group size that the scheme's kernels do not take."""
@@ -262,7 +270,8 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
             # compressed-tensors spells it `W4A16`.
             name = scheme.lower().replace("_", "-")
             stem = name.partition("-")[0]
-            meant = [n for n in (name, stem) if n in SCHEMES] or get_close_matches(name, SCHEMES, n=1)
+            meant = [n for n in (name, stem) if n in SCHEMES] or [n for n, names in _ALSO.items() if name in names]
+            meant = meant or get_close_matches(name, SCHEMES, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""
             if stem in ("mxfp4", "nvfp4", "mxfp4a4", "nvfp4a4"):
                 hint = (

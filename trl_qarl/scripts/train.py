@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields
 from glob import escape
 from importlib.machinery import PathFinder
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..checks.names import RENAMED, is_no_folder, problems_of_names
-from ..checks.problems import Problems, raise_problems
-from ..processes import end_with_parent, exit_on_signals
+from ..checks.problems import Problems, quote_options, raise_problems
+from ..processes import Signaled, end_with_parent, exit_on_signals
 from .command_line import EXIT_PUSH_FAILED, configuration_errors, describe_export, option_names, unknown_options
 
 
@@ -38,6 +38,16 @@ EPILOG = (
 REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
 # Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
 DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+# Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
+_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+# Options without effect unless another one is given.
+_ONLY_WITH = {
+    "use_peft": (
+        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+        *("lora_modules_to_save", "use_rslora", "use_dora"),
+    ),
+    "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+}
 _PATHS = {"model_name_or_path", "reward_model_name_or_path", "dataset_name", "export_dir", "resume_from_checkpoint"}
 # Shown by `--help` before the options of QaRLConfig.
 MAIN_OPTIONS = (
@@ -147,6 +157,8 @@ def read_options(
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
     problems += of_inputs
     problems += _problems_of_loading(config, model_args)
+    given = {word.partition("=")[0].replace("-", "_")[2:] for word in words if word.startswith("--")} | of_file.keys()
+    problems += _problems_of_effect(model_args, usual, given)
     if problems:
         # The training process would find these after the others are mended.
         problems += [problem for problem in _problems_of_content(*parsed) if problem not in of_inputs]
@@ -225,6 +237,16 @@ def _without(words: list[str], name: str) -> list[str]:
     return kept
 
 
+def _problems_of_effect(model_args: Any, usual: Mapping[str, Any], given: Set[str]) -> Iterator[str]:
+    """Yield a problem of options that have no effect, because the one that they belong to is missing. A recipe that
+    says `use_peft: false` may keep them."""
+    for name, others in _ONLY_WITH.items():
+        values = {other: getattr(model_args, other) for other in others}
+        unused = [other for other, value in values.items() if value != usual[other] or (value and other in given)]
+        if unused and not getattr(model_args, name) and not {name, f"no_{name}"} & given:
+            yield f"{quote_options(model_args, *unused)} has no effect without `--{name}`. Add it, or write `--{name} false`."
+
+
 def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
     """Yield problems of the model's dtype and attention that loading would meet later."""
     from transformers.utils import is_flash_attn_2_available, is_kernels_available
@@ -300,6 +322,11 @@ def _problems_of_dataset(name: str | None, config: str | None, mixture: Any) -> 
         yield "No dataset: give `--dataset_name`, or `datasets` in the YAML file."
         return
     path = Path(name)
+    if any((path / file).is_file() for file in _SAVED_TO_DISK):
+        yield (
+            f"--dataset_name={name!r} was written by `save_to_disk`, which `load_dataset` does not read. Write a file: "
+            f"`load_from_disk({name!r}){'' if (path / _SAVED_TO_DISK[0]).is_file() else '[SPLIT]'}.to_parquet('{path.name}.parquet')`."
+        )
     if path.is_dir():
         return
     if path.suffix in DATA_FILES:
@@ -444,12 +471,23 @@ def _write_policy(trainer: Any, export_dir: Path | None, dataset_name: str | Non
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
 
 
+def how_to_resume(output_dir: str) -> str:
+    """Return what an interrupted run has left in `output_dir`, and how to go on from it."""
+    from ..checkpoint.record import last_complete_checkpoint
+
+    if (folder := last_complete_checkpoint(output_dir)) is None:
+        return f"{output_dir} has no complete checkpoint: the next start begins anew."
+    return f"{folder} is complete: go on from it with `--resume_from_checkpoint true`."
+
+
 def _read_inputs(
     script_args: Any, config: Any, mixture: Any, only_local: bool = False
 ) -> tuple[list[Any], Any, Any, list[str]]:
     """Import the rewards and load the datasets; return them, and the problems of what is missing then. A dataset with
     [`problems_of_inputs`] is not loaded, nor, if `only_local`, one of the Hub."""
     from datasets.exceptions import DatasetsError
+
+    from ..checks.content import evaluates
 
     problems: list[str] = []
     reward_funcs, dataset, splits = [], None, [None, None]
@@ -466,9 +504,8 @@ def _read_inputs(
             dataset = _load_dataset(script_args, mixture)
         except (ValueError, OSError, DatasetsError) as error:
             problems.append(_describe(error, script_args.dataset_name))
-    evaluates = getattr(config, "eval_strategy", "no") != "no"
     for place, option in enumerate(("dataset_train_split", "dataset_test_split")):
-        if dataset is not None and (place == 0 or evaluates):
+        if dataset is not None and (place == 0 or evaluates(config)):
             try:
                 splits[place] = _split(dataset, script_args, option)
             except ValueError as error:
@@ -514,7 +551,10 @@ if __name__ == "__main__":
             raise ValueError(f"{' '.join(unused)} is for `accelerate launch`. Give it before `--module`.")
     try:
         main(*parsed)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Signaled) as error:
+        if isinstance(error, KeyboardInterrupt):
+            traceback.print_exc()
+        if os.environ.get("RANK", "0") == "0":
+            print(f"trl-qarl: interrupted. {how_to_resume(parsed[1].output_dir)}", file=sys.stderr)
         # Set the exit code here: Python's own is lost if a library, such as torch, runs code at exit.
-        traceback.print_exc()
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code)

@@ -28,6 +28,14 @@ from ..sharding.zero3 import keep_float32_masters
 logger = logging.getLogger(__name__)
 
 
+# TRL gives `True` for these to `generate`.
+_SET_BY_TRL = ("do_sample", "disable_compile")
+_BATCH_SIZES = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("steps_per_generation", "generation_batch_size", "num_generations", "num_generations_eval"),
+)
+
+
 def _collect_unknown_names(cls: type) -> type:
     """Let the constructor of a dataclass keep options that it does not have in `_unknown`, for its `__post_init__`."""
     init = cls.__init__
@@ -98,8 +106,9 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         problems += self._parse()
         for name, problem in [*problems_of_values(self, GRPOConfig)]:
             problems.append(problem)
-            # So that the checks below can go on.
-            setattr(self, name, defaults[name])
+            # So that the checks below can go on. TRL compares the sizes of batches with each other.
+            for each in _BATCH_SIZES if name in _BATCH_SIZES else (name,):
+                setattr(self, each, defaults[each])
         self._choose_device()
         problems += self.problems()
         if problems:
@@ -136,6 +145,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         yield from checks.check_choices(self)
         yield from problems_of_conflicts(self)
         yield from checks.check_inherited(self)
+        yield from checks.check_accelerator(self)
         yield from checks.check_trackers(self)
         yield from checks.check_schedule(self)
         yield from checks.check_generation_kwargs(self)
@@ -160,7 +170,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         except ValueError as error:
             yield str(error)
             self.scheme = type(self).scheme
-        for name in ("objective_kwargs", "generation_kwargs", "model_init_kwargs"):
+        # The others may be the name of a file.
+        for name in (name for name in self._VALID_DICT_FIELDS if name.endswith("_kwargs")):
             try:
                 value = as_dict(self, name)
             except ValueError as error:
@@ -169,9 +180,9 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
                 continue
             if name == "objective_kwargs":
                 self.objective_kwargs = value or None
-            elif name == "generation_kwargs" and isinstance(value, dict) and value.get("do_sample") is True:
-                # TRL sets it itself, and vLLM has no such option.
-                self.generation_kwargs = {k: v for k, v in value.items() if k != "do_sample"}
+            elif name == "generation_kwargs" and True in map(value.get, _SET_BY_TRL):
+                # vLLM has no such options.
+                self.generation_kwargs = {k: v for k, v in value.items() if k not in _SET_BY_TRL or v is not True}
 
     def _finish(self) -> None:
         """Set the number of updates per generation batch, and run TRL's own initialization."""

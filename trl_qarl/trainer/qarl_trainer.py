@@ -21,11 +21,13 @@ from ..checks.content import (
     check_columns,
     check_prompts,
     check_tokens,
+    evaluates,
     has_pictures,
     problem_of_end,
     problems_of_evaluation,
 )
 from ..checks.model import problems_of_pictures, warn_of_length
+from ..checks.resume import resume_option
 from ..doctor.memory import check_host_memory
 from ..engines.answers import checked_rollout_func, vocabulary_size
 from ..engines.pictures import check_rows, count_pictures, expanded_prompts, placeholders_of
@@ -131,6 +133,10 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         problems = [*problems_of_arguments(self.policy, **given)]
         if train_dataset is None and environment_factory is None:
             problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
+        if eval_dataset is None and evaluates(args):
+            problems.append(
+                "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one, or remove them."
+            )
         if not reward_funcs and environment_factory is None:
             problems.append("There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards.")
         raise_problems(problems)
@@ -459,6 +465,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         update, the run is loaded and ends. A vLLM server that was started here ends with training, also on SIGTERM.
         The next rollout publishes in any case, as `load_best_model_at_end` may have changed the weights.
         """
+        given = self.args.resume_from_checkpoint
+        if resume_from_checkpoint is None and resume_option(given) and self.is_world_process_zero():
+            logger.warning(
+                "A new run begins: resume_from_checkpoint=%r is an option, which `train` does not read, as in transformers. To resume, call "
+                "`trainer.train(resume_from_checkpoint=...)`.",
+                given,
+            )
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
             with self._hold_folder(resume_from_checkpoint) as checkpoint:

@@ -287,8 +287,8 @@ class SavesRuns(PushesPolicy):
         since = "" if first is None else f", and the first logged gradient that is not finite is of update {first}"
         raise NotFinite(
             f"After update {update} a trained tensor has a NaN or an infinity ({named}){since}: {consequence}. Earlier "
-            "checkpoints stay. Resume from the last one with a lower `learning_rate` or `max_grad_norm`, or look "
-            "for a reward or a loss that is not finite."
+            "checkpoints stay. Resume from the last one with a lower `max_grad_norm`, start a new run from its weights with a lower "
+            "`learning_rate`, or look for a reward or a loss that is not finite."
         )
 
     @override
@@ -305,8 +305,18 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Also restores the generation batch in progress, or drops it if this run would have drawn another one."""
+        """Also restores the generation batch in progress, or drops it if this run would have drawn another one. Says
+        which of this run's settings of the optimizer do not count, because a checkpoint has its own."""
+        given = self._optimizer_settings()
         super()._load_optimizer_and_scheduler(checkpoint)
+        pairs = zip(self._optimizer_settings(), given, strict=True)
+        unused = dict.fromkeys(text for theirs, ours in pairs for text in record.differing(ours, theirs, ours))
+        if unused and self.is_world_process_zero():
+            message = (
+                "The optimizer goes on with the settings that it was saved with in %s (%s). For others, start a new run: give the "
+                "checkpoint as the model, without `resume_from_checkpoint`."
+            )
+            logger.warning(message, checkpoint, "; ".join(unused))
         name, device = _BATCH_FILE.format(rank=self.accelerator.process_index), self.accelerator.device
         # A process that was added finds no file. The others find another `num_processes` and start a new batch too.
         if checkpoint is None or (batch := _load(checkpoint, name, device)) is None:
@@ -326,6 +336,13 @@ class SavesRuns(PushesPolicy):
         if reason := self._reason_for_another_run(batch, _saved_state(checkpoint).max_steps):
             message = "%s %s. The next batch is drawn by the weights of this update: it is another run than one from the start."
             logger.warning(message, checkpoint, reason)
+
+    def _optimizer_settings(self) -> list[dict[str, Any]]:
+        """Return the options of each group of the optimizer that a checkpoint holds too, by their names in a
+        configuration or in the optimizer."""
+        names = {"initial_lr": "learning_rate", "weight_decay": "weight_decay", "betas": "betas", "eps": "eps"}
+        groups = getattr(self.optimizer, "param_groups", None) or []
+        return [{option: group[name] for name, option in names.items() if name in group} for group in groups]
 
     def _reason_for_another_run(self, batch: dict[str, Any], max_steps: int) -> str | None:
         """Return why this run has batches of another age than one with its options from the start, or `None`. `batch`

@@ -46,6 +46,7 @@ REFUSED = [
         "default cache",
     ),
     ({"generation_kwargs": {"max_new_tokens": 0}}, "transformers.GenerationConfig does not take them"),
+    ({"gradient_checkpointing_kwargs": {"reentrant": False}}, "'reentrant'.*torch's `checkpoint` does not take"),
     ({"lora_mode": "merge"}, "lora_mode='merge'"),
     ({"hub_model_id": "a/b/c", "push_to_hub": True}, "hub_model_id='a/b/c'"),
     # Values that resemble a right one.
@@ -139,5 +140,7 @@ def test_numpy_numbers_and_a_single_pattern_are_taken(tmp_path):
     assert (c.rollout_ahead, c.positive_epsilon_high, c.mismatch_cap) == (0, 0.5, 3)
     given = {"do_sample": True, "disable_compile": True, "max_new_tokens": 5}
     assert config(tmp_path, generation_kwargs=given).generation_kwargs == {"max_new_tokens": 5}
+    given = {"use_reentrant": False, "preserve_rng_state": False}
+    assert config(tmp_path, gradient_checkpointing_kwargs=given).gradient_checkpointing_kwargs == given
     assert config(tmp_path, cache_implementation="static", bf16=False).cache_implementation == "static"
     assert config(tmp_path, optim="adamw_torch", optim_args="momentum=0.9").optim_args == "momentum=0.9"

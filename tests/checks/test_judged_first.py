@@ -429,6 +429,11 @@ def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded,
     assert text in found[0] and len(found) == 1 + ("column 'image'" in text), found
 
 
+def test_a_rank_of_zero_says_nothing_of_targets(tiny_model, tmp_path, not_loaded):
+    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems(), peft_config=lora(r=0))
+    assert found.startswith("peft_config: `r` should be a positive integer") and found.endswith("is 0")
+
+
 def needs_answer(completions, answer, **kwargs):
     return [1.0] * len(completions)
 
@@ -461,14 +466,18 @@ def test_an_evaluation_that_cannot_run_is_named_first(tiny_model, tmp_path, not_
     assert re.search(text, found)
 
 
-def test_columns_of_an_evaluation_are_judged_as_it_begins(tiny_model, tmp_path):
+def test_columns_of_an_evaluation_are_judged_as_it_begins(tiny_model, tmp_path, caplog):
     """A training that does not evaluate does not read them."""
     trainer = make(tiny_model, tmp_path, needs_answer, ANSWERED, eval_dataset=QUESTIONS)
     with pytest.raises(Problems, match="The evaluation dataset needs a `prompt` column"):
         trainer.evaluate(QUESTIONS)
     with pytest.raises(Problems, match="'needs_answer' cannot be called"):
         trainer.evaluate({"a": make_problems(2)})
+    caplog.clear()
     assert "eval_a_loss" in trainer.evaluate({"a": ANSWERED.select([0])})
+    assert "eval_loss" in trainer.evaluate(ANSWERED.select([0]).to_iterable_dataset()) and not caplog.text
+    trainer.evaluate(IterableDataset.from_generator(lambda: iter(())))
+    assert "The evaluation had no rows" in caplog.text
 
 
 def test_columns_that_only_rows_tell_are_judged_there(tiny_model, tmp_path):

@@ -18,7 +18,8 @@ OUTSIDE = {
     "at least 1: it counts": "gradient_accumulation_steps=0 per_device_train_batch_size=0 steps_per_generation=0 "
     "max_completion_length=0 pad_to_multiple_of=0 eval_accumulation_steps=0",
     "at least 1, or -1: -1 trains for": "max_steps=0",
-    "at least 0: a negative value": "learning_rate=-0.001 seed=-1 data_seed=-1 entropy_target=-1.0 save_steps=-5",
+    "at least 0: a negative value": "learning_rate=-0.001 data_seed=-1 entropy_target=-1.0 save_steps=-5",
+    "from 0 to 2**32 - 1: NumPy": "seed=-1 seed=4294967296",
     "at least 0: it is an offset": "positive_epsilon_high=-0.1 negative_epsilon_high=-0.0001",
     "at least 0, or -1": "top_k=-2",
     "at least 0 and below 1": "adam_beta2=1.0",

@@ -277,7 +277,8 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         try:
             model = get_peft_model(model, deepcopy(peft_config))
         except (ValueError, TypeError, re.error) as error:
-            is_text = isinstance(getattr(peft_config, "target_modules", None), str)
+            targets = getattr(peft_config, "target_modules", None)
+            is_text = isinstance(targets, str) and targets != "all-linear"
             hint = " A single text is an expression over whole names, such as '.*q_proj'." if is_text else ""
             yield f"peft_config: {error}{hint}"
             return

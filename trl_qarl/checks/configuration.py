@@ -1,6 +1,7 @@
 """Checks of a [`QaRLConfig`]. Each function yields problems; only `check_scheme` changes the configuration: it parses
 `precisions`."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, SchedulerType, Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -134,6 +136,16 @@ def check_schedule(config) -> Iterator[str]:
             get_scheduler(config.lr_scheduler_type, optimizer, 0, 2, scheduler_specific_kwargs=options)
         except (ValueError, TypeError) as error:
             yield f"{quote_options(config, 'lr_scheduler_type', 'lr_scheduler_kwargs')}: {error}."
+
+
+def check_gradient_checkpointing(config) -> Iterator[str]:
+    if not config.gradient_checkpointing:
+        return
+    parameters = inspect.signature(checkpoint).parameters.values()
+    # torch takes the last one from its `**kwargs`.
+    known = [*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), "preserve_rng_state"]
+    if unknown := sorted(as_dict(config, "gradient_checkpointing_kwargs").keys() - {*known}):
+        yield f"gradient_checkpointing_kwargs contains {unknown}, which torch's `checkpoint` does not take, only {known}. Remove or correct them."
 
 
 def check_optimizer(config) -> Iterator[str]:

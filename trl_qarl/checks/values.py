@@ -27,10 +27,11 @@ RANGES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool], str]] = {
     ): ("at least 1", lambda x: x >= 1, "it counts something that there must be"),
     (
         *("learning_rate", "weight_decay", "max_grad_norm", "beta", "adam_epsilon", "warmup_steps", "eval_delay"),
-        *("router_aux_loss_coef", "save_steps", "eval_steps", "logging_steps", "dataloader_num_workers", "seed"),
+        *("router_aux_loss_coef", "save_steps", "eval_steps", "logging_steps", "dataloader_num_workers"),
         *("data_seed", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
         *("max_tool_calling_iterations", "num_completions_to_print"),
     ): ("at least 0", lambda x: x >= 0, "a negative value has no meaning"),
+    ("seed",): ("from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32, "NumPy takes no other"),
     ("adam_beta1", "adam_beta2"): ("at least 0 and below 1", lambda x: 0 <= x < 1, "it is the decay of a mean"),
     ("top_p",): ("above 0 and at most 1", lambda x: 0 < x <= 1, "it is the probability of the tokens that are kept"),
     ("min_p",): ("from 0 to 1", lambda x: 0 <= x <= 1, "it is a share of the largest probability"),

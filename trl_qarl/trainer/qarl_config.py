@@ -148,6 +148,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         yield from checks.check_accelerator(self)
         yield from checks.check_trackers(self)
         yield from checks.check_schedule(self)
+        yield from checks.check_gradient_checkpointing(self)
         yield from checks.check_generation_kwargs(self)
         yield from checks.check_gpu(self)
         yield from problems_of_precision(self)

@@ -456,7 +456,11 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         device = self.accelerator.device
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, enabled=self.is_in_train, device_type=device.type):
-            return super().evaluate(*args, **kwargs)
+            metrics = super().evaluate(*args, **kwargs)
+        if not isinstance(dataset, dict) and not any(name.endswith("_loss") for name in metrics):
+            # Only its rows tell how many a stream has.
+            logger.warning("The evaluation had no rows: nothing was evaluated.")
+        return metrics
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):

@@ -52,6 +52,14 @@ def test_the_limit_follows_from_rounding_within_bounds(rounding, limit):
         compare(1.01 * limit, rounding)
 
 
+def test_rounding_is_measured_if_it_decides(monkeypatch):
+    monkeypatch.setattr(Canary, "_rounding", lambda canary, text, log_probs: 0.01)
+    assert compare(0.99 * canary_module.SMALLEST, None).keys() == {"publish/canary_abs_logp"}
+    assert compare(0.02, None)["publish/canary_rounding"] == 0.01
+    with pytest.raises(PublishError, match="Rounding explains 0.03, 3 times what it changes"):
+        compare(0.031, None)
+
+
 def test_what_is_no_number_is_refused_and_goes_from_the_cache():
     engine = Engine(torch.full((4,), float("nan")))
     with pytest.raises(PublishError, match="the engine's log-probs of 4 fixed tokens are nan"):
@@ -109,8 +117,9 @@ def test_a_stale_bias_is_seen_and_rounding_is_not(quick_engines, tmp_path, arch,
     publisher = publish_to_engine(model, path, dtype)
     ratios = []
     for number in range(10):
-        metrics = publisher.publish(str(number))
-        ratios.append(metrics["publish/canary_abs_logp"] / metrics["publish/canary_rounding"])
+        difference = publisher.publish(str(number))["publish/canary_abs_logp"]
+        [[log_probs, _]] = publisher.canary.score()
+        ratios.append(difference / publisher.canary._rounding(publisher.canary.texts[0], log_probs))
         update_masters(publisher.model, number, 0.005)
     assert max(ratios) < canary_module.LIMIT
     publisher.publish("right")

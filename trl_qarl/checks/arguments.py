@@ -277,9 +277,10 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         try:
             model = get_peft_model(model, deepcopy(peft_config))
         except (ValueError, TypeError, re.error) as error:
-            targets = getattr(peft_config, "target_modules", None)
-            is_text = isinstance(targets, str) and targets != "all-linear"
-            hint = " A single text is an expression over whole names, such as '.*q_proj'." if is_text else ""
+            is_expression = isinstance(getattr(peft_config, "target_modules", None), str) and (
+                isinstance(error, re.error) or "not found" in str(error)
+            )
+            hint = " A single text is an expression over whole names, such as '.*q_proj'." if is_expression else ""
             yield f"peft_config: {error}{hint}"
             return
     yield from policy.problems(model)

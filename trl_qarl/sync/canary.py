@@ -2,10 +2,10 @@
 Compares the log-probs of a fixed text in engine and learner after each publication. This finds errors in kernels' own
 copies of weights and in CUDA graphs, which fingerprints do not cover.
 
-The limit is a multiple of the learner's own rounding: the learner scores the text again, with other rounding, and the
-difference between the two passes, the *rounding*, is close to the engine's distance from the learner: that was 0.5 to
-1.6 times as large in the publications from which [`LIMIT`] was derived. docs/reliability.md names errors that remain
-undetected.
+A difference of more than [`SMALLEST`] is compared with a multiple of the learner's own rounding: the learner scores
+the text again, with other rounding, and the difference between the two passes, the *rounding*, is close to the
+engine's distance from the learner: that was 0.5 to 1.6 times as large in the publications from which [`LIMIT`] was
+derived. docs/reliability.md names errors that remain undetected.
 
 A text does not reach a vision tower, so a model that takes pictures has a second text, after a fixed picture.
 """
@@ -22,7 +22,7 @@ from ..engines.engine import Engine
 from ..engines.pictures import canary_prompt, takes_pictures
 from ..forward import learner_log_probs
 from ..quantization.names import layer_of
-from ..quantization.storage import device_of
+from ..quantization.storage import device_of, is_sharded
 from ..quantization.swap import quantized_forward
 from ..wire.describe import CANARY_TOKENS, sample_token_ids
 from ..wire.protocol import PublishError
@@ -68,22 +68,27 @@ class Canary:
             prompt, inputs, pictures = canary_prompt(processing_class, PICTURE_TOKENS)
             self.texts.append(_Text("publish/canary_picture", prompt, PICTURE_TOKENS, inputs, pictures))
 
-    def score(self) -> list[tuple[torch.Tensor, float]]:
-        """Return for each text the learner's log-probs of the compared tokens, `(T,)` in nats on the CPU, and their
-        mean change under other rounding. With sharded masters every process has to call."""
+    def score(self) -> list[tuple[torch.Tensor, float | None]]:
+        """Return for each text the learner's log-probs of the compared tokens, `(T,)` in nats on the CPU. With sharded
+        masters every process has to call, and only then the mean change of the log-probs under other rounding is
+        returned too: [`~Canary.compare`] is a call of one process."""
         scores = []
         for text in self.texts:
             log_probs = self._log_probs(text)
-            with self._otherwise_rounded():
-                scores.append((log_probs, (self._log_probs(text) - log_probs).abs().mean().item()))
+            scores.append((log_probs, self._rounding(text, log_probs) if is_sharded(self.model) else None))
         return scores
 
-    def compare(self, learner: list[tuple[torch.Tensor, float]], engine: Engine) -> dict[str, float]:
+    def _rounding(self, text: _Text, log_probs: torch.Tensor) -> float:
+        with self._otherwise_rounded():
+            return (self._log_probs(text) - log_probs).abs().mean().item()
+
+    def compare(self, learner: list[tuple[torch.Tensor, float | None]], engine: Engine) -> dict[str, float]:
         """
         Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s [`~Canary.score`].
 
         Return `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
-        `publish/canary_rounding`, the learner's own; with a picture the same under `publish/canary_picture_`.
+        `publish/canary_rounding`, the learner's own, if it was needed; with a picture the same under
+        `publish/canary_picture_`.
         [`PublishError`] is raised if rounding does not explain the difference, or the engine builds another prompt
         from the picture.
         """
@@ -95,8 +100,10 @@ class Canary:
             # `argmax` finds NaN too.
             worst = int(differences.argmax())
             difference = differences[worst].item()
-            limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
             # `not <=` also catches NaN.
+            if rounding is None and not difference <= SMALLEST:
+                rounding = self._rounding(text, log_probs)
+            limit = min(max(LIMIT * (rounding or 0.0), SMALLEST), LARGEST)
             if not difference <= limit:
                 engine.clear_cache()
                 name = "the engine" if len(replicas) == 1 else f"replica {worst}"
@@ -108,7 +115,9 @@ class Canary:
                     f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
                     f"changes in the learner. {own_code}One of the two is broken, or a kernel works with a copy of other weights. Engine: {_rounded(replicas[worst])}; learner: {_rounded(log_probs)}."
                 )
-            found |= {f"{text.metric}_abs_logp": difference, f"{text.metric}_rounding": rounding}
+            found[f"{text.metric}_abs_logp"] = difference
+            if rounding is not None:
+                found[f"{text.metric}_rounding"] = rounding
         return found
 
     def _log_probs(self, text: _Text) -> torch.Tensor:

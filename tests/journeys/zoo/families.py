@@ -444,6 +444,9 @@ OTHERWISE = {("gemma3n_text", "vllm")}
 ADAPTED: dict[str, str] = {
     **dict.fromkeys(_MIXTURES, r".*(self_attn|linear_attn)\.\w*proj\w*"),
     **dict.fromkeys(WITH_TOWER, r".*(language_model|text_model)\.layers\..*_proj"),
+    # PEFT refuses adapters of `out_proj` in these.
+    **dict.fromkeys(("falcon_h1", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
+    "nemotron_h moe": r".*\.[qkvo]_proj",
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
 

@@ -18,7 +18,7 @@ def row(family: str, dtype: str, visit) -> str:
     if visit.found is None:
         last = visit.log.strip().splitlines()[-1]
         # One problem follows the name of the error; the last of several is an item of a list.
-        reason = re.sub(r"^(\w+Error: |- |\d+[.] )?(use_vllm=True: )?", "", last)
+        reason = re.sub(r"^([\w.]+(Error|Problems): |- |\d+[.] )?(use_vllm=True: )?", "", last)
         return f"| {family} | {dtype} | **refused**: {reason} | | | | | {gguf} |"
     found = visit.found
     kept = [

@@ -23,7 +23,6 @@ from typing import Any
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="smollm2-135m", help="shapes of the model (random weights)")
-    parser.add_argument("--model", type=Path, help="folder of a model, instead of random weights")
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--delay", type=float, nargs="+", default=[0.0], help="seconds added to each generation")
     parser.add_argument("--pairs", type=int, default=3, help="runs with and without, for each delay")
@@ -85,7 +84,7 @@ def run(options: argparse.Namespace, folder: Path, port: int, delay: float, ahea
 
     clock = Clock()
     trainer = QaRLTrainer(
-        str(options.model or folder / "model"),
+        str(folder / "model"),
         digits,
         QaRLConfig(
             str(folder / "run"),
@@ -185,14 +184,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as directory:
         folder, port, runs = Path(directory), free_port(), []
-        if options.model is None:
-            tokenizer = AutoTokenizer.from_pretrained(
-                write_random_model(options.shapes), eos_token="<300>", pad_token="<301>"
-            )
-            tokenizer.save_pretrained(folder / "model")
-            random_model(make_config(options.shapes), torch.float32).cpu().save_pretrained(folder / "model")
-        model = str(options.model or folder / "model")
-        server = start_server(model, options.scheme, folder, port, options.dtype)
+        tokenizer = AutoTokenizer.from_pretrained(
+            write_random_model(options.shapes), eos_token="<300>", pad_token="<301>"
+        )
+        tokenizer.save_pretrained(folder / "model")
+        random_model(make_config(options.shapes), torch.float32).cpu().save_pretrained(folder / "model")
+        server = start_server(str(folder / "model"), options.scheme, folder, port, options.dtype)
         try:
             for delay in options.delay:
                 for number in range(2 * options.pairs):

@@ -17,7 +17,7 @@ from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.scripts.command_line import configuration_errors
 
 from .learner import format_table, load_model, prepare_variants, run_benchmark
-from .shapes import SHAPES, SIZES
+from .shapes import SHAPES
 
 
 # The default shapes have 576 features, which the groups of `w4a8` do not divide.
@@ -78,14 +78,10 @@ def _add_learner_options(parser: ArgumentParser, mode: str, rows: list[int], row
     _add_number(parser, "--num_layers", "decoder layers instead of the model's own number")
     quantized = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
     _add_choices(parser, "--schemes", quantized, "quantized schemes, the baseline is unquantized", QUANTIZED)
-    _add_number(parser, "--group_size", "for the schemes that have groups")
     _add_number(parser, "--tokens", rows_help, rows)
     if mode == "learner":
         _add_number(parser, "--sequence_length", "longest sequence", 512)
     _add_choices(parser, "--dtype", ["bfloat16", "float16", "float32"], "compute dtype of both sides", "bfloat16")
-    parser.add_argument(
-        "--autocast", action="store_true", help="keep master weights in float32 and autocast, as `bf16=True` trains"
-    )
     _add_number(parser, "--repeats", "timed repeats", 5)
 
 
@@ -119,11 +115,6 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             action="store_true",
             help="leave out the parts of a training step, for which learners are kept",
         )
-    if mode == "publish":
-        sizes = "random models of so many billions of parameters, one after the other"
-        parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[], help=sizes)
-        in_process = "with the engine in this process, whose parts are timed too; nothing travels"
-        parser.add_argument("--in_process", action="store_true", help=in_process)
     if mode == "numerics":
         repeated = "tokens of prompt and answer, by prompts that say the same again and again; default: short prompts"
         _add_number(parser, "--sequence_length", repeated)
@@ -138,8 +129,6 @@ def run(args: Namespace) -> None:
         shapes = getattr(args, "shapes", None)
         if shapes and args.model_name_or_path:
             raise ValueError(f"`--shapes {shapes}` and `--model_name_or_path` are two models. Remove one of them.")
-        if getattr(args, "sizes", None) and (shapes or args.model_name_or_path):
-            raise ValueError("`--sizes` are models of their own. Remove it, or `--shapes` and `--model_name_or_path`.")
         if args.mode in VLLM_MODES and getattr(args, "num_layers", None) and not shapes:
             raise ValueError(f"`--num_layers` of `bench {args.mode}` is for a random model. Give `--shapes` too.")
         if args.mode in VLLM_MODES:
@@ -154,7 +143,7 @@ def run(args: Namespace) -> None:
         _write_json(args.json, measure(args))
         return
     with configuration_errors():
-        variants, reports = prepare_variants(load_model(args), args.schemes, args.group_size, args.dtype)
+        variants, reports = prepare_variants(load_model(args), args.schemes, args.dtype)
     result = run_benchmark(
         variants,
         reports,

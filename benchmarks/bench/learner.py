@@ -6,8 +6,6 @@ from argparse import Namespace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trl_qarl.quantization.schemes import SCHEMES
-
 from .engines import kernels_run
 from .machine import describe_machine, forget_peak, peak_bytes
 from .shapes import make_config, random_model
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def prepare_variants(
-    model: "PreTrainedModel", schemes: list[str], group_size: int | None = None, dtype: str = "bfloat16"
+    model: "PreTrainedModel", schemes: list[str], dtype: str = "bfloat16"
 ) -> tuple[dict[str | None, "PreTrainedModel"], dict[str, "SwapReport"]]:
     """
     Return a copy of `model` per scheme, sharing its master weights.
@@ -31,8 +29,6 @@ def prepare_variants(
             Unquantized model.
         schemes (`list[str]`):
             Schemes with quantized weights.
-        group_size (`int`, *optional*):
-            Group size of the schemes that have groups.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
             Dtype in which the engine would run the model.
 
@@ -43,16 +39,14 @@ def prepare_variants(
 
     import torch
 
-    from trl_qarl.quantization.schemes import get_scheme
     from trl_qarl.quantization.swap import prepare_model
 
     master_weights = {id(parameter): parameter for parameter in model.parameters()}
     variants: dict[str | None, PreTrainedModel] = {None: model}
     reports = {}
     for name in schemes:
-        scheme = get_scheme(name, group_size if SCHEMES[name].group_size else None)
         variants[name] = copy.deepcopy(model, memo=dict(master_weights))
-        reports[name] = prepare_model(variants[name], scheme, scale_dtype=getattr(torch, dtype))
+        reports[name] = prepare_model(variants[name], name, scale_dtype=getattr(torch, dtype))
     return variants, reports
 
 
@@ -162,7 +156,7 @@ def load_model(args: Namespace) -> "PreTrainedModel":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = torch.float32 if args.autocast else getattr(torch, args.dtype)
+    dtype = getattr(torch, args.dtype)
     if args.model_name_or_path is None:
         return random_model(make_config(args.shapes or "smollm2-135m", args.num_layers), dtype).train()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

@@ -1,23 +1,21 @@
 """
-`python -m benchmarks.bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or
-an engine in this one. Everything is sent, as after a step that changed every matrix.
+`python -m benchmarks.bench publish`: bytes, seconds and memory of a weight sync with a server in another process.
+Everything is sent, as after a step that changed every matrix.
 
-Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called,
-and what is left is the engine's. Through shared memory the engine works while the trainer quantizes, and what is left
-is what the trainer waits for it. Those of an engine in this process are timed too, so that what is left is its reload.
+Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called.
+The engine works while the trainer quantizes, and what is left is what the trainer waits for it.
 """
 
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from .engines import load_learner, open_engine, open_server
+from .engines import load_learner, open_server
 
 
 def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
@@ -27,12 +25,8 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     dtype, rows = getattr(torch, args.dtype), []
     for scheme in schemes:
         model = load_learner(path, scheme, dtype)
-        if args.in_process:
-            with open_engine(model, dtype, max_num_seqs=1) as (_, publisher):
-                rows.append(_measure_scheme(scheme, model, publisher, None, args.repeats))
-        else:
-            with open_server(model, dtype) as (_, publisher, pid):
-                rows.append(_measure_scheme(scheme, model, publisher, pid, args.repeats))
+        with open_server(model, dtype) as (_, publisher, pid):
+            rows.append(_measure_scheme(scheme, model, publisher, pid, args.repeats))
     for row in rows:
         if rows[0]["scheme"] == "bf16":
             row["bytes / bf16"] = row["matrices MiB"] / rows[0]["matrices MiB"]
@@ -40,23 +34,23 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     return rows
 
 
-def _measure_scheme(scheme: str, model, publisher, pid: int | None, repeats: int) -> dict[str, Any]:
+def _measure_scheme(scheme: str, model, publisher, pid: int, repeats: int) -> dict[str, Any]:
     import psutil
 
     from trl_qarl.quantization.swap import quantized_layers
 
-    processes = [psutil.Process(), *(psutil.Process(pid).children(recursive=True) if pid else ())]
+    processes = [psutil.Process(), *psutil.Process(pid).children(recursive=True)]
 
     publisher.publish("warm-up")
     results, before = [], [_reset_peak(process.pid) for process in processes]
-    rest = "waiting" if publisher.engine.works_meanwhile else "engine" if pid else "reload"
     for repeat in range(repeats):
         for layer in quantized_layers(model).values():
             layer.invalidate()
         publisher.forget()
-        with _parts_timed(publisher.engine, pid is None) as seconds:
+        with _parts_timed() as seconds:
             result = publisher.publish(f"{time.monotonic_ns()}-{repeat}")
-        results.append(result | _parts(result, seconds, rest))
+        seconds["waiting"] = result["publish/seconds"] - sum(seconds.values())
+        results.append(result | {f"{part} s": seconds[part] for part in ("quantize", "fingerprints", "waiting")})
     growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
     row = {"scheme": scheme} | _publish_row(model, publisher.dtype, results, growth)
     print(row, flush=True)
@@ -64,15 +58,10 @@ def _measure_scheme(scheme: str, model, publisher, pid: int | None, repeats: int
 
 
 @contextmanager
-def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
-    """Adds up the seconds spent in what a weight sync consists of, by the names of parts, while it is open."""
+def _parts_timed() -> Iterator[dict[str, float]]:
+    """Adds up the seconds of the trainer's parts of a weight sync, by their names, while it is open."""
     from trl_qarl.sync import publisher
 
-    functions = [(publisher, "fingerprints_of", "fingerprints")]
-    if with_engine:
-        # The trainer's side imports nothing of what runs in vLLM.
-        channel = sys.modules[type(engine._worker.weight_transfer_engine).__module__]
-        functions += [(channel, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
     seconds: dict[str, float] = defaultdict(float)
 
     def timed(function: Callable, part: str) -> Callable:
@@ -96,20 +85,9 @@ def _parts_timed(engine, with_engine: bool) -> Iterator[dict[str, float]]:
                 return
             yield layer
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(publisher, "iter_checkpoint_layers", timed_layers))
-        for owner, name, part in functions:
-            stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), part)))
+    timed_fingerprints = timed(publisher.fingerprints_of, "fingerprints")
+    with patch.multiple(publisher, iter_checkpoint_layers=timed_layers, fingerprints_of=timed_fingerprints):
         yield seconds
-
-
-_PARTS = ("quantize", "fingerprints", "engine's fingerprints")
-
-
-def _parts(result: dict[str, float], seconds: dict[str, float], rest: str) -> dict[str, float]:
-    """Seconds of each part under the names of columns; whoever does what is left is `rest`."""
-    seconds[rest] = result["publish/seconds"] - sum(seconds.values())
-    return {f"{name} s": seconds[name] for name in (*_PARTS, rest) if name in seconds}
 
 
 def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:

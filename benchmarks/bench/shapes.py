@@ -9,7 +9,6 @@ _SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": T
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True}
 _QWEN2["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3 = _QWEN2 | {"model_type": "qwen3", "max_position_embeddings": 40960, "head_dim": 128}
-_LLAMA = _SMOLLM2 | {"vocab_size": 32768, "head_dim": 64, "max_position_embeddings": 4096}
 _TINY = _QWEN3 | {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 512}
 
 
@@ -23,18 +22,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _shape(_QWEN2, 896, 4864, 24, 14, 2),
     "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, 8),
     "qwen3-8b": _shape(_QWEN3 | {"tie_word_embeddings": False}, 4096, 12288, 36, 32, 8),
-    "0.1b": _shape(_LLAMA, 768, 2048, 12, 12, 4),
-    "0.5b": _shape(_LLAMA, 1280, 3456, 26, 20, 5),
-    "1.5b": _shape(_LLAMA, 2048, 5632, 32, 32, 8),
     "tiny": _shape(_TINY, 128, 256, 2, 2, 1),
 }
-"""
-Fields of a configuration by name. `tiny` is for a trial on a CPU; the names of numbers are billions of parameters in
-the proportions of Llama.
-"""
-
-SIZES = [name.removesuffix("b") for name in SHAPES if name[0].isdigit()]
-"""Billions of parameters of those."""
+"""Fields of a configuration by name. `tiny` is for a trial on a CPU."""
 
 
 def make_config(shapes: str, num_layers: int | None = None):

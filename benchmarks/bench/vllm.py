@@ -38,14 +38,11 @@ def measure(args) -> dict[str, Any]:
     """Measure `args.mode`, print the table and return every number."""
     from .machine import describe_machine
 
-    shapes = [f"{size}b" for size in getattr(args, "sizes", ())] or [getattr(args, "shapes", None)]
-    paths = [write_random_model(s, args.num_layers) if s else _model_path(args.model_name_or_path) for s in shapes]
-    model = ", ".join(Path(path).name for path in paths)
+    shapes = getattr(args, "shapes", None)
+    path = write_random_model(shapes, args.num_layers) if shapes else _model_path(args.model_name_or_path)
+    model = Path(path).name
     print(f"{model}; {describe_machine()}, {_vllm_version()}", flush=True)
-    rows = []
-    for path in paths:
-        named = {} if len(paths) == 1 else {"model": Path(path).name}
-        rows += [named | row for row in MODES[args.mode](path, args.schemes, args)]
+    rows = MODES[args.mode](path, args.schemes, args)
     print("\n" + format_rows(rows))
     if args.mode == "alignment":
         print("\n" + format_rows(summarize_alignment(rows)))

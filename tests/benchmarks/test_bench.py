@@ -40,8 +40,8 @@ def test_bench_writes_rows_for_each_scheme(command, tiny_model, tmp_path):
 
 def test_a_wrong_option_of_bench_is_named_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
-        run(make_parser().parse_args(["learner", "--group_size", "48"]))
-    assert capsys.readouterr().err.startswith("trl-qarl: error: ")
+        run(make_parser().parse_args(["learner", "--tokens", "0"]))
+    assert capsys.readouterr().err == "trl-qarl: error: `--tokens` must be at least 1.\n"
 
 
 @pytest.mark.nightly

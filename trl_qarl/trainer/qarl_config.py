@@ -145,7 +145,6 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         yield from checks.check_choices(self)
         yield from problems_of_conflicts(self)
         yield from checks.check_inherited(self)
-        yield from checks.check_accelerator(self)
         yield from checks.check_trackers(self)
         yield from checks.check_schedule(self)
         yield from checks.check_gradient_checkpointing(self)

@@ -16,8 +16,9 @@ from typing import Any
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.scripts.command_line import configuration_errors
 
-from .learner import format_table, load_model, prepare_variants, run_benchmark
+from .learner import load_model, prepare_variants, run_benchmark
 from .shapes import SHAPES
+from .vllm import format_rows, measure
 
 
 # The default shapes have 576 features, which the groups of `w4a8` do not divide.
@@ -138,8 +139,6 @@ def run(args: Namespace) -> None:
                 f"`--tokens {args.tokens}` of `bench {args.mode}`: groups have 4 sequences; give multiples of 4."
             )
     if args.mode in VLLM_MODES:
-        from .vllm import measure
-
         _write_json(args.json, measure(args))
         return
     with configuration_errors():
@@ -153,7 +152,7 @@ def run(args: Namespace) -> None:
         dtype=args.dtype,
         repeats=args.repeats,
     )
-    print(format_table(result))
+    print(f"{result['model']}; {result['machine']}\n\n{format_rows(result['rows'])}")
     _write_json(args.json, result)
 
 

@@ -128,30 +128,6 @@ def run_benchmark(
     }
 
 
-def format_table(result: dict[str, Any]) -> str:
-    """`result` of [`run_benchmark`] as a Markdown table under two lines that say what ran where."""
-    step = "forward" if result["mode"] == "decode" else "forward + backward"
-    lines = [
-        f"{step} of {result['model']}, median of {result['repeats']} interleaved repeats",
-        result["machine"],
-        "",
-        f"| scheme | tokens | {step} | ratio | linear layers of one block | ratio | quantize, once per step "
-        "| extra memory | kernels (layers) |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        cells = [row["scheme"] or "nn.Linear", str(row["tokens"])]
-        for key in ("step", "linear"):
-            cells += [f"{row[f'{key}_seconds'] * 1e3:.1f} ms", f"{row[f'{key}_ratio']:.2f}x"]
-        if "quantize_seconds" in row:
-            cells += [f"{row['quantize_seconds'] * 1e3:.1f} ms", f"{row['extra_memory']:.1%}"]
-        else:
-            cells += ["-", "-"]
-        cells.append(", ".join(f"{kernel} ({count})" for kernel, count in row["kernels"].items()) or "aten::linear")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def load_model(args: Namespace) -> "PreTrainedModel":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

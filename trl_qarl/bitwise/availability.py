@@ -153,11 +153,41 @@ def _conditions(
     yield on_gpu or device.type == "cpu", f"they exist for CPUs and for NVIDIA GPUs; the model is on {device}"
     reason = cuda.reason_against() if on_gpu else None
     yield reason is None, f"the model is on {device}, and {reason}"
-    # Without vLLM the same operations run in torch, which has fewer limits.
-    is_engine = not on_gpu and kernels.has_engine_kernels()
-    config, layers = model.config, family_of(name).engine_layers
     reason = f"{name} is untested on GPUs, unlike {', '.join(cuda.ARCHITECTURES)}"
     yield not on_gpu or name in cuda.ARCHITECTURES, reason
+    # Without vLLM the same operations run in torch, which has fewer limits.
+    is_engine = not on_gpu and kernels.has_engine_kernels()
+    layers = family_of(name).engine_layers
+    yield from _conditions_of_config(model.config, layers, on_gpu, is_engine)
+    yield from _conditions_of_adapters(model, on_gpu, is_dropout_off)
+    # Modules that compute nothing, or alike in engine and learner.
+    files = {class_of(model).__module__, "transformers.activations"}
+    for path, module in Inventory.of(model).modules.items():
+        if path in ("", model.base_model_prefix):
+            continue
+        kind = class_of(module)
+        is_low_bit = isinstance(module, QuantizedLayer) or path in schemes
+        runs_as_it_is = kind.__module__ in files and not [*module.parameters(recurse=False)]
+        runs_as_it_is |= kind in (nn.ModuleList, nn.Dropout)
+        is_known = is_low_bit or runs_as_it_is or operation_for(module, layers) is not None
+        yield is_known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
+        rate = None if is_dropout_off else _dropout_of(module)
+        yield rate is None, f"{path!r} has {rate}, and engines drop nothing"
+        is_original = "forward" not in vars(module)
+        yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
+        if isinstance(module, QuantizedExperts) or has_stacked_matrices(path, module):
+            yield not on_gpu, f"{path!r} are experts, whose routing and product are untested on GPUs"
+            sizes = tuple(module.down_proj.shape[-2:])
+            fits = is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes)
+            reason = f"has sizes {sizes}; vLLM's product of unquantized experts takes multiples of {EXPERT_FEATURES}"
+            yield fits, f"{path!r} {reason}"
+        if on_gpu and isinstance(module, QuantizedLayer):
+            yield from _conditions_of_product(path, module)
+
+
+def _conditions_of_config(
+    config: Any, layers: str | None, on_gpu: bool, is_engine: bool
+) -> Iterator[tuple[bool, str]]:
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     yield activation in ACTIVATIONS, f"hidden_act={activation!r} is none of {list(ACTIVATIONS)}"
     kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
@@ -178,45 +208,33 @@ def _conditions(
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is not a multiple of 8 up to 256, which FlashAttention takes"
+    noise = getattr(config, "router_jitter_noise", 0.0)
+    yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
+
+
+def _conditions_of_adapters(model: nn.Module, on_gpu: bool, is_dropout_off: bool) -> Iterator[tuple[bool, str]]:
     for path, layer in LoraOperation.layers_of(model):
         yield not on_gpu, f"{path!r} has an adapter next to it, whose product is untested on GPUs"
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
         yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
-        rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
-        yield (
-            is_dropout_off or not any(rates),
-            f"{path!r} has lora_dropout={max(rates, default=0.0)}, and engines drop nothing",
-        )
-    noise = getattr(config, "router_jitter_noise", 0.0)
-    yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
-    # Modules that compute nothing, or alike in engine and learner.
-    files = {class_of(model).__module__, "transformers.activations"}
-    for path, module in Inventory.of(model).modules.items():
-        if path in ("", model.base_model_prefix):
-            continue
-        kind = class_of(module)
-        is_known = isinstance(module, QuantizedLayer) or path in schemes or operation_for(module, layers) is not None
-        runs_as_it_is = kind.__module__ in files and not [*module.parameters(recurse=False)]
-        is_known |= runs_as_it_is or kind in (nn.ModuleList, nn.Dropout)
-        yield is_known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
-        for key, rate in vars(module).items():
-            drops = "dropout" in key or (key == "p" and kind is nn.Dropout)
-            if drops and isinstance(rate, float) and rate > 0 and not is_dropout_off:
-                # Only then: other values are tensors and configurations, whose text takes most of a second.
-                yield False, f"{path!r} has {key}={rate}, and engines drop nothing"
-        is_original = "forward" not in vars(module)
-        yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
-        is_low_bit = isinstance(module, QuantizedExperts) or path in schemes
-        if isinstance(module, QuantizedExperts) or has_stacked_matrices(path, module):
-            yield not on_gpu, f"{path!r} are experts, whose routing and product are untested on GPUs"
-            sizes = tuple(module.down_proj.shape[-2:])
-            fits = is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes)
-            reason = f"has sizes {sizes}; vLLM's product of unquantized experts takes multiples of {EXPERT_FEATURES}"
-            yield fits, f"{path!r} {reason}"
-        if on_gpu and isinstance(module, QuantizedLayer):
-            scheme = module.scheme
-            yield cuda.covers(scheme), f"{path!r} has scheme {scheme.name!r}, whose product is untested on GPUs"
-            if isinstance(module, QuantizedLinear):
-                reason = "which vLLM runs with 16-bit activations below compute capability 8.9"
-                is_native = torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability
-                yield is_native, f"{path!r} has scheme {scheme.name!r}, {reason}"
+        rate = max((getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()), default=0.0)
+        yield is_dropout_off or not rate, f"{path!r} has lora_dropout={rate}, and engines drop nothing"
+
+
+def _conditions_of_product(path: str, layer: QuantizedLayer) -> Iterator[tuple[bool, str]]:
+    """Yield the conditions of a quantized layer on a GPU."""
+    scheme = layer.scheme
+    yield cuda.covers(scheme), f"{path!r} has scheme {scheme.name!r}, whose product is untested on GPUs"
+    if isinstance(layer, QuantizedLinear):
+        reason = "which vLLM runs with 16-bit activations below compute capability 8.9"
+        is_native = torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability
+        yield is_native, f"{path!r} has scheme {scheme.name!r}, {reason}"
+
+
+def _dropout_of(module: nn.Module) -> str | None:
+    """Return a rate of dropout above 0 with its name, such as `p=0.1`, or `None`."""
+    for key, rate in vars(module).items():
+        drops = "dropout" in key or (key == "p" and class_of(module) is nn.Dropout)
+        if drops and isinstance(rate, float) and rate > 0:
+            return f"{key}={rate}"
+    return None

@@ -80,10 +80,6 @@ def _problems_of_output(args: Any, model: Any) -> Iterator[str]:
         yield f"output_dir={args.output_dir!r} is the folder of the model, which would be written over. Name another folder."
 
 
-def _count(number: int) -> str:
-    return "is 1 reward function" if number == 1 else f"are {number} reward functions"
-
-
 def problems_of_arguments(
     policy: Any, *, model, args, train_dataset, eval_dataset, peft_config, optimizers=(None, None), **others
 ) -> Iterator[str]:
@@ -117,33 +113,13 @@ def problems_of_arguments(
     yield from problems_of_content(
         model, train_dataset, eval_dataset, rewards, processing_class, environment_factory, evaluates(args)
     )
-    rewards = rewards if isinstance(rewards, list) else [rewards]
-    num_rewards, tokenizers = len(rewards), others.get("reward_processing_classes")
-    tokenizers = [tokenizers] if tokenizers is not None and not isinstance(tokenizers, list) else tokenizers
-    if tokenizers is not None and len(tokenizers) != num_rewards:
-        yield (
-            f"`reward_processing_classes` has {len(tokenizers)} elements, and there {_count(num_rewards)}. Give one for each, `None` for "
-            "a function."
-        )
-        tokenizers = None
-    for reward, tokenizer in zip(rewards, tokenizers or [None] * num_rewards, strict=True):
-        yield from problems_of_reward(reward, tokenizer)
-    if args.reward_weights is not None and len(args.reward_weights) != num_rewards:
-        yield (
-            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
-            "one for each."
-        )
+    yield from _problems_of_rewards(args, rewards, others.get("reward_processing_classes"))
     if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
     if args.rollout_ahead:
         yield from _problems_of_ahead(args, train_dataset, others)
-    if args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.use_cpu:
-        yield "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only. Remove `vllm_enable_sleep_mode`."
-    if args.use_vllm and args.vllm_mode == "colocate" and args.world_size % args.vllm_tensor_parallel_size:
-        yield (
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} must divide the number of processes, {args.world_size}: they share "
-            "the engines. Launch more (`accelerate launch --num_processes`), or lower it."
-        )
+    if args.use_vllm and args.vllm_mode == "colocate":
+        yield from _problems_of_colocation(args)
     launch = Launch.of_arguments(args)
     state = args.distributed_state
     on_cpu = state is not None and state.device.type == "cpu"
@@ -175,6 +151,49 @@ def problems_of_arguments(
         yield f"`optimizers` is of type {type(optimizers).__name__}. Give a pair of an optimizer and a schedule, either of which may be `None`."
     yield from problems_before_loading(args, model, config, peft_config, optimizer, launch)
     yield from fit_generation_batch(args, train_dataset)
+
+
+def _problems_of_rewards(args: Any, rewards: Any, tokenizers: Any) -> Iterator[str]:
+    rewards = rewards if isinstance(rewards, list) else [rewards]
+    number = "is 1 reward function" if len(rewards) == 1 else f"are {len(rewards)} reward functions"
+    tokenizers = [tokenizers] if tokenizers is not None and not isinstance(tokenizers, list) else tokenizers
+    if tokenizers is not None and len(tokenizers) != len(rewards):
+        yield (
+            f"`reward_processing_classes` has {len(tokenizers)} elements, and there {number}. Give one for each, `None` for "
+            "a function."
+        )
+        tokenizers = None
+    for reward, tokenizer in zip(rewards, tokenizers or [None] * len(rewards), strict=True):
+        yield from problems_of_reward(reward, tokenizer)
+    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
+        yield (
+            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {number}. Give "
+            "one for each."
+        )
+
+
+def _problems_of_colocation(args: Any) -> Iterator[str]:
+    if args.vllm_enable_sleep_mode and args.use_cpu:
+        yield "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only. Remove `vllm_enable_sleep_mode`."
+    if args.world_size % args.vllm_tensor_parallel_size:
+        yield (
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} must divide the number of processes, {args.world_size}: they share "
+            "the engines. Launch more (`accelerate launch --num_processes`), or lower it."
+        )
+
+
+def problems_of_absence(
+    args: Any, train_dataset: Any, eval_dataset: Any, rewards: Any, environment_factory: Any
+) -> Iterator[str]:
+    """Yield a problem for each argument that the trainer needs and was not given."""
+    if train_dataset is None and environment_factory is None:
+        yield "There is no training dataset. Give `train_dataset`, with a column `prompt`."
+    if eval_dataset is None and evaluates(args):
+        yield (
+            "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one, or remove them."
+        )
+    if not rewards and environment_factory is None:
+        yield "There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards."
 
 
 def _problems_of_callables(given: Mapping[str, Any]) -> Iterator[str]:

@@ -15,13 +15,12 @@ from trl.trainer import grpo_trainer
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
-from ..checks.arguments import problems_of_arguments
+from ..checks.arguments import problems_of_absence, problems_of_arguments
 from ..checks.configuration import raise_problems
 from ..checks.content import (
     check_columns,
     check_prompts,
     check_tokens,
-    evaluates,
     has_pictures,
     problem_of_end,
     problems_of_evaluation,
@@ -113,32 +112,12 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     ):
         model, reward_funcs = _without_paths(model), _without_paths(reward_funcs)
         args = config_for(model, args)
-        given: dict[str, Any] = {
-            "model": model,
-            "reward_funcs": reward_funcs,
-            "args": args,
-            "train_dataset": train_dataset,
-            "eval_dataset": eval_dataset,
-            "processing_class": processing_class,
-            "reward_processing_classes": reward_processing_classes,
-            "callbacks": callbacks,
-            "optimizers": optimizers,
-            "quantization_config": quantization_config,
-            "peft_config": peft_config,
-            "tools": tools,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }
+        given: dict[str, Any] = {**locals()}
+        # `super` adds the class.
+        del given["self"], given["__class__"]
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         problems = [*problems_of_arguments(self.policy, **given)]
-        if train_dataset is None and environment_factory is None:
-            problems.append("There is no training dataset. Give `train_dataset`, with a column `prompt`.")
-        if eval_dataset is None and evaluates(args):
-            problems.append(
-                "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one, or remove them."
-            )
-        if not reward_funcs and environment_factory is None:
-            problems.append("There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards.")
+        problems += problems_of_absence(args, train_dataset, eval_dataset, reward_funcs, environment_factory)
         raise_problems(problems)
         check_host_memory(args, model, peft_config)
         self._own_optimizer = optimizers[0]

@@ -80,10 +80,9 @@ def test_a_value_that_cannot_be_is_refused_by_name(tmp_path, options, names):
 
 
 @pytest.mark.parametrize(("options", "names"), REFUSED_WITH_VLLM, ids=str)
-@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
-def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, objective, options, names):
+def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, options, names):
     with pytest.raises(ValueError, match=names):
-        config(tmp_path, use_vllm=True, loss_type=objective, **options)
+        config(tmp_path, use_vllm=True, **options)
 
 
 def test_masters_in_16_bits_and_integers_are_refused(tmp_path):

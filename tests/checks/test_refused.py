@@ -41,13 +41,11 @@ def test_there_is_a_value_to_try_for_every_refused_option():
     assert REFUSED_VALUES.keys() == REFUSED.keys() | REFUSED_BY_TBPO.keys()
 
 
-@pytest.mark.parametrize(
-    ("objective", "name"), [*(("tbpo", name) for name in REFUSED_VALUES), *(("grpo", name) for name in REFUSED)]
-)
-def test_an_unsupported_inherited_option_names_the_fix(tmp_path, objective, name):
+@pytest.mark.parametrize("name", REFUSED_VALUES)
+def test_an_unsupported_inherited_option_names_the_fix(tmp_path, name):
     why = (REFUSED | REFUSED_BY_TBPO)[name]
     with pytest.raises(ValueError) as error:
-        config(tmp_path, loss_type=objective, **{name: REFUSED_VALUES[name]})
+        config(tmp_path, **{name: REFUSED_VALUES[name]})
     assert f"{name}={REFUSED_VALUES[name]!r}" in str(error.value) and why in str(error.value)
 
 
@@ -56,11 +54,10 @@ def test_options_of_trls_losses_are_honoured_with_trls_losses(tmp_path, name):
     assert getattr(config(tmp_path, loss_type="grpo", **{name: REFUSED_VALUES[name]}), name) == REFUSED_VALUES[name]
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 @pytest.mark.parametrize("kwargs", [{"top_k": 5}, {"temperature": 0.5}, {"do_sample": False}, '{"num_beams": 4}'])
-def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs, objective):
+def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs):
     with pytest.raises(ValueError, match="generation_kwargs contains"):
-        config(tmp_path, generation_kwargs=kwargs, loss_type=objective)
+        config(tmp_path, generation_kwargs=kwargs)
 
 
 MODEL_INIT_VALUES = {
@@ -72,15 +69,14 @@ MODEL_INIT_VALUES = {
 }
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
 @pytest.mark.parametrize("name", MODEL_INIT_KWARGS_REFUSED)
-def test_loading_a_model_in_a_way_that_is_not_honoured_raises(tmp_path, name, objective):
+def test_loading_a_model_in_a_way_that_is_not_honoured_raises(tmp_path, name):
     with pytest.raises(ValueError) as error:
-        config(tmp_path, loss_type=objective, model_init_kwargs={name: MODEL_INIT_VALUES[name], "dtype": "float32"})
+        config(tmp_path, model_init_kwargs={name: MODEL_INIT_VALUES[name], "dtype": "float32"})
     assert f"model_init_kwargs[{name!r}] is not supported" in str(error.value)
     assert MODEL_INIT_KWARGS_REFUSED[name] in str(error.value)
     neutral = {name: False if MODEL_INIT_VALUES[name] is True else None}
-    assert config(tmp_path, loss_type=objective, model_init_kwargs=neutral).model_init_kwargs == neutral
+    assert config(tmp_path, model_init_kwargs=neutral).model_init_kwargs == neutral
 
 
 def test_all_refusals_come_in_one_message(tmp_path):
@@ -102,8 +98,7 @@ def test_all_refusals_come_in_one_message(tmp_path):
     assert {name: getattr(c, name) for name in recipe} == recipe
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
-def test_neutral_values_pass(tmp_path, objective):
-    c = config(tmp_path, loss_type=objective, min_p=0.0, generation_kwargs={"do_sample": True, "max_time": 9.0})
+def test_neutral_values_pass(tmp_path):
+    c = config(tmp_path, min_p=0.0, generation_kwargs={"do_sample": True, "max_time": 9.0})
     assert (c.min_p, c.generation_kwargs) == (0.0, {"max_time": 9.0})
     assert config(tmp_path, generation_kwargs='{"do_sample": true}', use_vllm=True).generation_kwargs == {}

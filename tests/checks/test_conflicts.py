@@ -40,7 +40,10 @@ def test_no_conflict_is_found_in_what_works(tmp_path, options):
         (ALL_SERVER | {"vllm_server_host": ""}, "vllm_server_host=''"),
         ({"optim": "adalomo"}, "adalomo"),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, "all_checkpoints"),
-        ({"mask_truncated_completions": True, "generation_kwargs": {"stop": "."}}, "'stop'"),
+        (
+            {"mask_truncated_completions": True, "generation_kwargs": {"stop_strings": "."}},
+            "mask_truncated_completions=True",
+        ),
     ],
     ids=str,
 )

@@ -80,13 +80,6 @@ def test_a_launch_resumes_with_another_number_of_processes(user, first, then):
 
 
 @pytest.mark.nightly
-def test_an_adapter_with_zero3_is_refused(user):
-    pytest.importorskip("deepspeed")
-    user.write_recipe(**LORA, optim="adamw_torch_fused")
-    assert "an adapter with zero_stage=3" in user.launch("deepspeed_zero3", code=None)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("model", [("qwen3_moe", EXPERTS), ("gemma", {})], ids=["experts", "tied"])
 def test_parts_of_other_models_are_read(user, model):
     arch, overrides = model

@@ -94,12 +94,6 @@ def test_completions_that_end_at_an_own_token_are_not_truncated(tiny_model, tmp_
     assert row["completions/clipped_ratio"] < 0.5 and row["grad_norm"] > 0
 
 
-def test_stop_strings_are_refused_with_truncation_masks(tmp_path):
-    for name in ("stop", "stop_strings"):
-        with pytest.raises(ValueError, match=f"'{name}'.*mask_truncated_completions=True.*: a completion that ends"):
-            arguments(tmp_path, generation_kwargs={name: ["."]}, mask_truncated_completions=True)
-
-
 def test_an_own_optimizer_skips_updates_too(tiny_model, tmp_path):
     args = arguments(tmp_path, max_steps=4)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)

@@ -32,16 +32,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=2, help="updates of a generation batch")
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--length", type=int, default=200, help="tokens of a completion")
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="float32 on a processor without bf16"
-    )
     return parser.parse_args()
 
 
-def start_server(model: str, scheme: str, folder: Path, port: int, dtype: str = "bfloat16") -> subprocess.Popen:
+def start_server(model: str, scheme: str, folder: Path, port: int) -> subprocess.Popen:
     """Start a server on core 1."""
     command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", model, "--scheme", scheme]
-    command += ["--dtype", dtype, "--port", str(port), "--transfer_dir", str(folder / "transfer")]
+    command += ["--dtype", "bfloat16", "--port", str(port), "--transfer_dir", str(folder / "transfer")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (folder / "server.log").open("w") as log:
         return subprocess.Popen(
@@ -90,7 +87,7 @@ def run(options: argparse.Namespace, folder: Path, port: int, delay: float, ahea
             str(folder / "run"),
             scheme=options.scheme,
             use_cpu=True,
-            bf16=options.dtype == "bfloat16",
+            bf16=True,
             use_vllm=True,
             vllm_mode="server",
             vllm_server_base_url=f"http://127.0.0.1:{port}",
@@ -175,21 +172,13 @@ def main() -> None:
     # Before the import of torch, which counts its threads.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {0})
-    import torch
-    from transformers import AutoTokenizer
-
     from bench.machine import describe_machine
-    from bench.shapes import make_config, random_model, write_random_model
+    from bench.shapes import write_weights
     from trl_qarl.engines.server_process import free_port
 
     with tempfile.TemporaryDirectory() as directory:
         folder, port, runs = Path(directory), free_port(), []
-        tokenizer = AutoTokenizer.from_pretrained(
-            write_random_model(options.shapes), eos_token="<300>", pad_token="<301>"
-        )
-        tokenizer.save_pretrained(folder / "model")
-        random_model(make_config(options.shapes), torch.float32).cpu().save_pretrained(folder / "model")
-        server = start_server(str(folder / "model"), options.scheme, folder, port, options.dtype)
+        server = start_server(write_weights(options.shapes, folder / "model"), options.scheme, folder, port)
         try:
             for delay in options.delay:
                 for number in range(2 * options.pairs):

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.machine import describe_machine, peak_bytes
-from bench.shapes import make_config, random_model, write_random_model
+from bench.shapes import write_weights
 
 
 TRL = "TRL"
@@ -69,13 +69,7 @@ def write_model(folder: Path, shapes: str) -> tuple[str, str]:
         from trl_qarl.demo.smollm2 import convert_smollm2
 
         return str(convert_smollm2(folder / "model")), "SmolLM2-135M-Instruct"
-    import torch
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(write_random_model(shapes), eos_token="<300>", pad_token="<301>")
-    tokenizer.save_pretrained(folder)
-    random_model(make_config(shapes), torch.float32).cpu().save_pretrained(folder)
-    return str(folder), f"random weights in the shapes of {shapes}"
+    return write_weights(shapes, folder), f"random weights in the shapes of {shapes}"
 
 
 def share_of_vowels(completions, **kwargs) -> list[float]:
@@ -212,22 +206,16 @@ def compete(contender: str, options) -> None:
             parts, watch.seconds = watch.seconds, defaultdict(float)
             total = time.perf_counter() - self.start
             parts["other"] = total - sum(parts.values())
-            metrics = trainer._metrics["train"]
-            rows = [row for row in state.log_history if "reward" in row]
+
+            def last(name):
+                logged = [row[name] for row in state.log_history if name in row]
+                return [*logged, *trainer._metrics["train"][name]][-1:]
+
             answer(
                 seconds=total,
                 parts=parts,
-                reward=(metrics["reward"] or [rows[-1]["reward"]])[-1],
-                length=(metrics["completions/mean_length"] or [rows[-1]["completions/mean_length"]])[-1],
-                mismatch=max(
-                    (
-                        value
-                        for value in metrics["mismatch/abs_logp_max"]
-                        or [row.get("mismatch/abs_logp_max") for row in rows[-1:]]
-                        if value is not None
-                    ),
-                    default=0.0,
-                ),
+                length=last("completions/mean_length")[0],
+                mismatch=last("mismatch/abs_logp_max"),
                 gigabytes=peak_gigabytes(),
             )
             self.start = time.perf_counter()
@@ -271,15 +259,6 @@ class Contender:
         self.process.wait()
 
 
-def gain_per_minute(batches: list[dict]) -> float | None:
-    """Return the least-squares slope of the mean reward over minutes of training; `None` for fewer than eight batches,
-    which are too few."""
-    if len(batches) < 8:
-        return None
-    minutes = [sum(batch["seconds"] for batch in batches[:i]) / 60 for i in range(1, len(batches) + 1)]
-    return statistics.linear_regression(minutes, [batch["reward"] for batch in batches]).slope
-
-
 def summarize(name: str, described: dict, batches: list[dict], sequences: int) -> dict:
     """Return medians over the batches of a contender, without the first (warm-up)."""
     timed = batches[1:]
@@ -293,27 +272,15 @@ def summarize(name: str, described: dict, batches: list[dict], sequences: int) -
         "parts": {part: statistics.median(batch["parts"].get(part, 0.0) for batch in timed) for part in PARTS},
         "tokens_per_second": sequences * statistics.mean(batch["length"] for batch in timed) / seconds,
         "gigabytes": batches[-1]["gigabytes"],
-        "gain_per_minute": gain_per_minute(batches),
-        "mismatch": max(batch["mismatch"] for batch in batches),
+        "mismatch": max((value or 0.0 for batch in batches for value in batch["mismatch"]), default=None),
     }
 
 
 def table(rows: list[dict]) -> str:
     """Return the summaries in Markdown. A ratio above 1 is faster than the first row."""
-    head = [
-        "",
-        "rollouts",
-        "seconds per batch",
-        "ratio",
-        *PARTS.values(),
-        "tokens/s",
-        "GB",
-        "reward/min",
-        "largest mismatch",
-    ]
+    head = ["", "rollouts", "seconds per batch", "ratio", *PARTS.values(), "tokens/s", "GB", "largest mismatch"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
-        gain, mismatch = row["gain_per_minute"], row["mismatch"]
         cells = [
             row["name"] if row["name"] == TRL else f"`{row['name']}`",
             row["sampler"],
@@ -322,8 +289,7 @@ def table(rows: list[dict]) -> str:
             *(f"{row['parts'][part]:.2f}" for part in PARTS),
             f"{row['tokens_per_second']:.0f}",
             f"{row['gigabytes']:.1f}",
-            "-" if gain is None else f"{gain:+.4f}",
-            "-" if row["name"] == TRL else f"{mismatch:.2g}",
+            "-" if row["mismatch"] is None else f"{row['mismatch']:.2g}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -61,6 +61,17 @@ def write_random_model(shapes: str, num_layers: int | None = None) -> str:
     return str(folder)
 
 
+def write_weights(shapes: str, folder: Path) -> str:
+    """Model and tokenizer in `folder`, for a training."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(write_random_model(shapes), eos_token="<300>", pad_token="<301>")
+    tokenizer.save_pretrained(folder)
+    random_model(make_config(shapes), torch.float32).cpu().save_pretrained(folder)
+    return str(folder)
+
+
 def has_weights(path: str) -> bool:
     """Return whether `path`, which may be the name of a model on the Hub, is not a folder of
     [`write_random_model`]."""

@@ -206,6 +206,8 @@ def test_a_callbacks_weights_draw_the_next_batch(make_played_trainer, monkeypatc
 def test_a_synced_reference_is_of_the_batchs_update(make_played_trainer):
     """As without batches that are drawn ahead: old log-probs alone are of earlier weights."""
     reference = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    # Each update changes the weights.
+    reference |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 1.0)
     trainer, server = make_played_trainer(rollout_ahead=1, max_steps=4, learning_rate=1e-2, **reference)
     batches, states = record(trainer)
     trainer.train()

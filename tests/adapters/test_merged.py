@@ -183,9 +183,9 @@ def tensors(model, dtype=torch.bfloat16):
 def run(tiny_model, tmp_path_factory):
     """A training of six updates that keeps close to where it started, saved."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = make(
-        tiny_model, folder, beta=0.1, max_steps=6, steps_per_generation=3, save_strategy="steps", save_steps=4
-    )
+    options = {"beta": 0.1, "max_steps": 6, "steps_per_generation": 3, "save_strategy": "steps", "save_steps": 4}
+    # Dropout is switched off, and stays in the adapter's file.
+    trainer = make(tiny_model, folder, lora={"lora_dropout": 0.05}, **options)
     before = tensors(trainer.model)
     trainer.train()
     trainer.save_model()

@@ -112,8 +112,8 @@ def prepare_base(
     model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
     """Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop unneeded
-    masters unless `keep_masters`. `ValueError` is raised by [`prepare_model`] and [`merge_adapters`], if a low-bit
-    checkpoint has other schemes, and with `is_merged` if an adapted layer stays in high precision."""
+    masters unless `keep_masters`. `ValueError` is raised by [`prepare_model`], if a low-bit checkpoint has other
+    schemes, and with `is_merged` if an adapted layer stays in high precision."""
     plan = get_plan(scheme)
     assign_base(model, plan, keep_masters=keep_masters, is_merged=is_merged, **arguments)
     if _is_frozen(model):

@@ -21,18 +21,11 @@ from ..quantization.weight import MasterSource
 
 
 def merge_adapters(model: PeftModel) -> None:
-    """Have every adapted layer of `model`, all prepared by [`prepare_model`], quantize base and adapter together.
-    `ValueError` is raised if adapters drop some of their inputs."""
-    adapters = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    rates = {getattr(dropout, "p", 0.0) for module in adapters for dropout in module.lora_dropout.values()}
-    if any(rates):
-        raise ValueError(
-            f"lora_dropout={max(rates)} with lora_mode='merged': dropout needs the adapter's branch, which merging removes. Use "
-            "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
-        )
-    for module in adapters:
-        module.base_layer.quantized_weights["weight"].source = LoraSource(module)
-        module.base_layer.invalidate()
+    """Have every adapted layer of `model`, all prepared by [`prepare_model`], quantize base and adapter together."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.base_layer.quantized_weights["weight"].source = LoraSource(module)
+            module.base_layer.invalidate()
 
 
 class LoraSource(MasterSource):

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
+from testing_utils.trainings import EXPERTS
 from trl_qarl.checks.architectures import problem_of_architecture, problems_with_vllm
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import assign_schemes
@@ -96,6 +97,13 @@ def test_ungated_experts_have_no_kernel_in_16_bits_on_a_cpu():
     assert [*problems_with_vllm(model, torch.float32, on_cpu=True, schemes=schemes)] == []
     (problem,) = problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})
     assert "experts without a gate" in problem and problem.endswith("Use scheme='w4a16'")
+
+
+def test_experts_in_schemes_that_were_not_compared_are_refused():
+    model = model_of("qwen3_moe", **EXPERTS)
+    schemes, _ = assign_schemes(model, get_plan("w8a16"))
+    (problem,) = problems_with_vllm(model, None, on_cpu=False, schemes=schemes)
+    assert problem.startswith("experts ('model.layers.0.mlp.experts') with scheme 'w8a16' are untested in vLLM.")
 
 
 def test_low_bit_layers_of_mamba_1_are_refused():

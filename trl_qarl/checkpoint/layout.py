@@ -210,11 +210,11 @@ def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
     return matrices[0].rsplit(".", 2)[0] if matrices else None
 
 
-def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme] | None = None) -> str | None:
+def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme]) -> str | None:
     """Return the reason why vLLM cannot run the experts of a model, or `None`, also for a model without experts.
     `schemes` has those of layers that are yet to be quantized, by name."""
     for path, module in inventory.experts.items():
-        scheme = (schemes or {}).get(path, getattr(module, "scheme", None))
+        scheme = schemes.get(path, getattr(module, "scheme", None))
         if scheme is not None and not _has_compared_experts(scheme):
             known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]
             return (

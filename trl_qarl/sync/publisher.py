@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..adapters.tensors import adapter_problems, iter_adapter_tensors
-from ..checkpoint.layout import check_finite, iter_checkpoint_layers, problem_of_mixture, quantization_config
+from ..checkpoint.layout import check_finite, iter_checkpoint_layers, quantization_config
 from ..engines.background import BackgroundCall
 from ..engines.engine import Engine, Tensors, num_bytes_of
 from ..engines.gpu_kernels import Gpu, reason_against, unexpected_kernels
@@ -57,13 +57,10 @@ class Publisher:
 
     `model` is a learner, prepared by [`prepare_model`] or unquantized; tensors that are not quantized are rounded to
     the engine's `dtype`. A process that only takes part in gathering ([`~Publisher.join`]) has no `engine`. A
-    `tokenizer` or processor is compared with the engine's, and log-probs after each publication. `NotImplementedError`
-    is raised for a model with a [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
+    `tokenizer` or processor is compared with the engine's, and log-probs after each publication.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, engine: Engine | None, tokenizer=None):
-        if problem := problem_of_mixture(Inventory.of(model)):
-            raise NotImplementedError(problem)
         self.model = model
         self.dtype = dtype
         self.engine = engine

@@ -391,7 +391,6 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     from ..trainer.qarl_trainer import QaRLTrainer
 
     with configuration_errors():
-        raise_problems(problems_of_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)}))
         reward_funcs, train, evaluation, problems = _read_inputs(script_args, training_args, dataset_args)
         export_dir = None
         try:

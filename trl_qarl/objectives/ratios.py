@@ -31,9 +31,7 @@ def mismatch_weight(
     """
     Return the weight `w~` (Eq. 5) that corrects for sampling with the engine instead of the learner: shape `(B,)`, in
     `[1/cap, cap]`, without gradient, 1 for an empty completion. Tokens are handled as in [`sequence_log_ratio`]. A
-    `cap` below 1 raises `ValueError`; 1 turns the correction off.
+    `cap` of 1 turns the correction off.
     """
-    if not cap >= 1.0:
-        raise ValueError(f"mismatch_cap must be at least 1 (1 turns the correction off), got {cap}.")
     log_weight = sequence_log_ratio(old_per_token_logps, sampling_per_token_logps, mask)
     return torch.exp(log_weight.clamp(-math.log(cap), math.log(cap)))  # (B,)

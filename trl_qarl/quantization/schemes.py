@@ -51,7 +51,6 @@ class Grid:
 INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (4, 8))
 INT2_SIGNED, INT3_SIGNED, INT4_SIGNED = (Grid(f"int{bits}-signed", "int", bits, True) for bits in (2, 3, 4))
 E2M1, E4M3 = Grid("e2m1", "float", 4), Grid("e4m3", "float", 8)
-GRIDS = {grid.name: grid for grid in (INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E2M1, E4M3)}
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,7 @@ class Container:
     - `checkpoint_format`: compressed-tensors' name of the container.
     - `word_size`: codes in a word of the checkpoint. Rows fill whole words.
     - `group_sizes`: sizes that its kernels accept, largest first; empty for one scale per output channel.
-    - `activations`: grids of activations that its kernels take; `None` for activations in 16 bits.
     - `has_global_scale`: true if one number divides all scales of a matrix of the engine.
-    - `takes_signed_scales`: true if all its kernels for 16-bit activations multiply by negative scales correctly.
     - `scale_dtype`: dtype of the scales; `None` if it depends on the scheme.
     """
 
@@ -76,36 +73,19 @@ class Container:
     checkpoint_format: str
     word_size: int = 1
     group_sizes: tuple[int, ...] = ()
-    activations: tuple[Grid | None, ...] = (None,)
     has_global_scale: bool = False
-    takes_signed_scales: bool = False
     scale_dtype: str | None = None
 
-    def holds(self, grid: Grid | None) -> bool:
-        """Return whether the container has every code of `grid`, with `None` for weights in high precision."""
-        if grid is None or self.type is None:
-            return grid is None and self.type is None
-        if grid.has_signed_scales and not self.takes_signed_scales:
-            return False
-        # Integers of fewer bits are integers of more; floating-point codes of fewer are not.
-        return grid.type == self.type and (
-            grid.num_bits <= self.num_bits if grid.type == "int" else grid.num_bits == self.num_bits
-        )
 
-
-INT4_PACKED = Container(
-    "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3, INT8), takes_signed_scales=True
-)
+INT4_PACKED = Container("int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES)
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
-INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
+INT8_CODES = Container("int8", "int", 8, "int-quantized")
 MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,), scale_dtype="uint8")
 NVFP4 = Container(
     "nvfp4", "float", 4, "nvfp4-pack-quantized", 1, (16,), has_global_scale=True, scale_dtype="float8_e4m3fn"
 )
-E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
+E4M3_CODES = Container("e4m3", "float", 8, "float-quantized")
 DENSE = Container("dense", None, 16, "dense")
-_CONTAINERS = (INT4_PACKED, INT8_PACKED, INT8_CODES, MXFP4, NVFP4, E4M3_CODES, DENSE)
-CONTAINERS = {container.name: container for container in _CONTAINERS}
 
 
 @dataclass(frozen=True)
@@ -119,8 +99,7 @@ class QuantScheme:
     - `group_size`: input features that share a scale; `None` for one scale per output channel.
     - `activation`: codes of dynamic per-token activations; `None` for activations in 16 bits.
 
-    `ValueError` is raised if the grid has codes that the container does not hold, or if no kernel multiplies the
-    container with such groups or activations.
+    `ValueError` is raised if no kernel multiplies the container with such groups.
     """
 
     name: str
@@ -130,25 +109,6 @@ class QuantScheme:
     activation: Grid | None = None
 
     def __post_init__(self) -> None:
-        if not self.container.holds(self.grid):
-            fitting = [name for name, grid in GRIDS.items() if self.container.holds(grid)] or ["None"]
-            raise ValueError(
-                f"Scheme {self.name!r}: container {self.container.name!r} does not hold the codes of grid "
-                f"{self.grid and self.grid.name!r}, only those of {', '.join(fitting)}. Choose another of "
-                f"{[name for name, container in CONTAINERS.items() if container.holds(self.grid)]}."
-            )
-        if self.activation not in self.container.activations:
-            allowed = [grid and grid.name for grid in self.container.activations]
-            raise ValueError(
-                f"Scheme {self.name!r}: no kernel multiplies container {self.container.name!r} with activations in "
-                f"{self.activation and self.activation.name!r}. Choose one of {allowed}."
-            )
-        if self.grid is not None and self.grid.has_signed_scales and self.activation == E4M3:
-            raise ValueError(
-                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. Signed scales are for "
-                "weights of at most 4 bits with 16-bit or INT8 activations: vLLM converts the scales of 'w4a8' to FP8, which loses "
-                "nothing only for positive scales, and 8 bits gain next to nothing. Use 'w4a16', or another grid."
-            )
         if self.group_size not in (self.group_sizes or (None,)):
             raise ValueError(
                 f"Scheme {self.name!r}: group_size={self.group_size!r} is not supported: its kernels take "
@@ -243,6 +203,7 @@ SCHEMES = {
         QuantScheme("w8a16", INT8, INT8_PACKED),
         QuantScheme("w8a8", INT8, INT8_CODES, activation=INT8),
         QuantScheme("fp8", E4M3, E4M3_CODES, activation=E4M3),
+        # vLLM converts its scales to FP8, which loses nothing only for positive ones.
         QuantScheme("w4a8", INT4, INT4_PACKED, 128, E4M3),
         QuantScheme("mxfp4a16", E2M1, MXFP4, 32),
         QuantScheme("nvfp4a16", E2M1, NVFP4, 16),

@@ -5,11 +5,12 @@ import torch
 
 from trl_qarl.quantization.formats.fp4 import MAGNITUDES
 from trl_qarl.quantization.formats.registry import format_of
-from trl_qarl.quantization.schemes import CONTAINERS, GRIDS, SCHEMES
+from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-LOW_BIT = [container for container in CONTAINERS.values() if container.type is not None]
+PAIRS = [*dict.fromkeys((scheme.container, scheme.grid) for scheme in SCHEMES.values() if scheme.is_quantized)]
+LOW_BIT = [*dict(PAIRS)]
 
 
 def random_codes(grid, shape=(48, 64)):
@@ -20,9 +21,6 @@ def random_codes(grid, shape=(48, 64)):
     codes = torch.empty(shape).uniform_(*grid.quant_range)
     codes[0, 0], codes[0, 1] = grid.quant_range
     return codes.round() if grid.type == "int" else codes.to(torch.float8_e4m3fn).float()
-
-
-PAIRS = [(c, grid) for c in LOW_BIT for grid in GRIDS.values() if c.holds(grid)]
 
 
 @pytest.mark.parametrize(("container", "grid"), PAIRS, ids=lambda value: value.name)

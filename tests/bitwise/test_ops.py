@@ -11,6 +11,38 @@ from trl_qarl.bitwise.ops import backend_of, token_log_probs
 from trl_qarl.token_row import Segments
 
 
+def check_gradients(inputs, reference):
+    """Allow a product's factors and its result one rounding to bfloat16 each."""
+    for ours, exact in zip(inputs, reference, strict=True):
+        assert relative_error(ours.grad, exact.grad) < 2**-8
+
+
+@pytest.mark.parametrize("lengths", [(256,), (40, 300)])
+def test_attention_gradients_are_as_exact_as_torchs(lengths):
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs, exact = (
+        [
+            torch.randn(sum(lengths), 4, 64, generator=generator.manual_seed(seed))
+            .bfloat16()
+            .to(dtype)
+            .requires_grad_()
+            for seed in range(3)
+        ]
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float64)
+    )
+    upstream = torch.randn(sum(lengths), 4, 64, generator=generator).bfloat16()
+    ops.attention(*ours, Segments(lengths), 0.125).backward(upstream)
+    for inputs in (theirs, exact):
+        sequences = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in inputs), strict=True)
+        outputs = [
+            torch.nn.functional.scaled_dot_product_attention(*(x[None] for x in each), is_causal=True)[0]
+            for each in sequences
+        ]
+        torch.cat(outputs, dim=1).transpose(0, 1).backward(upstream.to(inputs[0].dtype))
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert 0 < relative_error(a.grad, c.grad) <= relative_error(b.grad, c.grad)
+
+
 @pytest.mark.parametrize(
     ("lengths", "window", "softcap"),
     [
@@ -45,19 +77,17 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, window, softcap,
     expected = torch.cat(parts)
     expected.backward(upstream.double())
     assert (output - expected).abs().max() < 0.02
-    for ours, exact in zip(inputs, reference, strict=True):
-        # One rounding to bfloat16.
-        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
+    check_gradients(inputs, reference)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_keys_of_several_sequences_have_their_exact_gradient(window, arithmetic):
-    """Two prompts of one and of nine sequences, which see the prompt and themselves."""
+    """Two prompts of one and of 90 sequences, which see the prompt and themselves, and add to its gradient."""
     if window is not None and not kernels.has_engine_kernels():
         pytest.skip("windows are vLLM's alone")
     generator = torch.Generator().manual_seed(0)
     # The longer prompt fills a block of keys.
-    prompts, rests = (31, 150), ((90,), (40, 41, 1, 70, 66, 64, 2, 39, 10))
+    prompts, rests = (31, 150), ((90,), (40, 41, 1, 70, 66, 64, 2, 39, 10) * 10)
     queries, keys, start = [], [], 0
     for prompt, lengths in zip(prompts, rests, strict=True):
         shared = list(range(start, start + prompt))
@@ -84,9 +114,7 @@ def test_keys_of_several_sequences_have_their_exact_gradient(window, arithmetic)
         parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     torch.cat(parts).backward(upstream.double())
     assert (output - torch.cat(parts)).abs().max() < 0.02
-    for ours, exact in zip(inputs, reference, strict=True):
-        # One rounding to bfloat16, although ten sequences have added to a key's gradient.
-        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
+    check_gradients(inputs, reference)
 
 
 class LargestTensor(LiveBytes):

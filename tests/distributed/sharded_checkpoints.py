@@ -69,5 +69,6 @@ def two_processes_go_on_from_a_checkpoint_of_one(folder):
 
 
 def a_killed_process_leaves_a_checkpoint(folder):
-    options = {"launch": {"state_dict_type": "SHARDED_STATE_DICT"}, "bf16": True, "optim": "muon"}
+    options = {"launch": {"state_dict_type": "SHARDED_STATE_DICT"}, "bf16": True, "optim": "muon_8bit"}
+    options["gradient_dtype"] = "bfloat16"
     killed.the_last_checkpoint_survives_a_killed_process(folder, train, "SHARDED_STATE_DICT", options)

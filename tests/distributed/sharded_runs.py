@@ -226,8 +226,10 @@ def assert_trained_the_same(trainer, ddp):
     assert not is_sharded(ddp.model)
     rows = ddp.state.log_history
     for ours, theirs in zip(trainer.state.log_history, rows, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
+        # With sharded masters every process computes it, needed or not.
+        assert ours.keys() ^ theirs.keys() <= {"publish/canary_rounding"}
+        for name in ours.keys() & theirs.keys():
+            value = theirs[name]
             if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
                 continue
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), (name, ours[name], value)
@@ -241,7 +243,8 @@ def assert_trained_the_same(trainer, ddp):
     dist.barrier()
     found, expected = files_of(export), files_of(expected)
     assert found.keys() == expected.keys() and "model.safetensors" in found
-    assert [name for name in found if found[name] != expected[name]] == []
+    differing = [name for name in found if found[name] != expected[name]]
+    assert not differing, differing
     sent = dict(iter_adapter_tensors(trainer.model, trainer.policy.dtype))
     expected = dict(iter_adapter_tensors(ddp.model, trainer.policy.dtype))
     assert sent.keys() == expected.keys() and all(torch.equal(sent[name], expected[name]) for name in sent)

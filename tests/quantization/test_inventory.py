@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForImageTextToText
 
 from testing_utils.layers import LAYERS, tiny
@@ -230,3 +231,14 @@ def test_a_layer_in_a_list_is_matched_with_the_name_of_its_list():
     groups = quantization_config(Inventory.of(model))["config_groups"].values()
     targets = {group["weights"]["group_size"]: group["targets"] for group in groups}
     assert targets == {128: [r"re:.*\.up$"], 64: [r"re:.*\.streams\.0$", r"re:.*\.streams\.1$"]}
+
+
+def test_a_class_that_fsdp2_derives_keeps_its_checkpoint_names():
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(make_picture_config("qwen2_5_vl"))
+        sharded = copy.deepcopy(model)
+    cls = type(sharded)
+    sharded.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    names = Inventory(sharded).names
+    assert names == Inventory(model).names and "visual.merger.mlp.0.weight" in names.tensors.values()
+    assert type(sharded).__name__ == f"FSDP{cls.__name__}"

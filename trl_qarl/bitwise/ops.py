@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
+from ..quantization import gemm
 from ..token_row import Segments
 from . import cpu, cuda, portable
 
@@ -203,10 +204,11 @@ class _Attention(torch.autograd.Function):
         grad_query = torch.empty_like(query)
         of_queries = grad_query.split(query_lengths)
         totals = [torch.zeros_like(x, dtype=torch.float32) for x in (key, value)]
+        dtype = query.dtype if is_on_gpu(query) or gemm.has_fast_bf16() else torch.float32
         for group in _similar_lengths(query_lengths, key_lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
             offset = key_lengths[group[0]] - query_lengths[group[0]]
             padded = [
-                _pad_sequences(parts, num_key_heads)
+                _pad_sequences(parts, num_key_heads, dtype)
                 for parts in (
                     [queries[i] for i in group],
                     *([x.index_select(0, places[i]) for i in group] for x in (key, value)),
@@ -236,32 +238,34 @@ def _similar_lengths(
         del places[:count]
 
 
-def _pad_sequences(sequences: list[torch.Tensor], num_key_heads: int) -> torch.Tensor:
-    """Return `sequences`, `(tokens, heads, head_dim)` each, as float32 `(sequences, key heads, tokens, heads per key
-    head, head_dim)`, with zeros after the last token."""
+def _pad_sequences(sequences: list[torch.Tensor], num_key_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return `sequences`, `(tokens, heads, head_dim)` each, as `(sequences, key heads, tokens, heads per key head,
+    head_dim)` in `dtype`, with zeros after the last token."""
     rows = pad_sequence(sequences, batch_first=True).unflatten(2, (num_key_heads, -1)).transpose(1, 2)
-    return rows.to(torch.float32, memory_format=torch.contiguous_format)
+    return rows.to(dtype).contiguous()
 
 
 def _unpad(rows: torch.Tensor, length: int) -> torch.Tensor:
     """Return the first `length` tokens of one sequence in the shape of [`_pad_sequences`], `(length, heads,
     head_dim)`."""
-    return rows[:, :length].transpose(0, 1).flatten(1, 2)
+    return rows[:, :length].transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _grad_attention(query, key, value, grad, offset, scale, window, softcap):
     """
-    Return float32 gradients of causal attention to the last `window` keys, or to all, in the shapes of
-    [`_pad_sequences`]. `offset` keys come before the first query. Padding comes after the last token, which does not
-    see it, and its own gradients are zeros.
+    Return gradients of causal attention to the last `window` keys, or to all, in the shapes of [`_pad_sequences`]:
+    that of `query` in its dtype, the others in float32. `offset` keys come before the first query. Padding comes after
+    the last token, which does not see it, and its own gradients are zeros.
 
-    A block of queries needs all its keys at once, so its probabilities are exact, and those of later keys are not
-    computed. Queries that share a key head are rows of the same product.
+    A block of queries needs all its keys at once, so its probabilities are computed in float32, and those of later
+    keys are not computed. Queries that share a key head are rows of the same product. As in FlashAttention,
+    probabilities and gradients of scores are rounded to the dtype of `query` for the products with them.
     """
-    num_sequences = len(query)
-    query, grad = query.flatten(0, 1).mul_(scale), grad.flatten(0, 1)
+    num_sequences, dtype = len(query), query.dtype
+    query, grad = query.flatten(0, 1), grad.flatten(0, 1)
     key, value = key.flatten(0, 1).squeeze(2), value.flatten(0, 1).squeeze(2)
-    grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     length, num_groups = query.shape[1:3]
     size = BLOCK_OF_QUERIES.get(key.device.type, 512)
     for start in range(0, length, size):
@@ -269,22 +273,34 @@ def _grad_attention(query, key, value, grad, offset, scale, window, softcap):
         first = 0 if window is None else max(offset + start - window + 1, 0)
         rows, keys = (slice(None), slice(start, end)), (slice(None), slice(first, offset + end))
         q, g, k, v = query[rows].flatten(1, 2), grad[rows].flatten(1, 2), key[keys], value[keys]
+        # Without a window each query sees the keys before the block.
+        masked = first if window is not None else offset + start
         distance = torch.arange(start, end, device=key.device)[:, None] + offset
-        distance = distance - torch.arange(first, offset + end, device=key.device)
+        distance = distance - torch.arange(masked, offset + end, device=key.device)
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        scores = q @ k.mT
+        scores = _float32_product(q, k, scale)
         capped = None if softcap is None else torch.tanh(scores / softcap)
         scores = scores if capped is None else softcap * capped
-        scores.unflatten(1, (-1, num_groups)).masked_fill_(hidden[:, None], -torch.inf)
+        scores[..., masked - first :].unflatten(1, (-1, num_groups)).masked_fill_(hidden[:, None], -torch.inf)
         probs = scores.softmax(dim=-1)
-        grad_value[keys] += probs.mT @ g
-        grad_scores = torch._softmax_backward_data(g @ v.mT, probs, -1, probs.dtype)
+        grad_value[keys] += probs.to(dtype).mT @ g
+        grad_scores = torch._softmax_backward_data(_float32_product(g, v), probs, -1, probs.dtype)
         if capped is not None:
             grad_scores = grad_scores * (1 - capped**2)
-        grad_query[rows] = (grad_scores @ k).unflatten(1, (-1, num_groups))
+        grad_scores = grad_scores.to(dtype)
+        grad_query[rows] = torch.baddbmm(q, grad_scores, k, beta=0, alpha=scale).unflatten(1, (-1, num_groups))
         grad_key[keys] += grad_scores.mT @ q
-    grads = grad_query.mul_(scale), grad_key.unsqueeze(2), grad_value.unsqueeze(2)
+    grads = grad_query, grad_key.mul_(scale).unsqueeze(2), grad_value.unsqueeze(2)
     return [tensor.unflatten(0, (num_sequences, -1)) for tensor in grads]
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Return `scale * a @ b.mT` in float32. For 16-bit numbers a second product computes what rounding the first one
+    leaves, because the difference is taken before it is rounded itself."""
+    product = torch.baddbmm(a.new_empty(()), a, b.mT, beta=0, alpha=scale)
+    if a.dtype is torch.float32:
+        return product
+    return torch.baddbmm(product, a, b.mT, beta=-1, alpha=scale).float().add_(product.float())
 
 
 class _Linear(torch.autograd.Function):

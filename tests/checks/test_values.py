@@ -66,12 +66,6 @@ REFUSED = [
     ({"gradient_checkpointing_kwargs": "reentrant"}, "gradient_checkpointing_kwargs='reentrant' is not a JSON object"),
     ({"lr_scheduler_kwargs": "[1]"}, "lr_scheduler_kwargs='[1]' is not a JSON object"),
     ({"report_to": 3}, "report_to=3 is of type int"),
-    (
-        {"accelerator_config": {"split_batch": True}},
-        "accelerator_config={'split_batch': True}: got an unexpected keyword",
-    ),
-    ({"accelerator_config": "nowhere.json"}, "accelerator_config='nowhere.json': [Errno 2] No such file"),
-    ({"accelerator_config": [1]}, "accelerator_config=[1] is of type list"),
     ({"chat_template_kwargs": True}, "chat_template_kwargs=True is of type bool. Give a dictionary"),
 ]
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, SchedulerType, Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
-from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
 from ..bitwise.availability import contradicting_options
@@ -103,20 +102,6 @@ def check_inherited(config) -> Iterator[str]:
     for name, why in MODEL_INIT_KWARGS_REFUSED.items():
         if as_dict(config, "model_init_kwargs").get(name) not in (None, False):
             yield f"model_init_kwargs[{name!r}] is not supported: {why}."
-
-
-def check_accelerator(config) -> Iterator[str]:
-    given = config.accelerator_config
-    try:
-        if isinstance(given, Mapping):
-            AcceleratorConfig(**given)
-        elif isinstance(given, str) and not given.startswith("{"):
-            AcceleratorConfig.from_json_file(given)
-        elif not isinstance(given, str | AcceleratorConfig | None):
-            yield f"accelerator_config={given!r} is of type {type(given).__name__}. Give a dictionary, or the name of a JSON file."
-    except (OSError, TypeError, ValueError) as error:
-        text = str(error).replace("AcceleratorConfig.__init__() ", "")
-        yield f"accelerator_config={given!r}: {text}. Correct it, or leave it out."
 
 
 def check_trackers(config) -> Iterator[str]:

@@ -140,6 +140,12 @@ CONFLICTS = [
         "Remove it; `seed` is that of the training",
     ),
     Conflict(
+        {"dataloader_persistent_workers": True, "dataloader_num_workers": 0},
+        lambda c: c.dataloader_persistent_workers and not c.dataloader_num_workers,
+        "there are no workers that could stay",
+        "Set `dataloader_num_workers`, or remove `dataloader_persistent_workers`",
+    ),
+    Conflict(
         {"save_strategy": "best"},
         lambda c: c.save_strategy == "best" and (c.metric_for_best_model is None or c.eval_strategy == "no"),
         "the best checkpoint is that with the best metric of an evaluation",

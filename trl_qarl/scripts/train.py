@@ -38,8 +38,6 @@ EPILOG = (
 REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
 # Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
 DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-# Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
-_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 # Options without effect unless another one is given.
 _ONLY_WITH = {
     "use_peft": (
@@ -322,11 +320,6 @@ def _problems_of_dataset(name: str | None, config: str | None, mixture: Any) -> 
         yield "No dataset: give `--dataset_name`, or `datasets` in the YAML file."
         return
     path = Path(name)
-    if any((path / file).is_file() for file in _SAVED_TO_DISK):
-        yield (
-            f"--dataset_name={name!r} was written by `save_to_disk`, which `load_dataset` does not read. Write a file: "
-            f"`load_from_disk({name!r}){'' if (path / _SAVED_TO_DISK[0]).is_file() else '[SPLIT]'}.to_parquet('{path.name}.parquet')`."
-        )
     if path.is_dir():
         return
     if path.suffix in DATA_FILES:
@@ -521,12 +514,17 @@ def _describe(error: Exception, dataset_name: str | None) -> str:
 
 
 def _load_dataset(script_args, dataset_args):
-    from datasets import load_dataset
+    from datasets import load_dataset, load_from_disk
     from trl import get_dataset
 
     if dataset_args.datasets:
         return get_dataset(dataset_args)
     path, is_streamed = Path(script_args.dataset_name), script_args.dataset_streaming
+    # Files of `DatasetDict.save_to_disk` and of `Dataset.save_to_disk`.
+    if (path / "dataset_dict.json").is_file():
+        return load_from_disk(path)
+    if (path / "state.json").is_file():
+        return {"train": load_from_disk(path)}
     if path.suffix in DATA_FILES and not path.is_dir():
         return load_dataset(DATA_FILES[path.suffix], data_files=escape(str(path)), streaming=is_streamed)
     return load_dataset(script_args.dataset_name, name=script_args.dataset_config, streaming=is_streamed)

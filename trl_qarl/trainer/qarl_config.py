@@ -123,7 +123,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             if not problems:
                 raise
             # The configuration is not used: only what TRL and transformers have to say counts.
-            problems += [str(error)] if isinstance(error, ValueError) else []
+            problems += [str(error)] if isinstance(error, ValueError | TypeError | OSError) else []
         checks.raise_problems(problems)
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
@@ -145,7 +145,6 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         yield from checks.check_choices(self)
         yield from problems_of_conflicts(self)
         yield from checks.check_inherited(self)
-        yield from checks.check_accelerator(self)
         yield from checks.check_trackers(self)
         yield from checks.check_schedule(self)
         yield from checks.check_gradient_checkpointing(self)

@@ -11,6 +11,7 @@ import sys
 import traceback
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from glob import escape
 from importlib.machinery import PathFinder
@@ -113,13 +114,18 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
 
 
 def read_options(
-    argv: list[str], parser: "TrlParser", launch_parser: ArgumentParser
+    argv: list[str], parser: "TrlParser", launch_parser: ArgumentParser, launches: bool = False
 ) -> tuple[list[Any], list[str], list[str]]:
     """
     Return the options of `argv`, and of the YAML file that it names, as instances of the parser's dataclasses; then
-    those of `accelerate launch` in the file, and those in `argv`. `ValueError` is raised with everything that is
-    wrong: unknown names, values, options that are not honoured, and inputs that do not exist.
+    those of `accelerate launch` in the file, and those in `argv`, which are read if this process `launches` the
+    training. `ValueError` is raised with everything that is wrong: unknown names, values, options that are not
+    honoured, and inputs that do not exist.
     """
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    from ..checks.launch import as_launched
+
     known = known_options(parser, launch_parser)
     words, of_file = _read_file(argv)
     unknown: dict[str, Any] = {name.replace("-", "_"): value for name, value in unknown_options(words, known).items()}
@@ -136,21 +142,27 @@ def read_options(
         if not (word.startswith("-") or before.startswith("-")):
             fix = f"Write `--config {word}`" if word.endswith((".yaml", ".yml")) else "Remove it"
             problems.append(f"{word!r} is no option, nor the value of one. {fix}.")
-    parsed = []
-    for cls in parser.dataclass_types:
-        made = cls.__new__(cls)
+    parsed, launch = [], nullcontext()
+    if launches:
         try:
-            made.__init__(**{option.name: getattr(namespace, option.name) for option in fields(cls) if option.init})
-        except Problems as error:
-            problems += error.problems
-        except (ValueError, TypeError) as error:
-            # TRL makes one of each of the `datasets` of a YAML file.
-            problems.append(str(error).replace("DatasetConfig.__init__()", "`datasets`"))
-        for name in _PATHS & vars(made).keys():
-            # As transformers does for `output_dir`: a YAML file has no shell, and takes a number for one.
-            if isinstance(value := getattr(made, name), str | int | float):
-                setattr(made, name, os.path.expanduser(str(value)))
-        parsed.append(made)
+            launch_words = resolve_accelerate_config_argument([*config_remaining, *cli_remaining])
+            launch = as_launched(_parse(launch_parser, [*launch_words, "train"], {}, {}, problems)[0])
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    with launch:
+        for cls in parser.dataclass_types:
+            parsed.append(made := cls.__new__(cls))
+            try:
+                made.__init__(**{each.name: getattr(namespace, each.name) for each in fields(cls) if each.init})
+            except Problems as error:
+                problems += error.problems
+            except (ValueError, TypeError) as error:
+                # TRL makes one of each of the `datasets` of a YAML file.
+                problems.append(str(error).replace("DatasetConfig.__init__()", "`datasets`"))
+            for name in _PATHS & vars(made).keys():
+                # As transformers does for `output_dir`: a YAML file has no shell, and takes a number for one.
+                if isinstance(value := getattr(made, name), str | int | float):
+                    setattr(made, name, os.path.expanduser(str(value)))
     script_args, config, model_args, mixture = parsed
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
     problems += of_inputs
@@ -173,6 +185,8 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
     place = argv.index("--config")
     if place + 1 == len(argv):
         raise ValueError("--config names no file.")
+    if argv.count("--config") > 1:
+        raise ValueError("--config was given twice. Give one file, and what differs as options.")
     path = argv[place + 1]
     try:
         with open(path, encoding="utf-8") as file:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sized
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)
-        self.reward_funcs = [checked_reward(function, name) for function, name in named]
+        shared = partial(all_or_none, self.accelerator)
+        self.reward_funcs = [checked_reward(function, name, shared) for function, name in named]
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:

@@ -527,12 +527,33 @@ def test_an_optimizer_of_other_parameters_is_named(tiny_model, tmp_path, not_loa
         (lambda _: torch.nn.Linear(3, 3), {}, "The reward model is a Linear, which has no head for scores"),
         (lambda _: "accuracy_reward", {}, "Give the function: `from trl.rewards import accuracy_reward`"),
         (lambda _: [spread, spread], {"reward_processing_classes": [None]}, "has 1 elements, and there are 2 reward"),
+        (partial(loaded, cls=AutoModelForSequenceClassification), {}, "a score for each of ['LABEL_0', 'LABEL_1']"),
+        (lambda _: spread, {"reward_processing_classes": "name"}, "`reward_processing_classes` is of type str"),
     ],
-    ids=["language model", "layer", "name of a function", "tokenizers"],
+    ids=["language model", "layer", "name of a function", "tokenizers", "two labels", "name of a tokenizer"],
 )
 def test_rewards_that_cannot_be_asked_are_named(tiny_model, tmp_path, not_loaded, reward, options, text):
     (found,) = problems(tiny_model, reward(tiny_model), arguments(tmp_path), make_problems(), **options)
     assert text in found
+
+
+def logs_a_metric(completions, log_metric, **kwargs):
+    return spread(completions)
+
+
+@pytest.mark.parametrize(
+    ("metric", "reward", "text"),
+    [
+        ("accuracy", spread, "metric_for_best_model='accuracy' is no metric of an evaluation"),
+        ("eval_reward", spread, "loaded"),
+        ("rewards/spread/mean", spread, "loaded"),
+        ("accuracy", logs_a_metric, "loaded"),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_named(tiny_model, tmp_path, not_loaded, metric, reward, text):
+    args = arguments(tmp_path, metric_for_best_model=metric, eval_strategy="steps", eval_steps=1)
+    with pytest.raises((Problems, pytest.fail.Exception), match=text):
+        QaRLTrainer(tiny_model, reward, args, make_problems(), make_problems())
 
 
 def test_a_reward_model_without_a_tokenizer_is_named(tiny_model, classifier, tmp_path, not_loaded):
@@ -575,11 +596,24 @@ def test_the_training_process_says_why_a_file_cannot_be_read(bad_inputs, not_loa
     assert re.search("--dataset_name='rows.jsonl' cannot be read: .*: .*JSON", capsys.readouterr().err)
 
 
-def read(tmp_path, argv, text):
+def read(tmp_path, argv, text, launches=False):
     """Options of a command with this YAML file."""
     (tmp_path / "run.yaml").write_text(text)
     known = ["--config", str(tmp_path / "run.yaml"), *argv]
-    return train.read_options(known, train.make_parser(), launch_command_parser())
+    return train.read_options(known, train.make_parser(), launch_command_parser(), launches)
+
+
+def test_a_command_counts_the_processes_that_it_launches(train_argv, tmp_path):
+    file = tmp_path / "launch.yaml"
+    file.write_text("num_processes: 3\nmixed_precision: bf16\n")
+    argv = [*train_argv, "--per_device_train_batch_size", "1", "--steps_per_generation", "1", "--ddp_backend", "gloo"]
+    for words, count in ((["--num_processes", "4"], 4), (["--accelerate_config", str(file)], 3)):
+        (_, args, *_), *_ = read(tmp_path, [*argv, "--num_generations", str(count), *words], "{}", launches=True)
+        assert args.generation_batch_size == count
+        with pytest.raises(
+            Problems, match=f"generation_batch_size .{count}. must be divisible by num_generations .5."
+        ):
+            read(tmp_path, [*argv, "--num_generations", "5", *words], "{}", launches=True)
 
 
 def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):

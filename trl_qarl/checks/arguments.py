@@ -1,5 +1,6 @@
 """Checks of the trainer's arguments, which are not part of a configuration."""
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -27,6 +28,7 @@ from .adapter import (
 from .batches import fit_generation_batch
 from .configuration import check_optimizer, low_precision_masters
 from .content import (
+    PICTURE_COLUMNS,
     base_of,
     columns_among,
     error_of_call,
@@ -40,7 +42,7 @@ from .names import is_no_folder
 from .resume import problems_before_loading
 
 
-_PICTURE_COLUMNS = {"image", "images"}
+_METRICS = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "kl", "num_tokens", "runtime")
 
 
 def _problem_of_model(model: Any) -> str | None:
@@ -133,6 +135,8 @@ def problems_of_arguments(
             f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {_count(num_rewards)}. Give "
             "one for each."
         )
+    if evaluates(args) and args.metric_for_best_model is not None:
+        yield from _problems_of_metric(args.metric_for_best_model, eval_dataset, rewards)
     if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
     if args.rollout_ahead:
@@ -175,6 +179,18 @@ def problems_of_arguments(
         yield f"`optimizers` is of type {type(optimizers).__name__}. Give a pair of an optimizer and a schedule, either of which may be `None`."
     yield from problems_before_loading(args, model, config, peft_config, optimizer, launch)
     yield from fit_generation_batch(args, train_dataset)
+
+
+def _problems_of_metric(metric: str, eval_dataset: Any, rewards: list[Any]) -> Iterator[str]:
+    """Yield a problem of a metric for the best checkpoint that no evaluation has, unless a reward may log it."""
+    losses = [f"{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["loss"]
+    name = metric.removeprefix("eval_")
+    may_be_logged = any("log_metric" in inspect.signature(f).parameters for f in rewards if inspect.isroutine(f))
+    if not ("/" in name or name in (*_METRICS, *losses) or may_be_logged):
+        yield (
+            f"metric_for_best_model={metric!r} is no metric of an evaluation. Give one of {[*losses, *_METRICS]}, or one that a reward "
+            "logs by its argument `log_metric`."
+        )
 
 
 def _problems_of_callables(given: Mapping[str, Any]) -> Iterator[str]:
@@ -234,7 +250,7 @@ def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any])
             yield f"{said} `{name}`: its later turns would get newer weights. Leave out one of them."
     if isinstance(train_dataset, IterableDataset):
         yield f"{said} a streamed dataset: prompts are looked up before their turn. Load it without streaming."
-    if pictures := columns_among(_PICTURE_COLUMNS, [train_dataset]):
+    if pictures := columns_among(PICTURE_COLUMNS, [train_dataset]):
         yield f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them."
 
 

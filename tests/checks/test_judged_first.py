@@ -605,7 +605,7 @@ def read(tmp_path, argv, text, launches=False):
 
 def test_a_command_counts_the_processes_that_it_launches(train_argv, tmp_path):
     file = tmp_path / "launch.yaml"
-    file.write_text("num_processes: 3\nmixed_precision: bf16\n")
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 3\nmixed_precision: bf16\n")
     argv = [*train_argv, "--per_device_train_batch_size", "1", "--steps_per_generation", "1", "--ddp_backend", "gloo"]
     for words, count in ((["--num_processes", "4"], 4), (["--accelerate_config", str(file)], 3)):
         (_, args, *_), *_ = read(tmp_path, [*argv, "--num_generations", str(count), *words], "{}", launches=True)
@@ -614,6 +614,8 @@ def test_a_command_counts_the_processes_that_it_launches(train_argv, tmp_path):
             Problems, match=f"generation_batch_size .{count}. must be divisible by num_generations .5."
         ):
             read(tmp_path, [*argv, "--num_generations", "5", *words], "{}", launches=True)
+    with pytest.raises(Problems, match="^--num_processes: invalid int value: 'two'.$"):
+        read(tmp_path, [*train_argv, "--num_processes", "two"], "{}", launches=True)
 
 
 def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ from .names import is_no_folder
 from .resume import problems_before_loading
 
 
-_METRICS = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "kl", "num_tokens", "runtime")
+_METRICS = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "kl")
 
 
 def _problem_of_model(model: Any) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.commands.config import default_config_file
+from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.utils import (
     DynamoBackend,
     FullyShardedDataParallelPlugin,
@@ -205,26 +205,27 @@ def launched_precision() -> str:
 def as_launched(args: Any) -> AbstractContextManager[None]:
     """Return a context in which this process looks like one that these arguments of `accelerate launch` start.
     `ValueError` is raised if accelerate cannot read its configuration file."""
-    file: dict[str, Any] = {}
+    file = None
     path = args.config_file or (default_config_file if os.path.isfile(default_config_file) and not args.cpu else None)
     if path is not None:
         try:
             with open(path, encoding="utf-8") as opened:
-                file = yaml.safe_load(opened)
+                content = yaml.safe_load(opened)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"The accelerate configuration {path} cannot be read: {' '.join(str(error).split())}."
             ) from error
-        if not isinstance(file, dict):
+        if not isinstance(content, dict):
             raise ValueError(f"The accelerate configuration {path} holds no options. `accelerate config` writes one.")
-    precision = args.mixed_precision or file.get("mixed_precision") or "no"
-    processes = args.num_processes or file.get("num_processes") or torch.cuda.device_count()
+        file = load_config_from_file(path)
+    precision = args.mixed_precision or getattr(file, "mixed_precision", None) or "no"
+    processes = args.num_processes or getattr(file, "num_processes", torch.cuda.device_count())
     return patch_environment(**{_PRECISION_VARIABLE: precision, _PROCESSES_VARIABLE: processes})
 
 
 def launched_processes() -> int:
     """Return the number of processes in [`as_launched`], 0 elsewhere."""
-    return int(os.environ.get(_PROCESSES_VARIABLE, 0))
+    return max(int(os.environ.get(_PROCESSES_VARIABLE, 0)), 0)
 
 
 def problems_of_precision(args: Any) -> Iterator[str]:

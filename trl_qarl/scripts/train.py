@@ -146,7 +146,7 @@ def read_options(
     if launches:
         try:
             launch_words = resolve_accelerate_config_argument([*config_remaining, *cli_remaining])
-            launch = as_launched(_parse(launch_parser, [*launch_words, "train"], {}, {}, problems)[0])
+            launch = as_launched(_parse(launch_parser, [*launch_words, "--module", "train"], {}, {}, problems)[0])
         except (ValueError, OSError) as error:
             problems.append(str(error))
     with launch:

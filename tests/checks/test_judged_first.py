@@ -349,6 +349,7 @@ PICTURES = with_column("image")
 CALLBACK = TrainerCallback()
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 # Arguments of the trainer, options, and the one problem.
+MESSAGES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1"}]] * 16})
 REFUSED = {
     "output in a file": ({}, {"output_dir": "file"}, "output_dir='file' cannot be a folder"),
     "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
@@ -376,6 +377,7 @@ REFUSED = {
     "no callback": ({"callbacks": [print]}, {}, f"`callbacks` is {[print]!r}"),
     "tool": ({"tools": print}, {}, f"`tools` is {print!r}"),
     "no tool": ({"tools": [3]}, {}, "`tools` is [3]"),
+    "tools of texts": ({"tools": [print]}, {}, "`tools` was given, and the prompts are texts"),
     "rollout": ({"rollout_func": 3}, {}, "`rollout_func` is 3"),
     "rollout without the trainer": (
         {"rollout_func": lambda prompts: {}},
@@ -407,7 +409,7 @@ REFUSED = {
     **{
         f"ahead: {text}": (given, SERVER | {"rollout_ahead": 1}, f"rollout_ahead=1 is unsupported with {text}")
         for text, given in (
-            ("`tools`", {"tools": [print]}),
+            ("`tools`", {"tools": [print], "train_dataset": MESSAGES}),
             *((f"`{name}`", {name: print}) for name in ("rollout_func", "environment_factory")),
             ("a streamed dataset", {"train_dataset": make_problems().to_iterable_dataset()}),
             ("pictures, and the dataset has a column 'image'", {"train_dataset": PICTURES}),

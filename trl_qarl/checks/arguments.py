@@ -34,6 +34,7 @@ from .content import (
     error_of_call,
     evaluates,
     has_pictures,
+    has_texts,
     problems_of_content,
     problems_of_reward,
 )
@@ -104,7 +105,7 @@ def problems_of_arguments(
     yield from problems_of_start(model, has_adapter)
     of_adapter = [*_problems_of_adapters(args, model, peft_config, has_own_adapter)]
     yield from of_adapter
-    yield from _problems_of_callables(others)
+    yield from _problems_of_callables(others, train_dataset)
     if others.get("rollout_func") is not None and not args.quantize_learner and not args.use_vllm:
         yield (
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
@@ -193,14 +194,17 @@ def _problems_of_metric(metric: str, eval_dataset: Any, rewards: list[Any]) -> I
         )
 
 
-def _problems_of_callables(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each argument that is no list of callbacks, no list of tools, or cannot be called."""
+def _problems_of_callables(given: Mapping[str, Any], train_dataset: Any) -> Iterator[str]:
+    """Yield a problem for each argument that is no list of callbacks, no list of tools, or cannot be called, and for
+    tools that completions of texts would call."""
     if (callbacks := given.get("callbacks")) is not None and not (
         isinstance(callbacks, list) and all(hasattr(each, "on_train_begin") for each in callbacks)
     ):
         yield f"`callbacks` is {callbacks!r}. Give a list of `TrainerCallback`s."
     if (tools := given.get("tools")) and not (isinstance(tools, list) and all(map(callable, tools))):
         yield f"`tools` is {tools!r}. Give a list of functions."
+    elif tools and has_texts(train_dataset):
+        yield "`tools` was given, and the prompts are texts, after which TRL looks for no calls. Give lists of messages."
     for name in ("rollout_func", "environment_factory"):
         value = given.get(name)
         factories = value.values() if isinstance(value, dict) and name == "environment_factory" else [value]

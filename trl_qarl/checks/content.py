@@ -83,6 +83,12 @@ def _prompts_of(data: Any) -> Sequence[Any]:
     return data.with_format(None).select_columns("prompt")["prompt"]
 
 
+def has_texts(data: Any) -> bool:
+    """Return whether the prompts of a dataset are texts and no messages."""
+    prompts = _prompts_of(data)
+    return len(prompts) > 0 and isinstance(prompts[0], str)
+
+
 def check_columns(rows: Iterable[Mapping[str, Any]]) -> None:
     """Raise `ValueError` for a row of a batch without a prompt, as a stream may have whose columns only its rows
     tell."""

@@ -91,5 +91,5 @@ def what_fails_in_a_reward_of_one_process_is_raised_by_both(folder):
     def reward(completions, **kwargs):
         return [float(row) for row in range(len(completions) - dist.get_rank())]
 
-    with pytest.raises((BadReward, RuntimeError), match="The reward function 'reward' returned 1 rewards"):
+    with pytest.raises((BadReward, RuntimeError), match="The reward function 'reward' returned 3 rewards"):
         next(train(folder, "fails-reward", reward=reward))

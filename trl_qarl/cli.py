@@ -141,7 +141,8 @@ def _train(argv: list[str]) -> int:
     # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
     launch.simple_launcher = _become_training
     try:
-        launch.launch_command(args)
+        with configuration_errors():
+            launch.launch_command(args)
     except SignalException as error:
         # torch's launcher has sent the signal to all ranks and waited for them.
         return 128 + error.sigval
@@ -159,12 +160,11 @@ def _become_training(args: Namespace) -> NoReturn:
     """Start the single process of `accelerate launch`."""
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    with configuration_errors():
-        if args.num_processes > args.num_machines and args.mpirun_hostfile is None:
-            raise ValueError(
-                f"num_processes={args.num_processes}, and without several GPUs accelerate would start one process. Add `--multi_gpu`: "
-                "without GPUs the processes run on the CPU."
-            )
+    if args.num_processes > args.num_machines and args.mpirun_hostfile is None:
+        raise ValueError(
+            f"num_processes={args.num_processes}, and without several GPUs accelerate would start one process. Add `--multi_gpu`: without "
+            "GPUs the processes run on the CPU."
+        )
     become(*prepare_simple_launcher_cmd_env(args))
 
 

@@ -40,6 +40,7 @@ from ..optimizers.skipped_updates import SkipsUpdates
 from ..options import MUONS
 from ..processes import exit_on_signals
 from ..quantization.precisions import precision_at
+from ..quantization.storage import is_sharded
 from ..quantization.swap import quantized_forward
 from ..replacing import replaced
 from ..rollout.ahead import Prefetcher
@@ -58,6 +59,11 @@ from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts
 
 
 logger = logging.getLogger(__name__)
+
+_PREPARED_ONCE = (
+    "with FSDP2 and DeepSpeed accelerate prepares a model once, together with its optimizer. `eval_on_start=True` evaluates before a "
+    "training. For another training, make a trainer of the saved masters."
+)
 
 
 class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
@@ -454,6 +460,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.environment_factories is None and not isinstance(dataset, str):
             given = [getattr(function, "__wrapped__", function) for function in self.reward_funcs]
             raise_problems(problems_of_evaluation(dataset, given))
+        if sharded_by(self.accelerator) in ("FSDP2", "DeepSpeed") and not self._is_prepared:
+            raise RuntimeError(f"An evaluation before the training: {_PREPARED_ONCE}")
         self.set_precision(None)
         device = self.accelerator.device
         devices = [] if device.type == "cpu" else [device]
@@ -463,6 +471,11 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             # Only its rows tell how many a stream has.
             logger.warning("The evaluation had no rows: nothing was evaluated.")
         return metrics
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether accelerate has sharded the model, or wrapped it for DeepSpeed."""
+        return is_sharded(self.model) if self.is_fsdp_enabled else self.model_wrapped is not self.model
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
@@ -478,6 +491,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 "`trainer.train(resume_from_checkpoint=...)`.",
                 given,
             )
+        if sharded_by(self.accelerator) and self._is_prepared:
+            raise RuntimeError(f"A training after another one, or after an evaluation: {_PREPARED_ONCE}")
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
             with self._hold_folder(resume_from_checkpoint) as checkpoint:

@@ -493,6 +493,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             )
         if sharded_by(self.accelerator) and self._is_prepared:
             raise RuntimeError(f"A training after another one, or after an evaluation: {_PREPARED_ONCE}")
+        self.policy.check_kept()
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
             with self._hold_folder(resume_from_checkpoint) as checkpoint:

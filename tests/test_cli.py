@@ -137,6 +137,14 @@ def test_wrong_yaml_is_refused_before_anything_is_launched(
     assert "trl-qarl: error: " in error and message in error and launched == []
 
 
+def test_processes_that_accelerate_would_not_start_are_named(monkeypatch, train_argv, capsys):
+    from accelerate.commands import launch
+
+    monkeypatch.setattr(launch, "simple_launcher", launch.simple_launcher)
+    said = refused(capsys, "train", *train_argv, "--cpu", "--num_processes", "2", "--ddp_backend", "gloo")
+    assert "num_processes=2, and without several GPUs accelerate would start one process. Add `--multi_gpu`" in said
+
+
 def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv):
     """In place of accelerate's `simple_launcher`, which waits for it."""
     from accelerate.commands import launch

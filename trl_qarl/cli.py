@@ -13,6 +13,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from ._version import __version__
 from .packages import problem_of_torchvision
@@ -120,18 +121,15 @@ def _train(argv: list[str]) -> int:
 
     import torch
     from accelerate.commands import launch
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.commands.training import _subtract_subsequence
-
-    from .checks.launch import launched_with
 
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
     argv = spell(argv, known_options(parser, launch_parser))
     with configuration_errors(), _without_warnings():
         # The unparsed rest of the command line is an ordered subsequence of it; that of the YAML file is not.
-        _, config_remaining, cli_remaining = read_options(argv, parser, launch_parser)
+        _, config_remaining, cli_remaining = read_options(argv, parser, launch_parser, launches=True)
         on_cpu = not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ
         launch_args = build_launch_args(
             script_args=_subtract_subsequence(argv, cli_remaining),
@@ -140,15 +138,11 @@ def _train(argv: list[str]) -> int:
         )
     launch_parser.usage = USAGE
     args = launch_parser.parse_args(launch_args)
-    with configuration_errors():
-        _check_launch_file(args.config_file)
-    with configuration_errors(), _without_warnings(), launched_with(_precision_of(args)):
-        # Every process does so too, but the message of this one stands alone.
-        parser.parse_args_and_config(argv, return_remaining_strings=True)
     # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
-    launch.simple_launcher = lambda args: become(*prepare_simple_launcher_cmd_env(args))
+    launch.simple_launcher = _become_training
     try:
-        launch.launch_command(args)
+        with configuration_errors():
+            launch.launch_command(args)
     except SignalException as error:
         # torch's launcher has sent the signal to all ranks and waited for them.
         return 128 + error.sigval
@@ -162,30 +156,16 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def _precision_of(args: Namespace) -> str:
-    """Return the `mixed_precision` with which `accelerate launch` starts processes."""
-    from accelerate.commands.config import default_config_file, load_config_from_file
+def _become_training(args: Namespace) -> NoReturn:
+    """Start the single process of `accelerate launch`."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    if args.mixed_precision is None and (args.config_file or (os.path.isfile(default_config_file) and not args.cpu)):
-        return str(load_config_from_file(args.config_file).mixed_precision or "no")
-    return args.mixed_precision or "no"
-
-
-def _check_launch_file(path: str | None) -> None:
-    """Raise `ValueError` if accelerate cannot read its configuration file; it would fail with YAML's own error."""
-    import yaml
-
-    if path is None:
-        return
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    if args.num_processes > args.num_machines and args.mpirun_hostfile is None:
         raise ValueError(
-            f"The accelerate configuration {path} cannot be read: {' '.join(str(error).split())}."
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"The accelerate configuration {path} holds no options. `accelerate config` writes one.")
+            f"num_processes={args.num_processes}, and without several GPUs accelerate would start one process. Add `--multi_gpu`: without "
+            "GPUs the processes run on the CPU."
+        )
+    become(*prepare_simple_launcher_cmd_env(args))
 
 
 @contextmanager

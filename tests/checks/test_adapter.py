@@ -39,6 +39,11 @@ def test_what_lora_can_do_beside_a_low_bit_base_passes(lora):
     assert [*problems_of_adapter(peft.LoraConfig(**lora))] == []
 
 
+def test_layers_may_be_excluded_from_all():
+    model = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules="all-linear", exclude_modules=["q_proj"]))
+    assert [*problems_of_adapted_model(model)] == []
+
+
 REFUSED = {
     "use_dora": True,
     "bias": "lora_only",

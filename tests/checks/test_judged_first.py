@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from datasets import Dataset, DatasetDict, IterableDataset, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -349,6 +349,7 @@ PICTURES = with_column("image")
 CALLBACK = TrainerCallback()
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 # Arguments of the trainer, options, and the one problem.
+MESSAGES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1"}]] * 16})
 REFUSED = {
     "output in a file": ({}, {"output_dir": "file"}, "output_dir='file' cannot be a folder"),
     "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
@@ -376,6 +377,7 @@ REFUSED = {
     "no callback": ({"callbacks": [print]}, {}, f"`callbacks` is {[print]!r}"),
     "tool": ({"tools": print}, {}, f"`tools` is {print!r}"),
     "no tool": ({"tools": [3]}, {}, "`tools` is [3]"),
+    "tools of texts": ({"tools": [print]}, {}, "`tools` was given, and the prompts are texts"),
     "rollout": ({"rollout_func": 3}, {}, "`rollout_func` is 3"),
     "rollout without the trainer": (
         {"rollout_func": lambda prompts: {}},
@@ -407,7 +409,7 @@ REFUSED = {
     **{
         f"ahead: {text}": (given, SERVER | {"rollout_ahead": 1}, f"rollout_ahead=1 is unsupported with {text}")
         for text, given in (
-            ("`tools`", {"tools": [print]}),
+            ("`tools`", {"tools": [print], "train_dataset": MESSAGES}),
             *((f"`{name}`", {name: print}) for name in ("rollout_func", "environment_factory")),
             ("a streamed dataset", {"train_dataset": make_problems().to_iterable_dataset()}),
             ("pictures, and the dataset has a column 'image'", {"train_dataset": PICTURES}),
@@ -527,12 +529,33 @@ def test_an_optimizer_of_other_parameters_is_named(tiny_model, tmp_path, not_loa
         (lambda _: torch.nn.Linear(3, 3), {}, "The reward model is a Linear, which has no head for scores"),
         (lambda _: "accuracy_reward", {}, "Give the function: `from trl.rewards import accuracy_reward`"),
         (lambda _: [spread, spread], {"reward_processing_classes": [None]}, "has 1 elements, and there are 2 reward"),
+        (partial(loaded, cls=AutoModelForSequenceClassification), {}, "a score for each of ['LABEL_0', 'LABEL_1']"),
+        (lambda _: spread, {"reward_processing_classes": "name"}, "`reward_processing_classes` is of type str"),
     ],
-    ids=["language model", "layer", "name of a function", "tokenizers"],
+    ids=["language model", "layer", "name of a function", "tokenizers", "two labels", "name of a tokenizer"],
 )
 def test_rewards_that_cannot_be_asked_are_named(tiny_model, tmp_path, not_loaded, reward, options, text):
     (found,) = problems(tiny_model, reward(tiny_model), arguments(tmp_path), make_problems(), **options)
     assert text in found
+
+
+def logs_a_metric(completions, log_metric, **kwargs):
+    return spread(completions)
+
+
+@pytest.mark.parametrize(
+    ("metric", "reward", "text"),
+    [
+        ("accuracy", spread, "metric_for_best_model='accuracy' is no metric of an evaluation"),
+        ("eval_reward", spread, "loaded"),
+        ("rewards/spread/mean", spread, "loaded"),
+        ("accuracy", logs_a_metric, "loaded"),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_named(tiny_model, tmp_path, not_loaded, metric, reward, text):
+    args = arguments(tmp_path, metric_for_best_model=metric, eval_strategy="steps", eval_steps=1)
+    with pytest.raises((Problems, pytest.fail.Exception), match=text):
+        QaRLTrainer(tiny_model, reward, args, make_problems(), make_problems())
 
 
 def test_a_reward_model_without_a_tokenizer_is_named(tiny_model, classifier, tmp_path, not_loaded):
@@ -575,11 +598,26 @@ def test_the_training_process_says_why_a_file_cannot_be_read(bad_inputs, not_loa
     assert re.search("--dataset_name='rows.jsonl' cannot be read: .*: .*JSON", capsys.readouterr().err)
 
 
-def read(tmp_path, argv, text):
+def read(tmp_path, argv, text, launches=False):
     """Options of a command with this YAML file."""
     (tmp_path / "run.yaml").write_text(text)
     known = ["--config", str(tmp_path / "run.yaml"), *argv]
-    return train.read_options(known, train.make_parser(), launch_command_parser())
+    return train.read_options(known, train.make_parser(), launch_command_parser(), launches)
+
+
+def test_a_command_counts_the_processes_that_it_launches(train_argv, tmp_path):
+    file = tmp_path / "launch.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 3\nmixed_precision: bf16\n")
+    argv = [*train_argv, "--per_device_train_batch_size", "1", "--steps_per_generation", "1", "--ddp_backend", "gloo"]
+    for words, count in ((["--num_processes", "4"], 4), (["--accelerate_config", str(file)], 3)):
+        (_, args, *_), *_ = read(tmp_path, [*argv, "--num_generations", str(count), *words], "{}", launches=True)
+        assert args.generation_batch_size == count
+        with pytest.raises(
+            Problems, match=f"generation_batch_size .{count}. must be divisible by num_generations .5."
+        ):
+            read(tmp_path, [*argv, "--num_generations", "5", *words], "{}", launches=True)
+    with pytest.raises(Problems, match="^--num_processes: invalid int value: 'two'.$"):
+        read(tmp_path, [*train_argv, "--num_processes", "two"], "{}", launches=True)
 
 
 def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):
@@ -635,21 +673,12 @@ def test_a_recipe_may_switch_its_adapter_off(train_argv, tmp_path):
 
 
 @pytest.mark.parametrize("has_splits", [False, True])
-def test_a_dataset_saved_to_disk_is_named_with_a_way_out(train_argv, tmp_path, has_splits):
+def test_a_dataset_saved_to_disk_is_read(train_argv, tmp_path, has_splits):
     rows = DatasetDict({"train": make_problems()}) if has_splits else make_problems()
     rows.save_to_disk(tmp_path / "rows")
-    with pytest.raises(Problems) as said:
-        read(tmp_path, [*train_argv, "--dataset_name", str(tmp_path / "rows")], "{}")
-    (problem,) = said.value.problems
-    assert "was written by `save_to_disk`" in problem and ("[SPLIT]" in problem) == has_splits
-    code = problem.rpartition("Write a file: `")[2].rstrip("`.").replace("SPLIT", "'train'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        eval(code, {"load_from_disk": load_from_disk})
-    script_args, config, _, mixture = read(
-        tmp_path, [*train_argv, "--dataset_name", str(tmp_path / "rows.parquet")], "{}"
-    )[0]
-    assert len(train._read_inputs(script_args, config, mixture)[1]) == 16
+    parsed = read(tmp_path, [*train_argv, "--dataset_name", str(tmp_path / "rows")], "{}")[0]
+    _, found, _, problems = train._read_inputs(parsed[0], parsed[1], parsed[3])
+    assert len(found) == 16 and problems == []
 
 
 @pytest.mark.parametrize(

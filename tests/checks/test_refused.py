@@ -14,7 +14,6 @@ REFUSED_VALUES = {
     "deepspeed": "ds.json",
     "neftune_noise_alpha": 5.0,
     "label_smoothing_factor": 0.1,
-    "auto_find_batch_size": True,
     "enable_jit_checkpoint": True,
     "epsilon": 0.1,
     "epsilon_high": 0.28,

@@ -14,6 +14,7 @@ from sharded_runs import COLOCATED, train
 
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.rollout.rewards import BadReward
 from trl_qarl.trainer import qarl_trainer
 from trl_qarl.wire.protocol import PublishError
 
@@ -84,3 +85,11 @@ def what_fails_on_one_process_ends_both_with_a_checkpoint(folder):
         raised, _ = run(folder, "start", "start", None)
         other = "RuntimeError: Another process failed with ValueError"
         assert raised.startswith("ValueError: a port is taken" if dist.get_rank() else other), raised
+
+
+def what_fails_in_a_reward_of_one_process_is_raised_by_both(folder):
+    def reward(completions, **kwargs):
+        return [float(row) for row in range(len(completions) - dist.get_rank())]
+
+    with pytest.raises((BadReward, RuntimeError), match="The reward function 'reward' returned 3 rewards"):
+        next(train(folder, "fails-reward", reward=reward))

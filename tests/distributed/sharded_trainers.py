@@ -20,6 +20,7 @@ from sharded_runs import (
     assert_skips_updates,
     assert_trained_the_same,
     bits,
+    launched,
     make_model,
     published,
     same,
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torchao.optim.subclass_4bit import OptimState4bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import make_tiny_model, spread
+from testing_utils import make_problems, make_tiny_model, make_trainer, spread
 from testing_utils.live_bytes import LiveBytes, give_completions
 from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.bitwise.attach import attach_engine_numerics, has_engine_numerics
@@ -499,3 +500,15 @@ def colocated_engines_are_filled_by_every_process(folder):
     numerics = {"bf16": True, "numerics": "engine"} if has_engine_kernels() else {}
     for trainer in train(folder, "colocated", launch={}, **COLOCATED, **numerics):
         assert_follows(trainer, bound=0.0 if numerics else 1e-5)
+
+
+def a_sharded_trainer_trains_once(folder):
+    with launched():
+        trainer = make_trainer(
+            f"{folder}/qwen2", f"{folder}/once", eval_dataset=make_problems(), max_steps=1, bf16=False
+        )
+        with pytest.raises(RuntimeError, match="An evaluation before the training: .* `eval_on_start=True`"):
+            trainer.evaluate()
+        trainer.train()
+        with pytest.raises(RuntimeError, match="A training after another one"):
+            trainer.train()

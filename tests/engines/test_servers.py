@@ -99,7 +99,7 @@ def assert_drawn(engine):
 
 def test_addresses_may_be_a_list_or_a_text():
     assert server_urls("http://a:1, http://b:2 http://c:3") == ["http://a:1", "http://b:2", "http://c:3"]
-    assert server_urls(["http://a:1"]) == ["http://a:1"] and server_urls(None) == []
+    assert server_urls(["http://a:1/", "http://b:2/v1"]) == ["http://a:1", "http://b:2"] and server_urls(None) == []
 
 
 def test_prompts_are_dealt_in_turn_and_put_back_in_order(engine):

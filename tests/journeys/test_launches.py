@@ -108,6 +108,11 @@ export_checkpoint(trainer.model, "policy", trainer.processing_class)
 """
 
 
+def test_processes_of_a_launch_give_one_message(user):
+    user.write_recipe(exclude_modules=["no_such_layer"])
+    assert user.launch("ddp", code=2).count("'no_such_layer'") == 1
+
+
 @pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_a_script_of_several_processes_deploys(user, name):
     """As in the README; every process reaches the last line."""

@@ -11,7 +11,7 @@ from trl.trainer import grpo_trainer
 from testing_utils import make_problems, make_trainer
 from testing_utils.trainings import SIGNED, lora
 from trl_qarl import QaRLConfig
-from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.quantization.swap import quantized_layers, restore_model
 from trl_qarl.trainer.policy import Policy
 
 
@@ -61,6 +61,17 @@ def test_an_adapter_folder_is_loaded_with_given_arguments(tiny_model, tmp_path, 
     assert second.policy.record() == first.policy.record()
     assert second.model.get_base_model().config._attn_implementation == "eager"
     assert "will be ignored" not in caplog.text
+
+
+def test_a_model_that_lost_layers_or_bits_is_not_trained(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "out")
+    trainer.model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="The masters are bfloat16"):
+        trainer.train()
+    restore_model(trainer.model.float())
+    for act in (trainer.train, trainer.export_model):
+        with pytest.raises(ValueError, match="The model has no quantized layers"):
+            act()
 
 
 def test_a_policy_needs_no_trainer(tiny_model, tmp_path):

@@ -161,12 +161,9 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
                 "'all-linear' includes experts and routers, so name layers, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
             )
     if isinstance(config.target_modules, (list, set, tuple)):
-        missing = [
-            t for t in sorted(config.target_modules) if not any(f".{name}".endswith(f".{t}") for name in wrapped)
-        ]
+        # Some may be excluded, or of layers that are not transformed.
+        names = {*wrapped, *(name for name, module in base_modules(model) if isinstance(module, nn.Linear))}
+        missing = [t for t in sorted(config.target_modules) if not any(f".{name}".endswith(f".{t}") for name in names)]
         if missing:
-            layers = {n.rpartition(".")[2] for n, m in base_modules(model) if isinstance(m, nn.Linear)}
-            yield (
-                f"peft_config: target_modules {missing} match no layer that is adapted. The linear layers are "
-                f"{sorted(layers)}."
-            )
+            layers = sorted({name.rpartition(".")[2] for name in names})
+            yield f"peft_config: target_modules {missing} match no layer. The linear layers are {layers}."

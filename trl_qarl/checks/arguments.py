@@ -1,5 +1,6 @@
 """Checks of the trainer's arguments, which are not part of a configuration."""
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -27,11 +28,13 @@ from .adapter import (
 from .batches import fit_generation_batch
 from .configuration import check_optimizer, low_precision_masters
 from .content import (
+    PICTURE_COLUMNS,
     base_of,
     columns_among,
     error_of_call,
     evaluates,
     has_pictures,
+    has_texts,
     problems_of_content,
     problems_of_reward,
 )
@@ -40,7 +43,7 @@ from .names import is_no_folder
 from .resume import problems_before_loading
 
 
-_PICTURE_COLUMNS = {"image", "images"}
+_METRICS = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "kl")
 
 
 def _problem_of_model(model: Any) -> str | None:
@@ -98,7 +101,7 @@ def problems_of_arguments(
     yield from problems_of_start(model, has_adapter)
     of_adapter = [*_problems_of_adapters(args, model, peft_config, has_own_adapter)]
     yield from of_adapter
-    yield from _problems_of_callables(others)
+    yield from _problems_of_callables(others, train_dataset)
     if others.get("rollout_func") is not None and not args.quantize_learner and not args.use_vllm:
         yield (
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
@@ -114,6 +117,8 @@ def problems_of_arguments(
         model, train_dataset, eval_dataset, rewards, processing_class, environment_factory, evaluates(args)
     )
     yield from _problems_of_rewards(args, rewards, others.get("reward_processing_classes"))
+    if evaluates(args) and args.metric_for_best_model is not None:
+        yield from _problems_of_metric(args.metric_for_best_model, eval_dataset, rewards)
     if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
     if args.rollout_ahead:
@@ -196,14 +201,30 @@ def problems_of_absence(
         yield "There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards."
 
 
-def _problems_of_callables(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each argument that is no list of callbacks, no list of tools, or cannot be called."""
+def _problems_of_metric(metric: str, eval_dataset: Any, rewards: Any) -> Iterator[str]:
+    """Yield a problem of a metric for the best checkpoint that no evaluation has, unless a reward may log it."""
+    losses = [f"{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["loss"]
+    name = metric.removeprefix("eval_")
+    rewards = rewards if isinstance(rewards, list) else [rewards]
+    may_be_logged = any("log_metric" in inspect.signature(f).parameters for f in rewards if inspect.isroutine(f))
+    if not ("/" in name or name in (*_METRICS, *losses) or may_be_logged):
+        yield (
+            f"metric_for_best_model={metric!r} is no metric of an evaluation. Give one of {[*losses, *_METRICS]}, or one that a reward "
+            "logs by its argument `log_metric`."
+        )
+
+
+def _problems_of_callables(given: Mapping[str, Any], train_dataset: Any) -> Iterator[str]:
+    """Yield a problem for each argument that is no list of callbacks, no list of tools, or cannot be called, and for
+    tools that completions of texts would call."""
     if (callbacks := given.get("callbacks")) is not None and not (
         isinstance(callbacks, list) and all(hasattr(each, "on_train_begin") for each in callbacks)
     ):
         yield f"`callbacks` is {callbacks!r}. Give a list of `TrainerCallback`s."
     if (tools := given.get("tools")) and not (isinstance(tools, list) and all(map(callable, tools))):
         yield f"`tools` is {tools!r}. Give a list of functions."
+    elif tools and has_texts(train_dataset):
+        yield "`tools` was given, and the prompts are texts, after which TRL looks for no calls. Give lists of messages."
     for name in ("rollout_func", "environment_factory"):
         value = given.get(name)
         factories = value.values() if isinstance(value, dict) and name == "environment_factory" else [value]
@@ -253,7 +274,7 @@ def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any])
             yield f"{said} `{name}`: its later turns would get newer weights. Leave out one of them."
     if isinstance(train_dataset, IterableDataset):
         yield f"{said} a streamed dataset: prompts are looked up before their turn. Load it without streaming."
-    if pictures := columns_among(_PICTURE_COLUMNS, [train_dataset]):
+    if pictures := columns_among(PICTURE_COLUMNS, [train_dataset]):
         yield f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them."
 
 

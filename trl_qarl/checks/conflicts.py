@@ -59,6 +59,12 @@ def _has_other_cache(config):
     return not config.use_vllm and config.bf16 and is_float32 and cache in ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 
+def _divides_batches(config):
+    given = config.accelerator_config
+    options = given if isinstance(given, dict) else getattr(given, "__dict__", {})
+    return options.get("split_batches") or options.get("dispatch_batches")
+
+
 def _is_no_host(host):
     return not host or "/" in host or (":" in host and not host.startswith("["))
 
@@ -138,6 +144,18 @@ CONFLICTS = [
         lambda c: c.use_vllm and c.vllm_mode == "colocate" and "seed" in as_dict(c, "generation_kwargs"),
         "each completion of a prompt is a request of its own, and all would be equal",
         "Remove it; `seed` is that of the training",
+    ),
+    Conflict(
+        {"dataloader_persistent_workers": True, "dataloader_num_workers": 0},
+        lambda c: c.dataloader_persistent_workers and not c.dataloader_num_workers,
+        "there are no workers that could stay",
+        "Set `dataloader_num_workers`, or remove `dataloader_persistent_workers`",
+    ),
+    Conflict(
+        {"accelerator_config": {"split_batches": True}},
+        _divides_batches,
+        "accelerate would divide a generation batch once more, although TRL gives each process its own",
+        "Leave out `split_batches` and `dispatch_batches`",
     ),
     Conflict(
         {"save_strategy": "best"},

@@ -23,12 +23,13 @@ _PROMPTS = (
     "`dataset.filter(lambda row: row['prompt'])`."
 )
 _WITH_HEAD = "Give a model with a head for scores (`AutoModelForSequenceClassification`)."
-_PICTURE_COLUMNS = {"image", "images"}
+_CLASSIFIES = "ForSequenceClassification"
+PICTURE_COLUMNS = {"image", "images"}
 
 
 def has_pictures(*datasets: Any) -> bool:
     """Return whether a dataset, or one of several by name, has a column from which TRL reads pictures."""
-    return bool(columns_among(_PICTURE_COLUMNS, datasets))
+    return bool(columns_among(PICTURE_COLUMNS, datasets))
 
 
 def columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
@@ -80,6 +81,12 @@ def _prompts_of(data: Any) -> Sequence[Any]:
     if not isinstance(data, Dataset) or "prompt" not in data.column_names or data.format["type"] == "custom":
         return []
     return data.with_format(None).select_columns("prompt")["prompt"]
+
+
+def has_texts(data: Any) -> bool:
+    """Return whether the prompts of a dataset are texts and no messages."""
+    prompts = _prompts_of(data)
+    return len(prompts) > 0 and isinstance(prompts[0], str)
 
 
 def check_columns(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -189,17 +196,23 @@ def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
     if isinstance(reward, str):
         if problem := _problem_of_reward_model(reward):
             yield problem
-        else:
-            yield from problems_of_tokenizer(reward, processing_class, "reward_processing_classes")
+            return
     elif isinstance(reward, nn.Module):
         generates = getattr(reward, "can_generate", lambda: not hasattr(reward, "config"))()
         if generates:
             yield f"The reward model is a {type(reward).__name__}, which has no head for scores. {_WITH_HEAD}"
+        elif type(reward).__name__.endswith(_CLASSIFIES) and reward.config.num_labels != 1:
+            yield (
+                f"The reward model has a score for each of {[*reward.config.id2label.values()]}, and TRL takes the first. Give a function "
+                "that calls the model and chooses."
+            )
     elif not callable(reward):
         yield (
             f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
             "or a list of these."
         )
+        return
+    yield from problems_of_tokenizer(reward, processing_class, "reward_processing_classes")
 
 
 def _problem_of_reward_model(name: str) -> str | None:
@@ -213,7 +226,7 @@ def _problem_of_reward_model(name: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"The reward model {name!r} cannot be read: {error}"
     classes = config.architectures or []
-    if getattr(config, "auto_map", None) or not classes or classes[0].endswith("ForSequenceClassification"):
+    if getattr(config, "auto_map", None) or not classes or classes[0].endswith(_CLASSIFIES):
         return None
     return f"The reward model {name!r} is a {classes[0]}, whose scores would come from a random head. {_WITH_HEAD}"
 

@@ -4,13 +4,15 @@ parallelism, compilation."""
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.utils import (
     DynamoBackend,
     FullyShardedDataParallelPlugin,
@@ -46,6 +48,7 @@ _ROUNDED = (
     "the forward computes in bfloat16 anyway"
 )
 _PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+_PROCESSES_VARIABLE = "TRL_QARL_NUM_PROCESSES"
 _OTHER_LAUNCHES = "it is untested. Remove it, or launch with FSDP2 or DDP"
 
 _DEEPSPEED_STATES = "global_step*/*zero_pp_rank_*_optim_states.pt"
@@ -199,17 +202,30 @@ def launched_precision() -> str:
     return os.environ.get(_PRECISION_VARIABLE, "no")
 
 
-@contextmanager
-def launched_with(precision: str) -> Iterator[None]:
-    """While open, make this process look as if accelerate had launched it with this `mixed_precision`."""
-    before = os.environ.get(_PRECISION_VARIABLE)
-    os.environ[_PRECISION_VARIABLE] = precision
-    try:
-        yield
-    finally:
-        del os.environ[_PRECISION_VARIABLE]
-        if before is not None:
-            os.environ[_PRECISION_VARIABLE] = before
+def as_launched(args: Any) -> AbstractContextManager[None]:
+    """Return a context in which this process looks like one that these arguments of `accelerate launch` start.
+    `ValueError` is raised if accelerate cannot read its configuration file."""
+    file = None
+    path = args.config_file or (default_config_file if os.path.isfile(default_config_file) and not args.cpu else None)
+    if path is not None:
+        try:
+            with open(path, encoding="utf-8") as opened:
+                content = yaml.safe_load(opened)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"The accelerate configuration {path} cannot be read: {' '.join(str(error).split())}."
+            ) from error
+        if not isinstance(content, dict):
+            raise ValueError(f"The accelerate configuration {path} holds no options. `accelerate config` writes one.")
+        file = load_config_from_file(path)
+    precision = args.mixed_precision or getattr(file, "mixed_precision", None) or "no"
+    processes = args.num_processes or getattr(file, "num_processes", torch.cuda.device_count())
+    return patch_environment(**{_PRECISION_VARIABLE: precision, _PROCESSES_VARIABLE: processes})
+
+
+def launched_processes() -> int:
+    """Return the number of processes in [`as_launched`], 0 elsewhere."""
+    return max(int(os.environ.get(_PROCESSES_VARIABLE, 0)), 0)
 
 
 def problems_of_precision(args: Any) -> Iterator[str]:

@@ -28,7 +28,6 @@ RENAMED = {
 }
 """Options of earlier releases that take the same values under another name."""
 
-_ACCELERATOR = "it is part of `accelerator_config`, such as accelerator_config={'%s': true}"
 _ENGINE = (
     "vLLM runs on the GPUs of the training (`vllm_mode: colocate`) or of its server (`vllm_mode: server`); remove it"
 )
@@ -43,8 +42,7 @@ REMOVED = {
     "include_inputs_for_metrics": "write `include_for_metrics: [inputs]`",
     "push_to_hub_organization": "write `hub_model_id: ORGANIZATION/NAME`",
     "sharded_ddp": "launch with FSDP2 (`accelerate launch --config_file`)",
-    "dispatch_batches": _ACCELERATOR % "dispatch_batches",
-    "split_batches": _ACCELERATOR % "split_batches",
+    **dict.fromkeys(("dispatch_batches", "split_batches"), "TRL gives each process its own batches; remove it"),
     # TRL's GRPOConfig
     "max_prompt_length": "TRL does not truncate prompts; remove it, and leave prompts that are too long out of the dataset",
     "vllm_device": _ENGINE,

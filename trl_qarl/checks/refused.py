@@ -41,8 +41,6 @@ REFUSED = {
     "`zero_stage: 2`",
     "neftune_noise_alpha": "noise on the embeddings makes rollout, scoring and loss see different policies; leave it unset",
     "label_smoothing_factor": "the loss of sampled completions has no labels to smooth; leave it at 0",
-    "auto_find_batch_size": "after an out-of-memory error it begins again, from changed weights, with batches that no longer hold "
-    "whole groups of completions; lower `per_device_train_batch_size` and raise `gradient_accumulation_steps`",
     "enable_jit_checkpoint": "it can save between backward and optimizer step, and the resumed run would skip the completions of "
     "that step; save with `save_steps`",
 }

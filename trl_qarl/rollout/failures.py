@@ -48,7 +48,8 @@ def all_or_none(accelerator):
     except Exception as error:
         failure = error
         # Not every error can be pickled.
-        for_others = RuntimeError(f"Another process failed with {type(error).__name__}: {error}")
+        notes = " ".join(getattr(error, "__notes__", []))
+        for_others = RuntimeError(f"Another process failed with {type(error).__name__}: {error} {notes}".rstrip())
         if isinstance(error, EngineLost):
             for_others = type(error)(str(error))
     failures = gather_object([for_others])

@@ -1,7 +1,9 @@
 """Helpers of all commands: configuration errors in one line, spellings of options, and the options of a plan."""
 
 import json
+import os
 import sys
+import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,9 @@ def configuration_errors() -> Iterator[None]:
         # The reader of the output has gone; `trl_qarl.cli` handles this.
         raise
     except (ValueError, OSError, NotImplementedError) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # The first process of a machine says the same, and torch's launcher then ends this one.
+            time.sleep(10)
         print(f"trl-qarl: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from glob import escape
 from importlib.machinery import PathFinder
@@ -38,8 +39,6 @@ EPILOG = (
 REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
 # Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
 DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-# Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
-_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 # Options without effect unless another one is given.
 _ONLY_WITH = {
     "use_peft": (
@@ -115,13 +114,18 @@ def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
 
 
 def read_options(
-    argv: list[str], parser: "TrlParser", launch_parser: ArgumentParser
+    argv: list[str], parser: "TrlParser", launch_parser: ArgumentParser, launches: bool = False
 ) -> tuple[list[Any], list[str], list[str]]:
     """
     Return the options of `argv`, and of the YAML file that it names, as instances of the parser's dataclasses; then
-    those of `accelerate launch` in the file, and those in `argv`. `ValueError` is raised with everything that is
-    wrong: unknown names, values, options that are not honoured, and inputs that do not exist.
+    those of `accelerate launch` in the file, and those in `argv`, which are read if this process `launches` the
+    training. `ValueError` is raised with everything that is wrong: unknown names, values, options that are not
+    honoured, and inputs that do not exist.
     """
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    from ..checks.launch import as_launched
+
     known = known_options(parser, launch_parser)
     words, of_file = _read_file(argv)
     unknown: dict[str, Any] = {name.replace("-", "_"): value for name, value in unknown_options(words, known).items()}
@@ -138,21 +142,27 @@ def read_options(
         if not (word.startswith("-") or before.startswith("-")):
             fix = f"Write `--config {word}`" if word.endswith((".yaml", ".yml")) else "Remove it"
             problems.append(f"{word!r} is no option, nor the value of one. {fix}.")
-    parsed = []
-    for cls in parser.dataclass_types:
-        made = cls.__new__(cls)
+    parsed, launch = [], nullcontext()
+    if launches:
         try:
-            made.__init__(**{option.name: getattr(namespace, option.name) for option in fields(cls) if option.init})
-        except Problems as error:
-            problems += error.problems
-        except (ValueError, TypeError) as error:
-            # TRL makes one of each of the `datasets` of a YAML file.
-            problems.append(str(error).replace("DatasetConfig.__init__()", "`datasets`"))
-        for name in _PATHS & vars(made).keys():
-            # As transformers does for `output_dir`: a YAML file has no shell, and takes a number for one.
-            if isinstance(value := getattr(made, name), str | int | float):
-                setattr(made, name, os.path.expanduser(str(value)))
-        parsed.append(made)
+            launch_words = resolve_accelerate_config_argument([*config_remaining, *cli_remaining])
+            launch = as_launched(_parse(launch_parser, [*launch_words, "--module", "train"], {}, {}, problems)[0])
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    with launch:
+        for cls in parser.dataclass_types:
+            parsed.append(made := cls.__new__(cls))
+            try:
+                made.__init__(**{each.name: getattr(namespace, each.name) for each in fields(cls) if each.init})
+            except Problems as error:
+                problems += error.problems
+            except (ValueError, TypeError) as error:
+                # TRL makes one of each of the `datasets` of a YAML file.
+                problems.append(str(error).replace("DatasetConfig.__init__()", "`datasets`"))
+            for name in _PATHS & vars(made).keys():
+                # As transformers does for `output_dir`: a YAML file has no shell, and takes a number for one.
+                if isinstance(value := getattr(made, name), str | int | float):
+                    setattr(made, name, os.path.expanduser(str(value)))
     script_args, config, model_args, mixture = parsed
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
     problems += of_inputs
@@ -175,6 +185,8 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
     place = argv.index("--config")
     if place + 1 == len(argv):
         raise ValueError("--config names no file.")
+    if argv.count("--config") > 1:
+        raise ValueError("--config was given twice. Give one file, and what differs as options.")
     path = argv[place + 1]
     try:
         with open(path, encoding="utf-8") as file:
@@ -322,11 +334,6 @@ def _problems_of_dataset(name: str | None, config: str | None, mixture: Any) -> 
         yield "No dataset: give `--dataset_name`, or `datasets` in the YAML file."
         return
     path = Path(name)
-    if any((path / file).is_file() for file in _SAVED_TO_DISK):
-        yield (
-            f"--dataset_name={name!r} was written by `save_to_disk`, which `load_dataset` does not read. Write a file: "
-            f"`load_from_disk({name!r}){'' if (path / _SAVED_TO_DISK[0]).is_file() else '[SPLIT]'}.to_parquet('{path.name}.parquet')`."
-        )
     if path.is_dir():
         return
     if path.suffix in DATA_FILES:
@@ -520,12 +527,17 @@ def _describe(error: Exception, dataset_name: str | None) -> str:
 
 
 def _load_dataset(script_args, dataset_args):
-    from datasets import load_dataset
+    from datasets import load_dataset, load_from_disk
     from trl import get_dataset
 
     if dataset_args.datasets:
         return get_dataset(dataset_args)
     path, is_streamed = Path(script_args.dataset_name), script_args.dataset_streaming
+    # Files of `DatasetDict.save_to_disk` and of `Dataset.save_to_disk`.
+    if (path / "dataset_dict.json").is_file():
+        return load_from_disk(path)
+    if (path / "state.json").is_file():
+        return {"train": load_from_disk(path)}
     if path.suffix in DATA_FILES and not path.is_dir():
         return load_dataset(DATA_FILES[path.suffix], data_files=escape(str(path)), streaming=is_streamed)
     return load_dataset(script_args.dataset_name, name=script_args.dataset_config, streaming=is_streamed)

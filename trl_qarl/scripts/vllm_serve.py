@@ -11,7 +11,7 @@ from ..quantization.plan import plan_of
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
-from .command_line import add_plan_options, configuration_errors
+from .command_line import add_plan_options, check_folder, configuration_errors
 
 
 DESCRIPTION = """\
@@ -71,6 +71,7 @@ def make_parser(prog: str) -> ArgumentParser:
 
 def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
+        check_folder(args.model)
         if not 0 < args.port < 2**16:
             raise ValueError(f"--port={args.port} is not a port. Use a number from 1024 to 65535, such as 8000.")
 

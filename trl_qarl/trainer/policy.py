@@ -22,7 +22,7 @@ from ..checkpoint.files import damaged_file
 from ..checkpoint.record import check_record, scheme_record
 from ..checks.adapter import problems_of_adapted_model
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
-from ..checks.configuration import raise_problems
+from ..checks.configuration import low_precision_masters, raise_problems
 from ..checks.model import (
     check_output_head,
     guard_positions,
@@ -293,11 +293,20 @@ class Policy:
         settings |= self.swap_report.plan.summary | {"precisions": self.args.precisions}
         return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
+    def check_kept(self) -> None:
+        """Raise `ValueError` if the model has lost its quantized layers, or the precision of its masters, since it was
+        prepared."""
+        if self.args.is_quantized and not Inventory.of(self.model).layers:
+            raise ValueError("The model has no quantized layers (`restore_model`). Make another trainer of it.")
+        for dtype in {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}:
+            raise_problems(low_precision_masters(self.args, dtype))
+
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:
         """
         Write the low-bit policy with [`export_checkpoint`], at the bits of its schemes, and return the folder. With
         sharded masters every process has to call, and an error of one process is raised by all.
         """
+        self.check_kept()
         with self._at_own_bits():
             return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
+from typing_extensions import override
 
 from ..checks import configuration as checks
 from ..checks.conflicts import problems_of_conflicts
-from ..checks.launch import launched_precision, problems_of_precision
+from ..checks.launch import launched_precision, launched_processes, problems_of_precision
 from ..checks.names import RENAMED, problems_of_names
 from ..checks.refused import REFUSED
 from ..checks.values import as_dict, problems_of_values
@@ -123,7 +124,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
             if not problems:
                 raise
             # The configuration is not used: only what TRL and transformers have to say counts.
-            problems += [str(error)] if isinstance(error, ValueError) else []
+            problems += [str(error)] if isinstance(error, ValueError | TypeError | OSError) else []
         checks.raise_problems(problems)
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
@@ -131,6 +132,12 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         checks.raise_problems(checks.check_turns(self))
         # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
         checks.raise_problems(checks.refused_by_all(self))
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Also counts processes that are about to be launched."""
+        return launched_processes() or super().world_size
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the options as they are now: scripts set some of them on a configuration."""
@@ -208,6 +215,9 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
                 self.steps_per_generation = None
 
     def _choose_device(self) -> None:
+        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+            # accelerate would look for other processes.
+            self.ddp_backend = None
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()
         is_chosen = not self.use_cpu and not has_accelerator
         if is_chosen:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sized
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from ..optimizers.skipped_updates import SkipsUpdates
 from ..options import MUONS
 from ..processes import exit_on_signals
 from ..quantization.precisions import precision_at
+from ..quantization.storage import is_sharded
 from ..quantization.swap import quantized_forward
 from ..replacing import replaced
 from ..rollout.ahead import Prefetcher
@@ -56,6 +58,11 @@ from .trainer_mixins import PreparesPolicy, RefreshReference, ScoresRollouts
 
 
 logger = logging.getLogger(__name__)
+
+_PREPARED_ONCE = (
+    "with FSDP2 and DeepSpeed accelerate prepares a model once, together with its optimizer. `eval_on_start=True` evaluates before a "
+    "training. For another training, make a trainer of the saved masters."
+)
 
 
 class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
@@ -155,7 +162,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)
-        self.reward_funcs = [checked_reward(function, name) for function, name in named]
+        shared = partial(all_or_none, self.accelerator)
+        self.reward_funcs = [checked_reward(function, name, shared) for function, name in named]
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
@@ -431,6 +439,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if self.environment_factories is None and not isinstance(dataset, str):
             given = [getattr(function, "__wrapped__", function) for function in self.reward_funcs]
             raise_problems(problems_of_evaluation(dataset, given))
+        if sharded_by(self.accelerator) in ("FSDP2", "DeepSpeed") and not self._is_prepared:
+            raise RuntimeError(f"An evaluation before the training: {_PREPARED_ONCE}")
         self.set_precision(None)
         device = self.accelerator.device
         devices = [] if device.type == "cpu" else [device]
@@ -440,6 +450,11 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             # Only its rows tell how many a stream has.
             logger.warning("The evaluation had no rows: nothing was evaluated.")
         return metrics
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether accelerate has sharded the model, or wrapped it for DeepSpeed."""
+        return is_sharded(self.model) if self.is_fsdp_enabled else self.model_wrapped is not self.model
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
@@ -455,6 +470,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 "`trainer.train(resume_from_checkpoint=...)`.",
                 given,
             )
+        if sharded_by(self.accelerator) and self._is_prepared:
+            raise RuntimeError(f"A training after another one, or after an evaluation: {_PREPARED_ONCE}")
+        self.policy.check_kept()
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
             with self._hold_folder(resume_from_checkpoint) as checkpoint:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 
-# torchvision, which some processors of pictures need: .ci/pictures has put one there that imports beside a CPU build
+# torchvision, which some processors of pictures need: .ci/setup has put one there that imports beside a CPU build
 # of torch.
 sys.path.append(os.path.join(sys.prefix, "pictures"))
 

@@ -27,7 +27,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from testing_utils import importing, parse_metadata_once, quicken_engines, start_engines_quickly
@@ -123,7 +122,7 @@ class Warm:
     def start(self, argv, env, log, cwd=None, kind: str = "engines") -> Command:
         if not (self.folder / kind).exists():
             ask(self._wait_for("first"), kind=kind)
-        env = env | {FOLDER: str(self.folder), OWNER: self.owner}
+        env = dict(env) | {FOLDER: str(self.folder), OWNER: self.owner}
         return Command(self._wait_for(kind), argv, env, log, cwd)
 
     def serve(self, patch, in_one_process: bool = True) -> dict:

@@ -28,17 +28,14 @@ check:  ## lint and the tests that need no vLLM, one process and seconds each; A
 
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
-	.ci/pictures .venv-test
 	.venv-test/bin/python -m pytest $(PARALLEL) -m "not gpu and not nightly" --durations=25 --durations-min=5 $(ARGS)
 
 nightly:  ## run what `make test` leaves out: further cases of what it proves, for most of an hour
 	.ci/setup .venv-test $(TEST_EXTRAS)
-	.ci/pictures .venv-test
 	.venv-test/bin/python -m pytest $(PARALLEL) -m "nightly and not gpu" --durations=25 $(ARGS)
 
 models:  ## train a tiny model of each family with vLLM and write docs/models.md; ARGS="olmo2 glm4" prints some
 	.ci/setup .venv-test $(TEST_EXTRAS)
-	.ci/pictures .venv-test
 	.venv-test/bin/python tests/journeys/zoo/zoo.py $(ARGS)
 
 lint:  ## style and types, as CI checks them

@@ -3,12 +3,13 @@
 import gc
 import os
 import sys
+import tempfile
 from importlib.util import find_spec
 
 import pytest
 
 
-# torchvision, which some processors of pictures need: .ci/pictures has put one there that imports beside a CPU build
+# torchvision, which some processors of pictures need: .ci/setup has put one there that imports beside a CPU build
 # of torch.
 sys.path.append(os.path.join(sys.prefix, "pictures"))
 
@@ -33,10 +34,20 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 
 
-def pytest_configure():
+def pytest_configure(config):
     from testing_utils import parse_metadata_once
 
     parse_metadata_once()
+    # One for all workers, which find it by their environment.
+    if not hasattr(config, "workerinput"):
+        from testing_utils.warm import FOLDER, Warm
+
+        folder = tempfile.TemporaryDirectory(prefix="warm-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
+        config.add_cleanup(folder.cleanup)
+        os.environ[FOLDER] = folder.name
+        first = Warm(folder.name)
+        first.open()
+        config.add_cleanup(first.close)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,13 +119,11 @@ def quick_engines():
 
 
 @pytest.fixture(scope="session")
-def warm_servers(tmp_path_factory):
-    """The process from which servers are forked; one test group uses it, so that there is only one."""
-    from testing_utils.warm import Warm
+def warm():
+    """The processes from which commands and servers are forked."""
+    from testing_utils.warm import FOLDER, Warm
 
-    servers = Warm("servers", tmp_path_factory.mktemp("warm"))
-    yield servers
-    servers.close()
+    return Warm(os.environ[FOLDER])
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ EXPORTS |= {kind: ("w4a16", kind) for kind in ("mixture", "pictures", "own code"
 # Runs the Python code of each card that is named, and saves the logits of its model.
 RUNNER = f"""
 import pathlib, re, sys, torch, traceback
+assert sys.modules["trl_qarl"] is None
 for name in sys.argv[1:]:
     (code,) = re.findall("^```python\\n(.*?)^```", pathlib.Path(name, "README.md").read_text(), re.DOTALL | re.MULTILINE)
     done = {{}}
@@ -132,13 +133,13 @@ def learned(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def read(learned, hidden):
+def read(learned, warm):
     """The folder, in which a process has run the Python code of all cards."""
     folder, logits = learned
     named = [name for name in logits if blocks(folder / name, "python")]
-    runner = [sys.executable, "-c", RUNNER, *named]
-    done = subprocess.run(runner, cwd=folder, env=hidden, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "runner.py").write_text(RUNNER)
+    command = warm.start([sys.executable, "runner.py", *named], os.environ, log := folder / "log", folder, "plain")
+    assert command.wait(900) == 0, log.read_text()[-3000:]
     return folder, logits
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from testing_utils import path_without
+from testing_utils import is_running, path_without
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.engines.server_process import free_port
 from trl_qarl.processes import end_with_parent, exit_on_signals
@@ -56,17 +56,20 @@ def begin_as_child():
 
 
 @contextmanager
-def running(folder, prefix, arguments, is_up, environment=None):
+def running(folder, prefix, arguments, is_up, environment=None, warm=None):
     """A command once it is up and, where that is another one, the process that began with `prefix`."""
     log = folder / "log.txt"
-    with open(log, "w") as file:
-        command = [*prefix, sys.executable, "-m", "trl_qarl.cli", *arguments]
-        process = psutil.Popen(
-            command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=begin_as_child
-        )
+    command = [*prefix, sys.executable, "-m", "trl_qarl.cli", *arguments]
+    if warm is not None:
+        process = warm.start(command, environment, log, folder)
+    else:
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=begin_as_child
+            )
     try:
-        deadline = time.monotonic() + 240
-        while not is_up(found := (process.children() or [None])[0] if prefix else process):
+        deadline, first = time.monotonic() + 240, psutil.Process(process.pid)
+        while not is_up(found := (first.children() or [None])[0] if prefix else first):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield found, process
@@ -79,8 +82,9 @@ def running(folder, prefix, arguments, is_up, environment=None):
 
 
 @pytest.fixture
-def train(train_argv, tmp_path):
-    """A training of many steps by the command, `train(prefix, options)`, which has saved two checkpoints."""
+def train(train_argv, tmp_path, warm):
+    """A training of many steps by the command, `train(prefix, options)`, which has saved two checkpoints; one process
+    in a shell starts at once."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     options = dict(zip(train_argv[::2], train_argv[1::2], strict=True))
     options |= {"--reward_funcs": "rewards.anything", "--max_steps": "5000", "--save_total_limit": "3"}
@@ -91,13 +95,17 @@ def train(train_argv, tmp_path):
         def is_up(_):
             return is_complete(tmp_path / "run" / "checkpoint-2")
 
-        return running(tmp_path, prefix, ["train", *words, *options], is_up, environment)
+        is_warm = warm if not prefix and not options else None
+        return running(tmp_path, prefix, ["train", *words, *options], is_up, environment, is_warm)
 
     return start
 
 
 def ended(processes, seconds=20) -> bool:
-    return not psutil.wait_procs(processes, timeout=seconds)[1]
+    deadline = time.monotonic() + seconds
+    while any(is_running(process.pid) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(is_running(process.pid) for process in processes)
 
 
 @pytest.mark.slow

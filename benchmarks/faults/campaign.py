@@ -1,10 +1,10 @@
 """
 Real trainers that lose their server, and what has become of them.
 
-Run as a program it is a fork server: it imports torch and the trainer once, then reads lists of scenarios
-([`scenarios`]), one JSON line each, from its standard input, and writes one JSON line for each scenario that has
-ended. A scenario has processes of its own: a supervisor, the trainers that it starts one after the other, and their
-servers ([`stand_in`]).
+`python campaign.py FOLDER AT_ONCE` reads a list of scenarios ([`scenarios`]) from `FOLDER/asked.json`, imports torch
+and the trainer once, and writes one JSON line to `FOLDER/reports` for each scenario that has ended. The first one is
+undisturbed. A scenario has processes of its own: a supervisor, the trainers that it starts one after the other, and
+their servers ([`stand_in`]).
 
 Whatever happens first, afterwards a run that was not completed is resumed with a healthy server. The final weights
 must be those of an undisturbed run bit for bit, and no process and no file may be left.
@@ -658,8 +658,6 @@ def main(root: Path, at_once: int) -> None:
     parse_metadata_once()
     with importing():
         import trl_qarl.trainer.qarl_trainer  # noqa: F401
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
 
     def run(scenario: dict, undisturbed: dict | None, report: Path) -> None:
         supervisor = Supervisor(root, scenario, undisturbed)
@@ -668,8 +666,8 @@ def main(root: Path, at_once: int) -> None:
     make_model = fork(lambda: make_tiny_model(root, "qwen2"))
     assert os.waitpid(make_model, 0)[1] == 0
     undisturbed: dict[tuple, dict] = {}
-    for line in sys.stdin:
-        waiting, running = json.loads(line), {}
+    waiting, running = json.loads((root / "asked.json").read_text()), {}
+    with (root / "reports").open("w", buffering=1) as answers:
         while waiting or running:
             while waiting and len(running) < (at_once if undisturbed else 1):
                 # The first scenario of a kind is the one that the others are compared with: they wait for it.
@@ -691,7 +689,6 @@ def main(root: Path, at_once: int) -> None:
                 prepare(root)
             undisturbed.setdefault(kind_of(scenario), report)
             answers.write(json.dumps(report) + "\n")
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from sharded_runs import LORA, Masters, train
 
 from testing_utils import fixed_completions, logged, make_problems, relative_error, save_at
-from testing_utils.warm import Warm
+from testing_utils.warm import FOLDER, Warm
 
 
 OPTIONS = {"max_grad_norm": 1.0}
@@ -103,11 +104,11 @@ SERVER = OPTIONS | {"scheme": "w8a16", "use_vllm": True, "vllm_max_model_length"
 
 
 def two_processes_share_one_server(folder):
-    """The first one starts it, by a fork of the process that has forked both."""
+    """The first one starts it."""
     if find_spec("vllm") is None:
         return
     with pytest.MonkeyPatch.context() as patch:
-        server = Warm("servers", Path(folder)).serve(patch)
+        server = Warm(os.environ[FOLDER]).serve(patch)
         server["vllm_server_port"], _ = both(server["vllm_server_port"])
         [trainer] = train(folder, "ddp-server", **SERVER, **server)
     assert_same(*both(trained(trainer)))

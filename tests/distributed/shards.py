@@ -90,34 +90,14 @@ def run(path, names):
     check(names, path.parent, dist.get_rank(), path.with_name(f"{path.name}rank{dist.get_rank()}.json"))
 
 
-def prepare_engines(folder, asked):
-    """Have engines of the ranks start at once, and a server that they start be forked from here, if there is one."""
-    import pytest
-
-    from testing_utils import quicken_engines
-    from testing_utils.warm import SERVER, Warm
-    from trl_qarl.engines import in_process
-
-    for name in SERVER:
-        importlib.import_module(name)
-    quicken_engines(pytest.MonkeyPatch(), in_process)
-    if "two_processes_share_one_server" in asked:
-        Warm("servers", folder).fork()
-
-
 def main(folder, asked):
     from forked import fork_ranks
 
-    from testing_utils import importing, parse_metadata_once
+    from testing_utils import importing
 
-    parse_metadata_once()
     with importing():
         for name in MODULES:
             importlib.import_module(name)
-        if find_spec("deepspeed") is not None:
-            importlib.import_module("deepspeed")
-        if find_spec("vllm") is not None:
-            prepare_engines(folder, asked)
     makes_launches = [name for name in NIGHTLY if "killed" in name]
     last = ["two_processes_go_on_from_a_checkpoint_of_one"]
     first = [name for name in (*CLAIMS, *NIGHTLY) if name not in (*ALONE, *BY_FOUR, *last, *makes_launches)]

@@ -1,6 +1,6 @@
 import json
 import os
-import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from shards import AFTER, CLAIMS, NIGHTLY
 from testing_utils import make_tiny_mixture, make_tiny_model
 from testing_utils.hub_stand_in import StandInHub, environment, local_files, pushed_files
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
-from trl_qarl.processes import as_child
 
 
 def _param(claim):
@@ -30,8 +29,8 @@ def hub(folder):
 
 
 @pytest.fixture(scope="module")
-def said(folder, hub, request):
-    """Results of each process for the requested claims, in one start of Python."""
+def said(folder, hub, warm, request):
+    """Results of each process for the requested claims, in one command."""
     pytest.importorskip("peft")
     asked = {item.callspec.params["claim"] for item in request.session.items if item.path == request.path}
     asked |= {before for claim in asked for before in AFTER.get(claim, [])}
@@ -40,16 +39,13 @@ def said(folder, hub, request):
     make_tiny_mixture(folder, num_experts=5)
     if any("pictures" in claim for claim in asked):
         make_tiny_picture_model(folder, "qwen2_5_vl")
-    launch = [sys.executable, str(Path(__file__).with_name("shards.py")), str(folder), *asked]
-    # With the folder where conftest.py looks for torchvision.
-    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""), os.path.join(sys.prefix, "pictures")]
-    path = os.pathsep.join(places)
+    launch = [sys.executable, Path(__file__).with_name("shards.py"), folder, *asked]
     # What vLLM compiles in a server, for seconds, computes the same as what it does not.
-    variables = {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"} | environment(hub, folder / "home")
-    result = subprocess.run(as_child(launch), env=os.environ | variables, capture_output=True, text=True, timeout=1700)
+    variables = {"TORCH_COMPILE_DISABLE": "1"} | environment(hub, folder / "home")
+    code = warm.start(launch, os.environ | variables, log := folder / "log").wait(1700)
     # With the seconds of each claim, which `-rP` shows.
-    print(result.stdout)
-    assert result.returncode == 0, result.stderr[-4000:]
+    print(*re.findall(r"^\w+ \d+ [\d.]+ s holds$", log.read_text(), re.MULTILINE), sep="\n")
+    assert code == 0, log.read_text()[-4000:]
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     said = {claim: [said[claim] for said in found if claim in said] for claim in set().union(*found)}
     assert said.keys() == asked, "a claim is listed here that is not checked"

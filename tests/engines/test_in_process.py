@@ -58,6 +58,8 @@ def test_a_plans_command_serves_the_learners_layers(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+# vLLM would compile its sampler, for seconds.
+@torch.compiler.set_stance("force_eager")
 def test_an_engine_that_was_dropped_does_not_end_the_next_one(tmp_path, monkeypatch):
     """Whenever it is collected: vLLM exempts what an engine's start finds, and the end of any engine undoes that."""
     from vllm import SamplingParams

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def two_servers(tmp_path_factory, warm_servers):
+def two_servers(tmp_path_factory, warm):
     """The processes of two servers that know the same secret, by their addresses, and the file with it."""
     folder = tmp_path_factory.mktemp("servers")
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(folder, "qwen2"))
@@ -36,7 +36,7 @@ def two_servers(tmp_path_factory, warm_servers):
     (folder / "token").write_text(token)
     (folder / "token").chmod(0o600)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        warm_servers.serve(patch)
+        warm.serve(patch)
         for seed in ("0", "1"):
             port = free_port()
             spec, options = EngineSpec.of(model, torch.bfloat16), ["--max-model-len", "128", "--seed", seed]

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,47 +14,8 @@ from faults.scenarios import CHOSEN, FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "benchmarks" / "faults" / "campaign.py"
+UNDISTURBED = {"name": "undisturbed", "expect": "completes"}
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="TRL's client of a server needs vLLM")
-
-
-class Campaign:
-    """A fork server for scenarios."""
-
-    def __init__(self, root: Path):
-        self.log = root / "log"
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(root), "3"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            text=True,
-            # It shares a core with others, and so do the trainers it forks.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        [self.undisturbed] = self.run([{"name": "undisturbed", "expect": "completes"}])
-
-    def run(self, scenarios: list[dict]) -> list[dict]:
-        self.process.stdin.write(json.dumps(scenarios) + "\n")
-        self.process.stdin.flush()
-        reports = []
-        for _ in scenarios:
-            line = self.process.stdout.readline()
-            assert line, self.log.read_text()[-5000:]
-            reports.append(json.loads(line))
-            print({key: value for key, value in reports[-1].items() if key not in ("log", "calls", "digest")})
-        return reports
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-
-
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory):
-    root = tmp_path_factory.mktemp("campaign")
-    campaign = Campaign(root)
-    yield campaign
-    campaign.close()
 
 
 def find(names) -> list[dict]:
@@ -74,10 +34,16 @@ def find(names) -> list[dict]:
         *(pytest.param(scenarios, id=family, marks=pytest.mark.nightly) for family, scenarios in FAMILIES.items()),
     ],
 )
-def test_no_fault_changes_what_is_learned(campaign, scenarios):
-    assert campaign.undisturbed["problems"] == []
-    reports = campaign.run(scenarios)
-    assert {report["name"] for report in reports} == {scenario["name"] for scenario in scenarios}
+def test_no_fault_changes_what_is_learned(tmp_path, warm, scenarios):
+    (tmp_path / "asked.json").write_text(json.dumps(asked := [UNDISTURBED, *scenarios]))
+    # The servers are programs of their own.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    code = warm.start([sys.executable, PROGRAM, tmp_path, "3"], env, log := tmp_path / "log").wait(1700)
+    assert code == 0, log.read_text()[-5000:]
+    reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    for report in reports:
+        print({key: value for key, value in report.items() if key not in ("log", "calls", "digest")})
+    assert {report["name"] for report in reports} == {scenario["name"] for scenario in asked}
     if scenarios is FAMILIES["signals to the trainer"]:
         # Some come after the end.
         assert {"SIGKILL", "SystemExit", "KeyboardInterrupt"} <= {report["ended"][0] for report in reports}

@@ -3,18 +3,6 @@
 import pytest
 from journeys import User
 
-from testing_utils.warm import Warm
-
-
-@pytest.fixture(scope="package")
-def warm(tmp_path_factory):
-    """The processes that commands, and plain engines, are forked from."""
-    folder = tmp_path_factory.mktemp("warm")
-    processes = {kind: Warm(kind, folder) for kind in ("engines", "plain")}
-    yield processes
-    for process in processes.values():
-        process.close()
-
 
 @pytest.fixture
 def user(tmp_path, warm, record_property):

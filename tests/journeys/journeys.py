@@ -67,7 +67,7 @@ def digits(completions, trainer_state, **kwargs):
 class User:
     """A folder with files as users have them, and commands that are run there."""
 
-    def __init__(self, folder: Path, warm: dict[str, Warm]):
+    def __init__(self, folder: Path, warm: Warm):
         self.folder, self._warm = folder, warm
         self.seconds: dict[str, float] = {}
         self.environment = os.environ | {
@@ -98,7 +98,7 @@ class User:
         path = self.folder / log
         path.touch()
         env = self.environment | {"JOURNEY_LOG": str(path)} | environment
-        return self._warm[kind].start(argv, env, path, self.folder)
+        return self._warm.start(argv, env, path, self.folder, kind)
 
     def run(self, *argv: str, code: int = 0, log: str = "log", timeout: float = 300, **options) -> str:
         """Run a command to its end, which must have this exit code (`None` for any failure); returns its output."""
@@ -182,8 +182,7 @@ class User:
 
     def close(self) -> None:
         """End what still runs."""
-        for warm in self._warm.values():
-            warm.end_commands()
+        self._warm.end_commands()
 
 
 def two_processes(name: str) -> list[str]:

@@ -82,11 +82,11 @@ def test_colocated_rollouts_follow_the_adapter(tmp_path, scheme, arch, bound):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, warm_servers):
+def trained(tmp_path_factory, warm):
     """A training through a server that the trainer started, which still runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        server = warm_servers.serve(patch)
+        server = warm.serve(patch)
         trainer = make(tmp_path_factory.mktemp("server"), scheme="w4a16", **server)
         generation = trainer.vllm_generation
         try:

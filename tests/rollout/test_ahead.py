@@ -295,10 +295,10 @@ def test_the_next_prompts_are_those_of_the_loader(num_processes, num_repeats, ac
 
 
 @pytest.fixture
-def make_exact_trainer(tmp_path, monkeypatch, warm_servers):
+def make_exact_trainer(tmp_path, monkeypatch, warm):
     """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
     options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2}
-    options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm_servers.serve(monkeypatch)
+    options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm.serve(monkeypatch)
     return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
 
 

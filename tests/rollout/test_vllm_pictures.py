@@ -276,8 +276,8 @@ def test_lora_on_the_language_model_is_trained_and_evaluated(one_kind, tmp_path)
 
 @pytest.mark.xdist_group("warm_servers")
 @pytest.mark.parametrize("kind", ["smolvlm", pytest.param("qwen2_5_vl", marks=pytest.mark.nightly)])
-def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, monkeypatch, warm_servers):
-    server = warm_servers.serve(monkeypatch, in_one_process=False)
+def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, monkeypatch, warm):
+    server = warm.serve(monkeypatch, in_one_process=False)
     model, problems = make_tiny_picture_model(tmp_path, kind), make_picture_problems(sizes=SEVERAL)
     trainer = make_picture_trainer(model, tmp_path / "run", problems, scheme="w4a16", **server)
     trainer.train()

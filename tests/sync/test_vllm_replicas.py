@@ -25,13 +25,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("warm_
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, warm_servers):
-    with serving(tmp_path_factory.mktemp("replicas"), warm_servers, "--data-parallel-size") as server:
+def server(tmp_path_factory, warm):
+    with serving(tmp_path_factory.mktemp("replicas"), warm, "--data-parallel-size") as server:
         yield server
 
 
 @contextlib.contextmanager
-def serving(folder, warm_servers, by):
+def serving(folder, warm, by):
     """A server of two workers."""
     from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,7 @@ def serving(folder, warm_servers, by):
     argv[argv.index(WORKER_EXTENSION)] = "testing_utils.faulty_replica.FaultyReplica"
     environment |= {FAULT_FILE: str(folder / "fault"), "VLLM_LOGGING_LEVEL": "WARNING"}
     with pytest.MonkeyPatch.context() as patch:
-        warm_servers.serve(patch, in_one_process=False)
+        warm.serve(patch, in_one_process=False)
         process, url = ServerProcess(argv, environment, folder / "server.log"), f"http://127.0.0.1:{port}"
         (folder / "token").write_text(process.token)
         (folder / "token").chmod(0o600)
@@ -164,8 +164,8 @@ def test_a_server_that_lost_a_replica_starts_again(server, make_trainer):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, warm_servers):
-    with serving(tmp_path_factory.mktemp("ranks"), warm_servers, "--tensor-parallel-size") as server:
+def two_ranks(tmp_path_factory, warm):
+    with serving(tmp_path_factory.mktemp("ranks"), warm, "--tensor-parallel-size") as server:
         yield server
 
 

@@ -1,7 +1,7 @@
 """
 Tiny random models of pictures and text with their processors, prompts with drawn pictures, and trainers of both.
 
-Every processor of transformers 5.17 for these classes imports torchvision, which .ci/pictures installs for tests.
+Every processor of transformers 5.17 for these classes imports torchvision, which .ci/setup installs for tests.
 """
 
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ KINDS = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma4", 
 KINDS_OF_TEXT = ("gemma3",)
 """Further classes, compared on text alone."""
 
-needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision: .ci/pictures")
+needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision: .ci/setup")
 
 
 _CHAT_TEMPLATE = (

@@ -1,11 +1,13 @@
 """
-Commands of journeys, and servers, that start at once: forked from a process that has imported what they need, which is
-most of what a start takes. Their engines start quickly, too ([`quicken_engines`]). Everything else is the user's: the
-command line, files, environment, working directory, launcher, exit code. A server that is started as users start it,
-whose engine is spawned, is in test_vllm_server.py.
+Commands and servers that start at once: forked from a process that has imported what they need, which is most of what
+a start takes. Their engines start quickly, too ([`quicken_engines`]). Everything else is the user's: the command line,
+files, environment, working directory, launcher, exit code. A server that is started as users start it, whose engine is
+spawned, is in test_vllm_server.py.
 
-`python -m testing_utils.warm SOCKET KIND` is that process. It takes requests over the socket, one JSON object a
-connection: `start` a command, `poll` one that it has started, or `end` all of them.
+`python -m testing_utils.warm FOLDER` is the first of these processes, which imports vLLM when it is first asked, over
+the socket `FOLDER/first`, for one of its two forks: `plain`, without our package, and `engines`, which imports ours,
+too. These take requests over sockets of their names, one JSON object a connection: `start` a command, `poll` one that
+was started, or `end` all of an owner.
 """
 
 import atexit
@@ -25,7 +27,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from testing_utils import importing, parse_metadata_once, quicken_engines, start_engines_quickly
@@ -34,38 +35,26 @@ from testing_utils.hub_stand_in import use
 from trl_qarl.processes import end_with_parent
 
 
-SERVER = (
-    *("vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"),
-    *("vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "trl_qarl.vllm_plugin.worker"),
-    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.models.qwen3",
-)
 IMPORTED = {
-    # Our commands, and scripts that train.
-    "engines": (
-        *(
-            "trl_qarl.cli",
-            "trl_qarl.scripts.train",
-            "trl_qarl.scripts.export",
-            "trl_qarl.trainer.qarl_trainer",
-            "peft",
-        ),
-        *("accelerate.commands.launch", "torch.distributed.run", "trl.cli.commands.training", "deepspeed"),
-        *("transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "pandas", "pyarrow"),
-        *SERVER,
-    ),
     # Readers of an export, without our package.
     "plain": (
-        *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.lora.request", "peft"),
+        *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
+        *("vllm.v1.worker.cpu_worker", "vllm.lora.request", "peft", "compressed_tensors"),
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-        *("vllm.model_executor.models.qwen3", "transformers.models.qwen3.modeling_qwen3"),
-        *("transformers.quantizers.quantizer_compressed_tensors", "compressed_tensors"),
+        *("vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3"),
+        *("transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"),
+        *("transformers.quantizers.quantizer_compressed_tensors", "safetensors.torch", "pandas", "pyarrow"),
     ),
-    # Servers whose trainer is in the process of a test.
-    "servers": (*SERVER, "vllm.model_executor.models.qwen2"),
+    # Our commands, their servers, and scripts that train.
+    "engines": (
+        *("trl_qarl.cli", "trl_qarl.scripts.train", "trl_qarl.scripts.export", "trl_qarl.trainer.qarl_trainer"),
+        *("accelerate.commands.launch", "torch.distributed.run", "trl.cli.commands.training", "deepspeed"),
+        *("vllm.entrypoints.launchers.api_server.entry", "trl_qarl.vllm_plugin.worker"),
+    ),
 }
 SCRIPTS = {"trl-qarl": "trl_qarl.cli", "accelerate": "accelerate.commands.accelerate_cli"}
-SOCKET_VARIABLE = "JOURNEY_SOCKET"
+FOLDER, OWNER = "WARM_FOLDER", "WARM_OWNER"
+"""Variables of commands: the sockets' folder, and the test process for which they run."""
 TESTS = Path(__file__).parents[1]
 
 
@@ -82,7 +71,7 @@ class Command:
 
     def __init__(self, place: str, argv, env, log, cwd=None):
         self.place, self.returncode = place, None
-        request = {"argv": list(argv), "env": dict(env), "log": str(log), "cwd": str(cwd or os.getcwd())}
+        request = {"argv": [*map(str, argv)], "env": dict(env), "log": str(log), "cwd": str(cwd or os.getcwd())}
         self.pid = ask(place, kind="start", **request)
 
     def poll(self):
@@ -110,38 +99,31 @@ class Command:
 
 
 class Warm:
-    """The process that commands of a kind are forked from, started when the first one is."""
+    """The processes that commands are forked from, by the folder of their sockets."""
 
-    def __init__(self, kind: str, folder: Path):
-        self.kind, self.place, self.log = kind, str(folder / f"{kind}.sock"), folder / f"{kind}.log"
-        self.process = None
+    def __init__(self, folder):
+        self.folder, self.owner, self.process = Path(folder), os.environ.get(OWNER, str(os.getpid())), None
 
-    def fork(self) -> None:
-        """Start it as a fork of this process, which has imported much of it."""
-        if (pid := os.fork()) == 0:
-            end_with_parent(signal.SIGTERM)
-            for output in (1, 2):
-                os.dup2(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), output)
-            main(self.place, self.kind)
-        self.process = psutil.Process(pid)
-        self._wait(lambda: self.process.status() != psutil.STATUS_ZOMBIE)
+    def open(self) -> None:
+        """Start the first one, which ends with this process."""
+        path = os.pathsep.join([*map(str, (TESTS, TESTS / "journeys")), *filter(None, sys.path)])
+        environment = {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        with (self.folder / "log").open("w") as log:
+            command = [sys.executable, "-m", "testing_utils.warm", str(self.folder)]
+            self.process = start(command, env=os.environ | environment, stdout=log, stderr=log)
 
-    def _wait(self, is_running) -> None:
-        while not Path(self.place).exists():
-            assert is_running(), self.log.read_text()
-            time.sleep(0.1)
+    def _wait_for(self, name: str) -> str:
+        deadline = time.monotonic() + 300
+        while not (place := self.folder / name).exists():
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.05)
+        return str(place)
 
-    def start(self, argv, env, log, cwd) -> Command:
-        # Another process may have started it.
-        if self.process is None and not Path(self.place).exists():
-            with self.log.open("w") as output:
-                command = [sys.executable, "-m", "testing_utils.warm", self.place, self.kind]
-                # Commands of one journey may have a Hub, and [`run`] gives it to them.
-                shared = {name: value for name, value in env.items() if not name.startswith("HF_")}
-                shared["HF_HUB_OFFLINE"] = "1"
-                self.process = start(command, env=shared, stdout=output, stderr=output, cwd=TESTS)
-            self._wait(lambda: self.process.poll() is None)
-        return Command(self.place, argv, env | {SOCKET_VARIABLE: self.place}, log, cwd)
+    def start(self, argv, env, log, cwd=None, kind: str = "engines") -> Command:
+        if not (self.folder / kind).exists():
+            ask(self._wait_for("first"), kind=kind)
+        env = dict(env) | {FOLDER: str(self.folder), OWNER: self.owner}
+        return Command(self._wait_for(kind), argv, env, log, cwd)
 
     def serve(self, patch, in_one_process: bool = True) -> dict:
         """
@@ -155,7 +137,7 @@ class Warm:
 
         def popen(argv, env, stdout, **options):
             # Without the launcher, which would end it with this process.
-            return self.start(argv[4:], env, stdout.name, os.getcwd())
+            return self.start(argv[4:], env, stdout.name)
 
         known = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
         patch.setattr(server_process, "subprocess", SimpleNamespace(Popen=popen, **known))
@@ -168,13 +150,13 @@ class Warm:
         return options | {"vllm_server_timeout": 900}
 
     def end_commands(self) -> None:
-        """Kill the commands that still run, with those that they have started."""
-        if self.process is not None:
-            ask(self.place, kind="end")
+        """Kill those of this test process that still run, with those that they have started."""
+        for kind in IMPORTED:
+            if (self.folder / kind).exists():
+                ask(str(self.folder / kind), kind="end", owner=self.owner)
 
     def close(self) -> None:
         if self.process is not None:
-            self.end_commands()
             self.process.terminate()
             self.process.wait(30)
 
@@ -256,39 +238,29 @@ def run(kind: str, place: str, argv, env, log, cwd) -> None:
     leave(argv)
 
 
-def prepare_engines(kind: str) -> None:
-    """Have engines of a kind start in a third of the time, and servers start theirs in forked processes."""
-    from vllm.platforms import current_platform
-
-    if kind == "plain":
-        quicken_engines(pytest.MonkeyPatch())
-    else:
-        start_engines_quickly(pytest.MonkeyPatch())
-    current_platform.register_triton_kernel_overrides()
-    if kind != "servers":
-        return
-    for module in list(sys.modules.values()):
-        if "get_mp_context" in getattr(module, "__dict__", {}):
-            module.get_mp_context = lambda: multiprocessing.get_context("fork")
-
-
-def main(place: str, kind: str) -> None:
-    # torchvision: transformers looks for it once.
-    sys.path.append(os.path.join(sys.prefix, "pictures"))
-    if kind == "plain":
-        os.environ["VLLM_PLUGINS"] = ""
-        # This file has imported one function of it.
-        for name in [name for name in sys.modules if name.partition(".")[0] == "trl_qarl"]:
-            del sys.modules[name]
-        sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
-    parse_metadata_once()
+def prepare(kind: str) -> None:
+    """Import what commands of a kind need, have their engines start in a third of the time, and servers start theirs
+    in forked processes."""
     with importing():
         for name in IMPORTED[kind]:
             with suppress(ModuleNotFoundError):
                 importlib.import_module(name)
-        if find_spec("vllm") is not None:
-            prepare_engines(kind)
-    running: set[int] = set()
+        if find_spec("vllm") is None:
+            return
+        from vllm.platforms import current_platform
+
+        current_platform.register_triton_kernel_overrides()
+        if kind == "plain":
+            quicken_engines(pytest.MonkeyPatch())
+            return
+        start_engines_quickly(pytest.MonkeyPatch())
+        for module in list(sys.modules.values()):
+            if "get_mp_context" in getattr(module, "__dict__", {}):
+                module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def requests(place: str, running: dict[int, str]):
+    """Requests to the socket at `place`, and the connections on which they are answered."""
 
     def end(number, frame):
         # An engine that a server has spawned is in the server's group, and outlives it.
@@ -305,29 +277,57 @@ def main(place: str, kind: str) -> None:
         os.rename(f"{place}.new", place)
         while True:
             connection, _ = server.accept()
-            with connection.makefile() as lines:
-                request = json.loads(lines.readline())
-            asked, answer = request.pop("kind"), None
-            if asked == "poll":
-                pid, status = os.waitpid(request["pid"], os.WNOHANG)
-                answer = os.waitstatus_to_exitcode(status) if pid else None
-                running.discard(pid)
-            elif asked == "end":
-                for pid in running:
-                    # A command has a group of its own, so that what it has forked ends with it.
-                    with suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                running.clear()
-            else:
-                answer = os.fork()
-                if answer == 0:
-                    connection.close()
-                    server.close()
-                    run(kind, place, **request)
-                running.add(answer)
-            connection.sendall(json.dumps(answer).encode() + b"\n")
-            connection.close()
+            with connection, connection.makefile() as lines:
+                yield json.loads(lines.readline()), connection
+
+
+def listen(folder: str, kind: str) -> None:
+    """Start commands of a kind."""
+    end_with_parent(signal.SIGTERM)
+    if kind == "engines":
+        del sys.modules["trl_qarl"]
+        prepare(kind)
+    running: dict[int, str] = {}
+    for request, connection in requests(place := f"{folder}/{kind}", running):
+        asked, answer = request.pop("kind"), None
+        if asked == "poll":
+            pid, status = os.waitpid(request["pid"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+            running.pop(pid, None)
+        elif asked == "end":
+            for pid in [pid for pid, owner in running.items() if owner == request["owner"]]:
+                # A command has a group of its own, so that what it has forked ends with it.
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                del running[pid]
+        else:
+            answer = os.fork()
+            if answer == 0:
+                connection.close()
+                run(kind, place, **request)
+            running[answer] = request["env"][OWNER]
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def main(folder: str) -> None:
+    # torchvision: transformers looks for it once.
+    sys.path.append(os.path.join(sys.prefix, "pictures"))
+    # This file has imported one function of it.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl_qarl"]:
+        del sys.modules[name]
+    sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
+    parse_metadata_once()
+    forks: dict[int, str] = {}
+    for request, connection in requests(f"{folder}/first", forks):
+        if not forks:
+            prepare("plain")
+        if (kind := request["kind"]) not in forks.values():
+            pid = os.fork()
+            if pid == 0:
+                listen(folder, kind)
+            forks[pid] = kind
+        connection.sendall(b"null\n")
 
 
 if __name__ == "__main__":

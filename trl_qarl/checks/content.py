@@ -201,7 +201,7 @@ def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
         generates = getattr(reward, "can_generate", lambda: not hasattr(reward, "config"))()
         if generates:
             yield f"The reward model is a {type(reward).__name__}, which has no head for scores. {_WITH_HEAD}"
-        elif type(reward).__name__.endswith(_CLASSIFIES) and reward.config.num_labels != 1:
+        elif type(reward).__name__.endswith(_CLASSIFIES) and getattr(reward.config, "num_labels", 1) != 1:
             yield (
                 f"The reward model has a score for each of {[*reward.config.id2label.values()]}, and TRL takes the first. Give a function "
                 "that calls the model and chooses."

@@ -10,15 +10,6 @@ from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import assign_schemes
 
 
-LINEAR = {
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 1,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-
-
 def model_of(arch, **fields):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
@@ -27,7 +18,6 @@ def model_of(arch, **fields):
 @pytest.mark.parametrize(
     ("arch", "fields", "dtype", "remedy"),
     [
-        ("qwen3_5_text", LINEAR, torch.float32, "Set bf16=True"),
         ("apertus", {}, torch.float32, "Set bf16=True"),
         ("stablelm", {"head_dim": None, "partial_rotary_factor": 0.3}, torch.bfloat16, "Set bf16=False"),
     ],

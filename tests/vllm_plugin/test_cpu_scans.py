@@ -55,9 +55,10 @@ def test_chunks_of_mamba_1_compute_as_transformers_on_the_whole():
 
 def test_chunks_of_the_delta_rule_compute_as_transformers_on_the_whole():
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, sum(LENGTHS), 3, size) for size in (8, 8, 4))
-    g, beta = -torch.rand(1, sum(LENGTHS), 3), 2 * torch.rand(1, sum(LENGTHS), 3)
-    states, outputs = torch.zeros(6, 3, 4, 8), torch.empty_like(v)
+    # Two heads of values for each of keys.
+    q, k, v = (torch.randn(1, sum(LENGTHS), heads, size) for heads, size in ((3, 8), (3, 8), (6, 4)))
+    g, beta = -torch.rand(1, sum(LENGTHS), 6), 2 * torch.rand(1, sum(LENGTHS), 6)
+    states, outputs = torch.zeros(6, 6, 4, 8), torch.empty_like(v)
     for number, (rows, starts) in enumerate(chunks()):
         tokens = [each[:, rows] for each in (q, k, v, g, beta)]
         if number < 2:
@@ -69,7 +70,7 @@ def test_chunks_of_the_delta_rule_compute_as_transformers_on_the_whole():
                 *tokens, initial_state=states, cu_seqlens=starts, ssm_state_indices=SLOTS
             )
     for rows, slot in zip(SEQUENCES, SLOTS, strict=True):
-        tokens = [each[:, rows] for each in (q, k, v)]
+        tokens = [each[:, rows].repeat_interleave(6 // each.shape[2], 2) for each in (q, k, v)]
         options = {"g": g[:, rows], "beta": beta[:, rows], "initial_state": None, "output_final_state": True}
         expected, state = torch_recurrent_gated_delta_rule(*tokens, use_qk_l2norm_in_kernel=True, **options)
         torch.testing.assert_close(outputs[:, rows], expected)

@@ -60,14 +60,6 @@ def _problems_on_cpu(
         )
     if getattr(inventory.model.config.get_text_config(), "index_topk", None):
         yield f"{name} has sparse attention, which vLLM does not have on a CPU (`use_sparse` in platforms/cpu.py)"
-    decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
-    # Layers of Mamba have a `D`, and OLMo's need no kernel (vllm_plugin/cpu_scans.py).
-    is_bare = name != "OlmoHybridForCausalLM" and any("D" not in shapes for shapes in decays)
-    if dtype not in (torch.bfloat16, None) and is_bare:
-        yield (
-            f"{name} has linear attention, for which vLLM has a kernel only in bfloat16 on a CPU (`gdn_attention.py`), not in {dtype}. "
-            "Set bf16=True"
-        )
     halves = {len(angles) for _, angles in inventory.rotary_embeddings}
     if dtype is torch.bfloat16 and (odd := sorted(half for half in halves if half % 8)):
         yield (

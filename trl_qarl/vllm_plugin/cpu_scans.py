@@ -1,9 +1,10 @@
 """
-Recurrences of Mamba 1 and of OLMo's gated delta rule on a CPU, by operations of PyTorch in float32.
+Recurrences of Mamba 1 and of the gated delta rule on a CPU, by operations of PyTorch in float32.
 
 vLLM 0.31 has Mamba 1's scan only for GPUs (`selective_scan_fwd`), and its step for CPUs takes one decay and step size
 for each head, as Mamba 2 has them (csrc/cpu/mamba_cpu.cpp). OLMo's layers name functions of Triton. Both read the
-weight of their convolution as loaded, not packed ([`trl_qarl.vllm_plugin.cpu_convolutions`]).
+weight of their convolution as loaded, not packed ([`trl_qarl.vllm_plugin.cpu_convolutions`]). Its kernels of the delta
+rule of Qwen3.5 and Qwen3-Next take only bfloat16; in other dtypes their layers compute as OLMo's.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ def register_scans() -> None:
     """Have vLLM's layers compute by the functions here; calling it again changes nothing."""
     from vllm.model_executor.layers.mamba import mamba_mixer
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     if mamba_mixer.selective_scan_fn is scan_selectively:
         return
@@ -26,6 +28,8 @@ def register_scans() -> None:
     olmo.fused_olmo_hybrid_gdn_gating, olmo.set_triton_allocator = gate_delta_rule, lambda device: None
     for cls in (mamba_mixer.MambaMixer, olmo.OlmoHybridGatedDeltaNetAttention):
         cls.__init__ = _with_convolution_as_loaded(cls.__init__)
+    layers = olmo.OlmoHybridGatedDeltaNetAttention
+    gdn_attention.cpu_gdn_attention_core = _in_any_dtype(gdn_attention.cpu_gdn_attention_core, layers._forward_core)
 
 
 def _with_convolution_as_loaded(init: Callable[..., None]) -> Callable[..., None]:
@@ -35,6 +39,27 @@ def _with_convolution_as_loaded(init: Callable[..., None]) -> Callable[..., None
         self.conv1d.is_read_as_loaded = True
 
     return __init__
+
+
+def _in_any_dtype(core: Callable[..., None], forward: Callable[..., None]) -> Callable[..., None]:
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+
+    # vLLM reads the types of its operations' arguments.
+    def compute_delta_rule(
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+        layer_name: LayerNameType,
+    ) -> None:
+        if mixed_qkv.dtype is torch.bfloat16:
+            return core(mixed_qkv, b, a, core_attn_out, layer_name)
+        layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+        layer.allow_neg_eigval = False
+        forward(layer, mixed_qkv, b, a, core_attn_out)
+
+    return compute_delta_rule
 
 
 def scan_selectively(
@@ -82,9 +107,8 @@ def step_selectively(
     """Write Mamba 1's outputs `(N, d)` for one token of each of N sequences to `out`, and their new states."""
     running = states[state_batch_indices.flatten()].float()
     tokens = [each.float() for each in (x, dt, B, C, z)]
-    running, outputs = _selective_step(A, D, dt_bias)(running, *tokens)
+    out.copy_(_selective_step(A, D, dt_bias)(running, *tokens))
     states[dst_state_batch_indices.flatten()] = running.to(states.dtype)
-    out.copy_(outputs)
 
 
 def apply_delta_rule(
@@ -105,13 +129,14 @@ def apply_delta_rule(
 
     def step(
         state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        state = state * g.exp()[..., None, None]
-        error = v - (state * k[..., None, :]).sum(-1)
-        state = state + (error * beta[..., None])[..., None] * k[..., None, :]
-        return state, (state * q[..., None, :]).sum(-1)
+    ) -> torch.Tensor:
+        state *= g.exp()[..., None, None]
+        error = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
+        state.flatten(0, 1).baddbmm_(error.flatten(0, 1)[..., None], k.flatten(0, 1)[:, None])
+        return (state @ q[..., None])[..., 0]
 
-    q, k = (each[0].float() for each in (q, k))
+    # A head of keys may serve several of values.
+    q, k = (each[0].float().repeat_interleave(v.shape[2] // each.shape[2], 1) for each in (q, k))
     q, k = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
     outputs = _scan(step, running, cu_seqlens, q * q.shape[-1] ** -0.5, k, v[0], g[0], beta[0])
     if ssm_state_indices is not None:
@@ -131,33 +156,28 @@ def gate_delta_rule(
     return decays[None], b.float().sigmoid()[None] * (2.0 if allow_neg_eigval else 1.0)
 
 
-def _selective_step(A: torch.Tensor, D: torch.Tensor, bias: torch.Tensor) -> Callable[..., Any]:
+def _selective_step(A: torch.Tensor, D: torch.Tensor, bias: torch.Tensor) -> Callable[..., torch.Tensor]:
     def step(
         state: torch.Tensor, x: torch.Tensor, delta: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         delta = F.softplus(delta + bias)[..., None]
-        state = (delta * A).exp() * state + delta * x[..., None] * B[:, None]
-        return state, ((state * C[:, None]).sum(-1) + D * x) * F.silu(z)
+        state.mul_((delta * A).exp()).add_(delta * x[..., None] * B[:, None])
+        return ((state * C[:, None]).sum(-1) + D * x) * F.silu(z)
 
     return step
 
 
 def _scan(
-    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    states: torch.Tensor,
-    starts: torch.Tensor,
-    *tokens: torch.Tensor,
+    step: Callable[..., torch.Tensor], states: torch.Tensor, starts: torch.Tensor, *tokens: torch.Tensor
 ) -> torch.Tensor:
     """Return the outputs of a step for the tokens of sequences that begin at `starts`, one token of all sequences at a
-    time. The sequences' `states` are replaced by the last ones."""
+    time. A step, and so this function, replaces the `states` of sequences by the next ones."""
     lengths, order = starts.diff().sort(descending=True)
-    starts, running, outputs = starts[:-1][order], states[order], []
+    starts, running = starts[:-1][order], states[order]
     tokens = tuple(each.float() for each in tokens)
-    rows = []
+    rows, outputs = [], []
     for time in range(int(lengths[0])):
-        count = int((lengths > time).sum())
-        rows.append(starts[:count] + time)
-        running[:count], output = step(running[:count], *(each[rows[-1]] for each in tokens))
-        outputs.append(output)
+        rows.append(starts[: int((lengths > time).sum())] + time)
+        outputs.append(step(running[: len(rows[-1])], *(each[rows[-1]] for each in tokens)))
     states[order] = running
     return torch.cat(outputs)[torch.cat(rows).argsort()]

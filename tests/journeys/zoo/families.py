@@ -464,7 +464,7 @@ ADAPTED: dict[str, str] = {
     # PEFT refuses adapters of `out_proj` in these.
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
     "nemotron_h moe": r".*\.[qkvo]_proj",
-    **dict.fromkeys(("mamba", "falcon_mamba"), r".*\.in_proj"),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), r".*\.in_proj"),
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
 

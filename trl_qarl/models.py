@@ -33,6 +33,9 @@ MIN_RECURRENT_OUTPUTS = 128
 """Layers of a recurrence with fewer outputs compute a few numbers for each head, such as decays and step sizes. Their
 errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/issues/2100)."""
 
+SHARED_BLOCK = "shared_transformer"
+"""Component of the names of a block that several layers of Zamba 2 are, which vLLM does not name."""
+
 IN_FLOAT32 = "e_score_correction_bias"
 """Last component of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16 bits
 do not tell apart."""
@@ -54,7 +57,6 @@ class Family:
     - `problem_of_plain_vllm`: what vLLM's class leaves out where this package is not installed next to it
       ([`trl_qarl.vllm_plugin.corrected_models`]).
     - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
-    - `problem_on_cpu`: the reason why vLLM cannot run it on a CPU, where rules do not tell.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
     - `shares_head`: whether vLLM's class shares the weight of embedding and output head, whatever the configuration
       says; `None` if it follows the configuration.
@@ -72,7 +74,6 @@ class Family:
     vllm_values: Mapping[str, Any] = field(default_factory=dict)
     problem_of_plain_vllm: str | None = None
     problem_with_vllm: str | None = None
-    problem_on_cpu: str | None = None
     problem_of_float32: str | None = None
     shares_head: bool | None = None
     has_longer_window: bool = False
@@ -142,11 +143,6 @@ _ROWS = (
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
-    Family(
-        "OlmoHybridForCausalLM",
-        "olmo_hybrid",
-        problem_on_cpu="its linear attention asks for Triton in vLLM 0.31 (layers/mamba/gdn/olmo_gdn_linear_attn.py)",
-    ),
     Family("PhiForCausalLM", "phi", shares_head=False),
     Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
     Family(
@@ -174,12 +170,7 @@ _ROWS = (
     Family("StableLmForCausalLM", "stablelm", engine_layers="rounded"),
     Family("Starcoder2ForCausalLM", "starcoder2", engine_layers="transformers"),
     Family("VaultGemmaForCausalLM", "vaultgemma", engine_layers="transformers"),
-    Family(
-        "Zamba2ForCausalLM",
-        "zamba2",
-        problem_with_vllm="vLLM 0.31 names its shared blocks and their adapters unlike checkpoints, so a low-bit layer cannot be told from "
-        "others (models/zamba2.py)",
-    ),
+    Family("Zamba2ForCausalLM", "zamba2", shares_head=True),
 )
 
 

@@ -9,6 +9,7 @@ import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.mamba import modeling_mamba
 from transformers.models.nemotron_h import modeling_nemotron_h
 from trl import GRPOConfig
 
@@ -253,15 +254,29 @@ def test_gemma_2_computes_with_the_cap_of_its_attention(tmp_path):
         torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_of_mamba_2_train_what_they_score(tmp_path, monkeypatch):
-    """A stand-in for the kernel that reads the weight of `out_proj`, where low-bit layers have their masters."""
+def fused_scan(inputs, *args, outproj_weight=None, **kwargs):
+    """A stand-in for kernels that read the weight of `out_proj`, where low-bit layers have their masters."""
+    if outproj_weight is None:
+        inputs, outproj_weight = inputs.mT, args[4]
+    return inputs[..., : outproj_weight.shape[1]] @ outproj_weight.T
 
-    def fused(inputs, *args, outproj_weight, **kwargs):
-        return inputs[..., : outproj_weight.shape[1]] @ outproj_weight.T
 
-    monkeypatch.setattr(modeling_nemotron_h, "mamba2_split_conv1d_scan_combined", fused)
-    sizes = {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16, "chunk_size": 16}
-    path = make_tiny_model(tmp_path, "nemotron_h", hybrid_override_pattern="M-", **sizes)
+@pytest.mark.parametrize(
+    ("source", "kernel", "arch", "sizes"),
+    [
+        (
+            modeling_nemotron_h,
+            "mamba2_split_conv1d_scan_combined",
+            "nemotron_h",
+            {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16, "chunk_size": 16}
+            | {"hybrid_override_pattern": "M-"},
+        ),
+        (modeling_mamba, "mamba_inner_fn", "mamba", {"state_size": 16, "time_step_rank": 8}),
+    ],
+)
+def test_layers_of_mamba_train_what_they_score(tmp_path, monkeypatch, source, kernel, arch, sizes):
+    monkeypatch.setattr(source, kernel, fused_scan)
+    path = make_tiny_model(tmp_path, arch, **sizes)
     ids = torch.arange(4, 44).view(2, 20)
 
     @torch.no_grad()

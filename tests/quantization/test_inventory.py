@@ -130,6 +130,13 @@ def test_what_steers_a_recurrence_stays_in_high_precision():
     assert prepare_model(model, "w4a16").skipped == kept
 
 
+def test_blocks_that_layers_share_stay_in_high_precision():
+    model = nn.ModuleDict(
+        {"k_proj": nn.Linear(128, 16), "shared_transformer": nn.ModuleDict({"0": nn.Linear(128, 64)})}
+    )
+    assert prepare_model(model, "w4a16").skipped == {"shared_transformer.0": "block that several layers share"}
+
+
 def test_layers_smaller_than_a_group_stay_in_high_precision():
     model = nn.ModuleDict({"streams": nn.Linear(4, 128), "k_proj": nn.Linear(128, 16)})
     assert prepare_model(model, "w4a16").skipped == {"streams": "fewer than 32 inputs"}

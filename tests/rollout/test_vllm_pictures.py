@@ -59,7 +59,7 @@ def trained(kind, tmp_path_factory):
         folder / "out",
         make_picture_problems(sizes=SEVERAL),
         scheme=scheme,
-        # vLLM has linear attention for CPUs only in bfloat16.
+        # vLLM's kernels of linear attention for CPUs take only bfloat16.
         bf16=kind == "qwen3_5",
         vllm_max_model_length=512,
     )

@@ -330,6 +330,23 @@ def test_methods_of_our_kernels_override_vllms():
         assert not cls.__abstractmethods__ and without_place(cls, "vllm") == []
 
 
+def test_recurrent_layers_call_the_functions_that_we_replace():
+    from vllm.model_executor.layers.mamba import mamba_mixer
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    olmos = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fused_olmo_hybrid_gdn_gating")
+    olmos += ("set_triton_allocator", "_make_fused_conv1d_weight_loader")
+    for module, cls, names in (
+        (mamba_mixer, mamba_mixer.MambaMixer, ("selective_scan_fn", "selective_state_update")),
+        (olmo, olmo.OlmoHybridGatedDeltaNetAttention, olmos),
+    ):
+        source = inspect.getsource(cls)
+        assert [name for name in names if f" {name}(" not in source or not hasattr(module, name)] == []
+    assert takes(olmo.OlmoHybridGatedDeltaNetAttention._forward_core, "mixed_qkv", "b", "a", "core_attn_out") == []
+    assert "op_func=cpu_gdn_attention_core" in inspect.getsource(gdn_attention.register_cpu_gdn_attention_ops)
+
+
 def test_reloads_can_be_watched():
     from vllm.compilation import decorators
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2

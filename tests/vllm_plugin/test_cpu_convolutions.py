@@ -18,15 +18,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not current_platform.is_cpu()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "is_packed"), [("float32", 4, False), ("bfloat16", 3, False), ("bfloat16", 4, True)]
+    ("dtype", "width", "is_marked", "is_packed"),
+    [
+        ("float32", 4, False, False),
+        ("bfloat16", 3, False, False),
+        ("bfloat16", 4, True, False),
+        ("bfloat16", 4, False, True),
+    ],
 )
-def test_weights_that_the_kernel_cannot_take_stay_as_loaded(monkeypatch, dtype, width, is_packed):
+def test_weights_that_the_kernel_cannot_take_stay_as_loaded(monkeypatch, dtype, width, is_marked, is_packed):
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     register_convolutions()
     ours = utils.dispatch_cpu_unquantized_gemm
     register_convolutions()
     assert utils.dispatch_cpu_unquantized_gemm is ours
     layer = nn.Module()
+    if is_marked:
+        layer.is_read_as_loaded = True
     loaded = torch.randn(64, 1, width).to(getattr(torch, dtype))
     layer.weight = nn.Parameter(loaded.clone(), requires_grad=False)
     UnquantizedLinearMethod().process_weights_after_loading(layer)

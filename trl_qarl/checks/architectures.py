@@ -43,13 +43,6 @@ def problems_with_vllm(
         )
     if (problem := family.problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
-    mixers = [path for path, module in inventory.modules.items() if len(shapes_of(module).get("A_log", ())) == 2]
-    if any(path.rpartition(".")[0] in mixers for path in schemes):
-        leaf = mixers[0].rpartition(".")[2]
-        yield (
-            f"{name} has low-bit layers in {mixers[0]!r}, and vLLM does not quantize Mamba 1 (`mamba_mixer.py`). Set "
-            f"exclude_modules='re:.*\\.{leaf}\\..*'"
-        )
     if on_cpu:
         yield from _problems_on_cpu(inventory, dtype, schemes)
 
@@ -65,19 +58,8 @@ def _problems_on_cpu(
             f"{name} has experts without a gate, for which vLLM has no kernel in 16 bits on a CPU (`_supports_no_act_and_mul` in "
             "cpu_moe.py). Use scheme='w4a16'"
         )
-    if problem := family_of(name).problem_on_cpu:
-        yield f"{name} on a CPU: {problem}"
     if getattr(inventory.model.config.get_text_config(), "index_topk", None):
         yield f"{name} has sparse attention, which vLLM does not have on a CPU (`use_sparse` in platforms/cpu.py)"
-    decays = [shapes for module in inventory.modules.values() if "A_log" in (shapes := shapes_of(module))]
-    if any(len(shapes["A_log"]) == 2 for shapes in decays):
-        yield f"{name} has layers of Mamba 1, for which vLLM has no kernel on a CPU (`selective_scan_fwd`)"
-    # Layers of Mamba 2 have a `D`.
-    if dtype not in (torch.bfloat16, None) and any("D" not in shapes for shapes in decays):
-        yield (
-            f"{name} has linear attention, for which vLLM has a kernel only in bfloat16 on a CPU (`gdn_attention.py`), not in {dtype}. "
-            "Set bf16=True"
-        )
     halves = {len(angles) for _, angles in inventory.rotary_embeddings}
     if dtype is torch.bfloat16 and (odd := sorted(half for half in halves if half % 8)):
         yield (
@@ -93,7 +75,10 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
         return None
     from vllm.model_executor.models.interfaces import supports_lora
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.plugins import load_general_plugins
 
+    # Ours registers classes.
+    load_general_plugins()
     name, cls = architecture(model), type(base_model(model))
     if name in ModelRegistry.get_supported_archs():
         if has_adapter and not supports_lora(ModelRegistry.models[name].load_model_cls()):

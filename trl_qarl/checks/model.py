@@ -104,15 +104,17 @@ def keep_attention_cap(model: nn.Module) -> None:
 
 
 def keep_mamba_layers(model: nn.Module, use_vllm: bool) -> None:
-    """Have layers of Mamba 2 compute the loss as they score. In training transformers' fused kernel (`mamba_ssm`)
-    reads the weight of `out_proj`, which is its masters, and does not call it (5.17); and vLLM has no limit of step
-    sizes (`mamba_mixer2.py`), for which transformers takes Nemotron-H's `time_step_min`."""
+    """Have layers of Mamba compute the loss as they score. In training transformers' fused kernels (`mamba_ssm`) read
+    the weight of `out_proj`, which is its masters, and do not call it (5.17); and vLLM has no limit of step sizes
+    (`mamba_mixer2.py`), for which transformers takes Nemotron-H's `time_step_min`."""
     for module in base_model(model).modules():
-        if hasattr(module, "time_step_limit"):
-            # Without the kernel these functions return `None` too.
-            sys.modules[type(module).__module__].mamba2_split_conv1d_scan_combined = lambda *args, **kwargs: None
-            if use_vllm:
-                module.time_step_limit = (0.0, math.inf)
+        source = sys.modules.get(type(module).__module__)
+        for fused in ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined"):
+            if hasattr(source, fused):
+                # Without the kernel these functions return `None` too.
+                setattr(source, fused, lambda *args, **kwargs: None)
+        if use_vllm and hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
 
 
 def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, is_router
+from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, SHARED_BLOCK, is_router
 from .experts import (
     DOWN,
     QuantizedExperts,
@@ -242,6 +242,8 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "shares the embedding's weight"
         elif is_router(name):
             reasons[name] = "router"
+        elif SHARED_BLOCK in name.split("."):
+            reasons[name] = "block that several layers share"
         elif _steers_recurrence(inventory, name, module):
             reasons[name] = "decays and step sizes of a recurrence"
         elif name in excluded:

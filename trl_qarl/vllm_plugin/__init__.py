@@ -4,7 +4,7 @@ Plugin for vLLM, called in every vLLM process through the entry point `vllm.gene
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which has no effect until
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
 ([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.expert_kernels`],
-[`trl_qarl.vllm_plugin.cpu_attention`]). Five classes of models are put right in every engine
+[`trl_qarl.vllm_plugin.cpu_attention`]). Some models are put right in every engine
 ([`trl_qarl.vllm_plugin.corrected_models`]). In servers of this package, calls of workers return the answers of all
 replicas (`--data-parallel-size`): vLLM returns only the first one's, so an error from any other replica would be lost.
 """
@@ -25,13 +25,19 @@ from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
 __all__ = ["call_every_replica", "register"]
 
 _CORRECTED_MODELS = {
+    "BambaForCausalLM": "BambaForCausalLM",
     "BloomForCausalLM": "BloomForCausalLM",
+    "FalconMambaForCausalLM": "MambaForCausalLM",
     "GPTNeoXForCausalLM": "GPTNeoXForCausalLM",
     "Gemma3nForCausalLM": "Gemma3nForCausalLM",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
+    "JambaForCausalLM": "JambaForCausalLM",
+    "MambaForCausalLM": "MambaForCausalLM",
+    "OlmoHybridForCausalLM": "OlmoHybridForCausalLM",
     # transformers' name, and that of releases.
     "PhimoeForCausalLM": "PhimoeForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "Zamba2ForCausalLM": "Zamba2ForCausalLM",
 }
 """Classes of [`trl_qarl.vllm_plugin.corrected_models`], by the architectures that they run."""
 
@@ -71,6 +77,7 @@ def register() -> None:
         from .cpu_convolutions import register_convolutions
         from .cpu_norms import register_norms
         from .cpu_rotations import register_rotations
+        from .cpu_scans import register_scans
         from .expert_kernels import register_experts
         from .linear_kernels import register_kernels
 
@@ -83,6 +90,7 @@ def register() -> None:
         register_convolutions()
         register_norms()
         register_rotations()
+        register_scans()
         # Sleep after two milliseconds without a message. By default processes poll shared memory for a second after
         # each message, on a core that the learner needs.
         SpinCondition.__init__.__defaults__ = (0.002,)

@@ -1,19 +1,117 @@
 """
 Classes of vLLM 0.31 that compute another function than transformers', or cannot load a low-bit layer, put right where
-they differ. vLLM's registry names this module, which is imported when an engine needs one of them.
+they differ, and one that it no longer has. vLLM's registry names this module, which is imported when an engine needs
+one of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from functools import wraps
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, phimoe
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.models import (
+    bloom,
+    gemma3n,
+    glm4_moe_lite,
+    gpt_neox,
+    granitemoehybrid,
+    jamba,
+    mamba,
+    olmo_hybrid,
+    phimoe,
+    zamba2,
+)
+from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.llama import LlamaMLP
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+
+from ..models import SHARED_BLOCK
+from ..replacing import replaced
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
+JambaForCausalLM, OlmoHybridForCausalLM = jamba.JambaForCausalLM, olmo_hybrid.OlmoHybridForCausalLM
+
+
+class BambaForCausalLM(granitemoehybrid.GraniteMoeHybridForCausalLM):
+    """Bamba, whose class has left vLLM (https://github.com/vllm-project/vllm/pull/45990), as a Granite 4 without
+    multipliers, whose layers have other names."""
+
+    packed_modules_mapping = {
+        **granitemoehybrid.GraniteMoeHybridForCausalLM.packed_modules_mapping,
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_substr={
+            ".A_log": ".A",
+            ".feed_forward.": ".shared_mlp.",
+            ".pre_ff_layernorm": ".post_attention_layernorm",
+            ".final_layernorm": ".norm",
+        },
+        orig_to_new_stacked={
+            **{f".{name}_proj": (".qkv_proj", name) for name in "qkv"},
+            **{f".{name}_proj": (".gate_up_proj", number) for number, name in enumerate(("gate", "up"))},
+        },
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        config = deepcopy(vllm_config.model_config.hf_config)
+        config.residual_multiplier = config.embedding_multiplier = config.logits_scaling = 1.0
+        config.attention_multiplier = (config.hidden_size // config.num_attention_heads) ** -0.5
+        config.position_embedding_type, config.num_local_experts = "rope", 0
+        config.shared_intermediate_size = config.intermediate_size
+        sizes = config.hidden_size, config.intermediate_size, config.hidden_act
+
+        def make_mlp(config: Any, quant_config: Any, prefix: str) -> LlamaMLP:
+            return LlamaMLP(*sizes, quant_config=quant_config, bias=config.mlp_bias, prefix=prefix)
+
+        with (
+            replaced(vllm_config.model_config, hf_config=config),
+            replaced(granitemoehybrid, GraniteMoeSharedMLP=make_mlp),
+        ):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # It loads no parts of matrices but Granite's.
+        self.model.load_weights = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+
+@MambaMixer.register_oot
+class LowBitMambaMixer(MambaMixer):
+    """vLLM's layer of Mamba 1, which makes its linear layers without the scheme of a checkpoint (mamba_mixer.py)."""
+
+    def __init__(self, hidden_size: int, *args: Any, use_bias: bool, prefix: str = "", **kwargs: Any):
+        super().__init__(hidden_size, *args, use_bias=use_bias, prefix=prefix, **kwargs)
+        width, scheme = self.intermediate_size, get_current_vllm_config().quant_config
+        # Others quantize what a checkpoint has in high precision.
+        options = {"bias": use_bias, "quant_config": scheme if isinstance(scheme, CompressedTensorsConfig) else None}
+        self.in_proj = MergedColumnParallelLinear(hidden_size, [width] * 2, prefix=f"{prefix}.in_proj", **options)
+        self.out_proj = RowParallelLinear(width, hidden_size, prefix=f"{prefix}.out_proj", **options)
+        # Gives `out_proj` contiguous rows, which low-bit kernels require too.
+        self.is_lora_enabled = True
+
+
+def _make_jambas_mixer(*args: Any, prefix: str, **kwargs: Any) -> MambaMixer:
+    """Make a layer with the name that it has in checkpoints, which may leave parts of it in high precision."""
+    return MambaMixer(*args, prefix=f"{prefix.removesuffix('mixer')}mamba", **kwargs)
+
+
+jamba.MambaMixer = _make_jambas_mixer
+
+
+class MambaForCausalLM(mamba.MambaForCausalLM, SupportsLoRA):
+    """vLLM's class, without what an adapter needs to know."""
+
+    packed_modules_mapping = {"in_proj": ["in_proj"]}
+    embedding_modules = {"embeddings": "input_embeddings", "lm_head": "output_embeddings"}
 
 
 class Gemma3nForCausalLM(gemma3n.Gemma3nForCausalLM):
@@ -50,6 +148,22 @@ class PhimoeForCausalLM(phimoe.PhiMoEForCausalLM):
         return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
 
 
+class Zamba2ForCausalLM(zamba2.Zamba2ForCausalLM):
+    """vLLM's class, which gives the layers of shared blocks names that no checkpoint has (models/zamba2.py). It would
+    look for low-bit ones, although a checkpoint leaves them out."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        left_out = getattr(vllm_config.quant_config, "ignore", ())
+        is_plain = any(SHARED_BLOCK in name.split(".") for name in left_out)
+        make = zamba2.Zamba2AttentionDecoderLayer
+
+        def make_block(*args: Any, quant_config: Any, **kwargs: Any) -> torch.nn.Module:
+            return make(*args, quant_config=None if is_plain else quant_config, **kwargs)
+
+        with replaced(zamba2, Zamba2AttentionDecoderLayer=make_block):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
 def _without_shapes(reorder: Callable[..., Iterable[tuple[str, torch.Tensor]]]) -> Callable[..., Any]:
     """Decorate a loader's function that reorders the rows of a layer's tensors by heads, to leave alone the two
     numbers of `weight_shape`, which have no rows."""
@@ -65,6 +179,28 @@ def _without_shapes(reorder: Callable[..., Iterable[tuple[str, torch.Tensor]]]) 
     return reorder_rows
 
 
+def _with_parts(make_loader: Callable[..., Callable[..., None]]) -> Callable[..., Any]:
+    """Decorate what makes the loader of a convolution whose parts have these `sizes` in a checkpoint, to find which
+    part a tensor is (https://github.com/vllm-project/vllm/pull/55858), or that it is the whole."""
+
+    @wraps(make_loader)
+    def make(sizes: list[int], *ranks: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        load = make_loader(sizes, *ranks)
+
+        # vLLM's reload sets the argument of this name.
+        def load_parts(param: torch.Tensor, tensor: torch.Tensor) -> None:
+            part = getattr(tensor, "shard_id", None)
+            for number, rows in enumerate(tensor.split(sizes)) if part is None else [(part, tensor)]:
+                load(param, rows, number)
+
+        return load_parts
+
+    return make
+
+
+olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = _with_parts(
+    olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
+)
 for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
     _model._repack_qkv = _without_shapes(_model._repack_qkv)
 # The activation of BLOOM has a hyperbolic tangent; vLLM takes the error function.

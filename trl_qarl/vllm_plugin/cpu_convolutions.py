@@ -2,8 +2,8 @@
 Weights of causal convolutions on a CPU.
 
 On CPUs with bf16 instructions vLLM 0.31 packs them (`dispatch_cpu_unquantized_gemm` in `layers/utils.py`) for a kernel
-that takes bfloat16 and a width of 4, and otherwise stops. Layers of Mamba 2 in float32, and LFM2 with its width of 3,
-compute by PyTorch operations, which need no packed weights.
+that takes bfloat16 and a width of 4, and otherwise stops. Layers of Mamba 2 in float32, LFM2 with its width of 3, and
+those of [`trl_qarl.vllm_plugin.cpu_scans`] compute by PyTorch operations, which need no packed weights.
 """
 
 from functools import wraps
@@ -23,7 +23,8 @@ def register_convolutions() -> None:
     def dispatch_others(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
         is_convolution = weight.ndim == 3 and weight.shape[1] == 1
-        if not is_convolution or (weight.dtype is torch.bfloat16 and weight.shape[2] == 4):
+        is_packed = weight.dtype is torch.bfloat16 and weight.shape[2:] == (4,)
+        if not is_convolution or (is_packed and not hasattr(layer, "is_read_as_loaded")):
             dispatch(layer, remove_weight)
 
     dispatch_others.leaves_convolutions = True  # pyrefly: ignore[missing-attribute]

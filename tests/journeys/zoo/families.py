@@ -140,8 +140,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {"query_pre_attn_scalar": 64, "sliding_window": 16},
     # Hybrids
     "bamba": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 8,
         "mamba_n_groups": 1,
         "mamba_d_state": 16,
         "attn_layer_indices": [1],
@@ -175,6 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 100,
         "expert_layer_offset": 99,
         "num_experts": 1,
+        "router_aux_loss_coef": 0.0,
         "mamba_d_state": 16,
         "mamba_dt_rank": 8,
     },
@@ -201,12 +202,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text": {**_QWEN_LINEAR, "head_dim": 128},
     "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"],
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
         "mamba_d_state": 16,
-        "n_mamba_heads": 8,
+        "n_mamba_heads": 32,
         "mamba_ngroups": 1,
         "num_mem_blocks": 1,
-        "use_shared_mlp_adapter": True,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
         "adapter_rank": 32,
         "chunk_size": 16,
     },
@@ -222,6 +227,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_heads": 2,
     },
     # Mixtures of experts
+    "jamba moe": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 8,
+        "intermediate_size": 64,
+        "router_aux_loss_coef": 0.0,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
     "axk1": {
         **_EXPERTS,
         **_LATENT,
@@ -385,28 +399,23 @@ WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
 `testing_utils.pictures`."""
 FAMILIES |= {kind: {} for kind in WITH_TOWER}
 
-# vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
-IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+# vLLM keeps Apertus' activation in it, and has kernels for CPUs of the others' linear attention, which in float32 are
+# ours.
+IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text"}
 
 # Their configuration computes it from the other sizes.
-WITHOUT_HEAD_DIM = {"falcon"}
+WITHOUT_HEAD_DIM = {"falcon", "zamba2"}
 
 REFUSED: dict[str, str] = {
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
     "laguna": "leaves out the bias of its router",
     "longcat_flash": "interface for the computation of experts",
     "minicpm3": "no name",
-    "olmo_hybrid": "asks for Triton",
-    "bamba": "only if all its layers attend",
     "deepseek_v32": "sparse attention",
-    "falcon_mamba": "selective_scan_fwd",
     "gpt2": "Its `Conv1D` is no linear layer",
-    "jamba": "selective_scan_fwd",
     "jetmoe": "interface for the computation of experts",
     "llama4_text": "interface for the computation of experts",
-    "mamba": "selective_scan_fwd",
     "minimax": "only if all its layers attend",
-    "zamba2": "names its shared blocks",
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
 
@@ -426,9 +435,17 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,
     ("nemotron_h moe", "vllm"): _SIZES,
-    # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have (modeling_falcon.py,
-    # modeling_mamba2.py, modeling_nanochat.py).
-    **{(family, "transformers"): "no attribute 'weight'" for family in ("falcon", "mamba2", "nanochat")},
+    # vLLM 0.31 itself has no class of Bamba, gives no scheme to layers of Mamba 1, asks for Triton in OLMo's linear
+    # attention, and looks for low-bit layers in Zamba 2's shared blocks.
+    ("bamba", "vllm"): "vLLM has no other way to handle it",
+    **{(family, "vllm"): "no attribute 'data'" for family in ("falcon_mamba", "jamba", "mamba")},
+    ("olmo_hybrid", "vllm"): "no attribute 'set_allocator'",
+    ("zamba2", "vllm"): "not divisible by group_size",
+    # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have, such as in modeling_mamba.py.
+    **{
+        (family, "transformers"): "no attribute 'weight'"
+        for family in ("falcon", "falcon_mamba", "mamba", "mamba2", "nanochat")
+    },
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
     ("gpt_oss", "transformers"): "random values",
@@ -445,8 +462,9 @@ ADAPTED: dict[str, str] = {
     **dict.fromkeys(_MIXTURES, r".*(self_attn|linear_attn)\.\w*proj\w*"),
     **dict.fromkeys(WITH_TOWER, r".*(language_model|text_model)\.layers\..*_proj"),
     # PEFT refuses adapters of `out_proj` in these.
-    **dict.fromkeys(("falcon_h1", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
+    **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
     "nemotron_h moe": r".*\.[qkvo]_proj",
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), r".*\.in_proj"),
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
 
@@ -455,19 +473,20 @@ LORA_FAILS: dict[str, str] = {
         ("bloom", "cohere2_moe", "falcon", "gemma3n_text", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"),
         "takes no adapters",
     ),
+    "zamba2": "takes no adapters",
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 
-LOOSE = {"nemotron_h": 1e-4, "nemotron_h moe": 1e-4}
+LOOSE = {"nemotron_h": 1e-4, "nemotron_h moe": 1e-4, "zamba2": 2e-4}
 """Limits of families whose operations enlarge rounding, such as a squared ReLU, or differ: transformers limits the
-step sizes of Nemotron-H."""
+step sizes of Nemotron-H and Zamba 2."""
 
 NOTES: dict[str, str] = {
     "exaone_moe": "`sliding_windows` in its config.json",
     "mimo_v2_flash": "vLLM's fields in its config.json",
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(
-        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "phimoe"),
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "jamba moe", "phimoe"),
         "`router_aux_loss_coef=0`",
     ),
     "phi3 long": "sequences within `original_max_position_embeddings`",

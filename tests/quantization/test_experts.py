@@ -1,4 +1,5 @@
 import copy
+import itertools
 import re
 
 import pytest
@@ -31,8 +32,10 @@ def quantized(model, name="w4a16", **arguments):
     return QuantizedExperts.from_experts(copy.deepcopy(experts_of(model)[-1]), get_scheme(name), **arguments)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [*itertools.product(["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"], SCHEMES), ("gpt_oss", "mxfp4a16")],
+)
 def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
     layer = quantized(mixtures[arch], name)
     x, ids, weights = route()
@@ -168,6 +171,18 @@ def test_experts_need_one_group_size_for_both_products():
         prepare_model(make_mixture(moe_intermediate_size=48), "w4a16")
     with pytest.raises(ValueError, match="'mxfp4a16'"):
         prepare_model(make_mixture(), "mxfp4a16")
+
+
+def test_gpt_oss_in_mxfp4_has_other_layers_in_high_precision():
+    model = make_mixture("gpt_oss")
+    report = prepare_model(model, "mxfp4a16")
+    assert report.converted.keys() == report.num_experts.keys() and len(report.num_experts) == 2
+    assert report.skipped["model.layers.1.self_attn.q_proj"] == "in high precision in releases"
+    restore_model(model)
+    assert prepare_model(model, {"re:.*experts": "mxfp4a16"}).converted.keys() == report.converted.keys()
+    restore_model(model)
+    with pytest.raises(ValueError, match="'model.layers.0.self_attn.q_proj' is 'w4a16'.*'re:.*experts'"):
+        prepare_model(model, {"re:.*experts": "mxfp4a16", "_default": "w4a16"})
 
 
 SINGLE = "model.layers.0.mlp.experts.3.gate_proj"

@@ -42,7 +42,7 @@ from typing_extensions import override
 
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
-from .schemes import QuantScheme, get_scheme
+from .schemes import MXFP4, QuantScheme, get_scheme
 from .storage import shapes_of
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import (
@@ -222,10 +222,17 @@ def _shapes_of_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: (*s[:-2], s[-1], s[-2]) if module.is_transposed else s for name, s in shapes.items()}
 
 
+def is_released_form(scheme: QuantScheme) -> bool:
+    """Return whether experts with this scheme are stored in the form in which gpt-oss is released: MXFP4 codes and
+    scales of all experts of a layer, next to layers in high precision."""
+    return scheme.container is MXFP4
+
+
 def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
     """Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for all experts of a
     layer. `ValueError` is raised if no size divides both, and for formats in which experts are unsupported."""
-    if refusal := format_of(scheme.container).refusal_of_experts:
+    refusal = format_of(scheme.container).refusal_of_experts
+    if refusal and not (is_released_form(scheme) and module.is_transposed):
         raise ValueError(
             f"scheme {scheme.name!r} of experts: {refusal}. Use another scheme for them, such as "
             "'w4a16' ('re:.*experts'), or leave them out with `exclude_modules`."

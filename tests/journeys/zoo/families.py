@@ -341,6 +341,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
     "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss mxfp4a16": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoe": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
     "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
@@ -385,6 +386,9 @@ WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
 `testing_utils.pictures`."""
 FAMILIES |= {kind: {} for kind in WITH_TOWER}
 
+SCHEMES = {"gpt_oss mxfp4a16": "mxfp4a16"}
+"""Schemes other than `w4a16`; the model is saved in them too, as it is released."""
+
 # vLLM has kernels of linear attention for CPUs only in bfloat16, and keeps Apertus' activation in it.
 IN_BFLOAT16 = {"apertus", "olmo_hybrid", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
@@ -419,6 +423,7 @@ _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
     **{(family, "vllm"): "No WNA16 MoE backend" for family in _MIXTURES},
+    ("gpt_oss mxfp4a16", "vllm"): "No MXFP4 MoE backend",
     # Their loaders reorder `weight_shape` by heads.
     **dict.fromkeys((("bloom", "vllm"), ("gpt_neox", "vllm")), "is invalid for input of size 2"),
     ("falcon_h1", "vllm"): _SIZES,
@@ -470,5 +475,6 @@ NOTES: dict[str, str] = {
         ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "phimoe"),
         "`router_aux_loss_coef=0`",
     ),
+    "gpt_oss mxfp4a16": "from a checkpoint in MXFP4",
     "phi3 long": "sequences within `original_max_position_embeddings`",
 }

@@ -74,6 +74,12 @@ def _checkpoint_tensors(
         value = whole(tensor, kept if tensor.is_floating_point() else None, to_main).detach()
         matrices = names.experts.get(name)
         if matrices and stacks_experts:
+            if (
+                value.ndim == 3
+                and layer.modules[name.rpartition(".")[0]].is_transposed
+                and not is_parameter(matrices[0])
+            ):
+                value = value.mT
             yield from _stacked(matrices, {"bias" if name.endswith("_bias") else "weight": value.flatten(0, 1)})
         elif matrices and name not in names.tensors:
             yield from zip((f"{n}.weight" for n in matrices), value.flatten(0, 1).chunk(len(matrices)), strict=True)

@@ -92,6 +92,14 @@ def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
+def name_body(model: nn.Module) -> None:
+    """Have TRL's loss find the body of Llama 4's class of text, which has another name than the class says
+    (`base_model_prefix`, transformers 5.17)."""
+    model = base_model(model)
+    if getattr(model, "base_model", None) is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"
+
+
 def keep_attention_cap(model: nn.Module) -> None:
     """Have a model that caps its attention's logits (Gemma 2) compute them in PyTorch operations: transformers'
     default, PyTorch's fused attention, drops the cap, which engines apply, without a word (5.17)."""

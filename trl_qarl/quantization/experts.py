@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import _default_apply_gate
 from typing_extensions import override
 
 from .formats.registry import format_of
@@ -108,10 +109,19 @@ class QuantizedExperts(QuantizedLayer):
     @torch.compiler.disable
     @override
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, with
-        [`experts_product`], or on GPUs with [`grouped_experts`] if it is faster; under autocast in its dtype."""
+        [`experts_product`], or on GPUs with [`grouped_experts`] if it is faster; under autocast in its dtype. Llama 4
+        gives each expert in turn all tokens, `(E * T, H)`, already weighted: zeros for those of other experts."""
+        if top_k_index is None or top_k_weights is None:
+            experts = torch.arange(self.num_experts, device=hidden_states.device)
+            top_k_index = experts.repeat_interleave(len(hidden_states) // self.num_experts).unsqueeze(1)
+            top_k_index = top_k_index.masked_fill(~hidden_states.any(1, keepdim=True), self.num_experts)
+            top_k_weights = torch.ones_like(top_k_index, dtype=torch.float32)
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -193,13 +203,17 @@ def matrices_of_experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def problem_of_experts(module: nn.Module) -> str | None:
     """Return why experts with stacked matrices cannot be quantized, or `None` for the layouts described above."""
+    if type(module).__name__ == "Llama4TextExperts":
+        # Its class describes no layout (modeling_llama4.py).
+        vars(module).update(has_gate=True, has_bias=False, is_transposed=True, is_concatenated=True)
+        type(module)._apply_gate = _default_apply_gate
     if not hasattr(module, "is_concatenated"):
         return "its class does not have transformers' interface for the computation of experts"
     layout = module.is_transposed, module.has_bias, module.is_concatenated
-    if layout not in ((False, False, True), (True, True, False)):
+    if layout not in ((False, False, True), (True, True, False), (True, False, True)):
         return (
-            "matrices are stored transposed, with biases, or with rows of gate and up projection that alternate: only gpt-oss' form, all "
-            "three, has been compared"
+            "matrices have biases, or rows of gate and up projection that alternate: only gpt-oss' form, both and stored transposed, has "
+            "been compared"
         )
     is_default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     constants = getattr(module, "alpha", None), getattr(module, "limit", None)

@@ -29,6 +29,7 @@ _CORRECTED_MODELS = {
     "GPTNeoXForCausalLM": "GPTNeoXForCausalLM",
     "Gemma3nForCausalLM": "Gemma3nForCausalLM",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
+    "Llama4ForCausalLM": "Llama4ForCausalLM",
     # transformers' name, and that of releases.
     "PhimoeForCausalLM": "PhimoeForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",

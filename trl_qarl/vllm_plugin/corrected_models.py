@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, phimoe
+from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, llama4, phimoe
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
@@ -41,6 +41,16 @@ class Glm4MoeLiteForCausalLM(glm4_moe_lite.Glm4MoeLiteForCausalLM):
         for name, module in self.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
                 module.variance_epsilon = 1e-6
+
+
+class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
+    """vLLM's class, which takes `attn_temperature_tuning` from the generation configuration, by default `False`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        model = vllm_config.model_config
+        tuning = {"attn_temperature_tuning": model.hf_config.attn_temperature_tuning}
+        model.override_generation_config = tuning | model.override_generation_config
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
 class PhimoeForCausalLM(phimoe.PhiMoEForCausalLM):

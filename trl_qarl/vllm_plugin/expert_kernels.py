@@ -131,6 +131,8 @@ class _LowBitExperts(FusedMoEMethodBase):
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
         activation = _ACTIVATIONS[layer.activation.value]
+        if layer.apply_router_weight_on_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         return experts_product(x, topk_ids, topk_weights, *self._low_bit, lambda x, w: multiply(x, *w), activation)
 
     def _experts_of(self, layer: RoutedExperts, matrix: str) -> list[tuple[LowBitTensor, torch.Tensor | None]]:
@@ -233,7 +235,6 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             (layer.activation.value in _ACTIVATIONS, f"activation {layer.activation.value!r}"),
             (not layer.moe_config.has_bias or issubclass(method, CompressedTensorsWNA16MoEMethod), "biases"),
             (layer.swiglu_limit is None, "a limit of their activation"),
-            (not layer.apply_router_weight_on_input, "weights of the router on their input"),
             (not layer.use_ep, "expert parallelism"),
         ):
             if not is_met:

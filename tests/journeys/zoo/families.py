@@ -352,7 +352,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention"],
     },
-    "llama4_text": {**_EIGHT_LOCAL, "intermediate_size_mlp": 256, "num_experts_per_tok": 1},
+    "llama4_text": {
+        **_EIGHT_LOCAL,
+        "intermediate_size_mlp": 256,
+        "num_experts_per_tok": 1,
+        "router_aux_loss_coef": 0.0,
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 128,
+        "floor_scale": 16,
+    },
     "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "minimax_m2": {
         **_EIGHT_LOCAL,
@@ -407,7 +415,6 @@ REFUSED: dict[str, str] = {
     "gpt2": "Its `Conv1D` is no linear layer",
     "jamba": "selective_scan_fwd",
     "jetmoe": "interface for the computation of experts",
-    "llama4_text": "interface for the computation of experts",
     "mamba": "selective_scan_fwd",
     "minimax": "only if all its layers attend",
     "zamba2": "names its shared blocks",
@@ -437,6 +444,7 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
     ("gpt_oss", "transformers"): "random values",
+    ("llama4_text", "transformers"): "Quantization of module type",
     ("granitemoe", "transformers"): "random values",
     ("granitemoe_swa", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
@@ -476,5 +484,6 @@ NOTES: dict[str, str] = {
         "`router_aux_loss_coef=0`",
     ),
     "gpt_oss mxfp4a16": "from a checkpoint in MXFP4",
+    "llama4_text": "`router_aux_loss_coef=0`; sequences within `attention_chunk_size`",
     "phi3 long": "sequences within `original_max_position_embeddings`",
 }

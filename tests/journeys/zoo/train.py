@@ -83,6 +83,7 @@ def main(family: str, folder: Path, dtype: str, trained: str) -> dict:
 
     from trl_qarl import QaRLConfig, QaRLTrainer
     from trl_qarl.engines.server_process import free_port
+    from trl_qarl.quantization.swap import freeze_model
 
     make_model(family, folder / "model")
     engine = {"vllm_mode": "colocate"}
@@ -132,10 +133,9 @@ def main(family: str, folder: Path, dtype: str, trained: str) -> dict:
     texts = torch.randint(4, 260, (NUM_TEXTS, NUM_TOKENS), generator=generator).tolist()
     found |= {"texts": texts, "log_probs": log_probs(trainer, texts)}
     if dtype == "float32":
-        from trl_qarl.checkpoint.load import load_frozen_model
-
         # Roundings also change routes of a mixture.
-        trainer.model = load_frozen_model(folder / "export", "bfloat16")
+        freeze_model(trainer.model)
+        trainer.model.to(torch.bfloat16)
         rounded = torch.tensor(log_probs(trainer, texts)) - torch.tensor(found["log_probs"])
         found["in_bfloat16"] = rounded.abs().mean().item()
     return found

@@ -92,11 +92,21 @@ def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def name_body(model: nn.Module) -> None:
-    """Have TRL's loss find the body of Llama 4's class of text, which has another name than the class says
-    (`base_model_prefix`, transformers 5.17)."""
+def problems_of_body(model: nn.Module) -> Iterator[str]:
+    """Yield a problem if TRL's loss does not find the hidden states of a model: it asks the module that the class
+    names (`base_model_prefix`), which Llama 4's classes do not have (5.17)."""
     model = base_model(model)
-    if getattr(model, "base_model", None) is model and hasattr(model, "model"):
+    if getattr(model, "base_model", None) is model and not hasattr(model, "model"):
+        yield (
+            f"{type(model).__name__} has no module {model.base_model_prefix!r}, which TRL's loss asks for hidden states. Train the class of "
+            "its text, such as Llama4ForCausalLM."
+        )
+
+
+def name_body(model: nn.Module) -> None:
+    """Give Llama 4's class of text the right name of its body."""
+    model = base_model(model)
+    if getattr(model, "base_model", None) is model:
         model.base_model_prefix = "model"
 
 

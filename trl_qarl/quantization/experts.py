@@ -5,8 +5,9 @@ the product of a mixture's experts that learner and engines share.
 transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, with the `I`
 rows of an expert's gate before those of its up projection, and `down_proj`, `(E, H, I)`. Every row has its own scales,
 so each parameter is quantized like one matrix of `E * N` rows, and an expert's tensors are views of it. An expert
-without tokens gets a gradient of zeros. Experts without a gate have an `up_proj`, `(E, I, H)`. Those of gpt-oss have
-biases, rows of gate and up projection that alternate, and transposed masters ([`TransposedSource`]).
+without tokens gets a gradient of zeros. Experts without a gate have an `up_proj`, `(E, I, H)`. Those of gpt-oss and
+Llama 4 have transposed masters ([`TransposedSource`]), gpt-oss' also biases, and rows of gate and up projection that
+alternate.
 
 For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 

@@ -29,6 +29,7 @@ from ..checks.model import (
     keep_attention_cap,
     keep_mamba_layers,
     name_body,
+    problems_of_body,
     problems_of_division,
     problems_of_dropout,
     problems_of_experts,
@@ -159,6 +160,7 @@ class Policy:
             yield from problems_of_masters(model, args, has_adapter)
         if has_adapter:
             yield from problems_of_adapted_model(model)
+        yield from problems_of_body(model)
         yield from problems_of_dropout(model, args)
         yield from problems_of_positions(model, args)
         if self.has_pictures:

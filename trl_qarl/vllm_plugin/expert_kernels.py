@@ -235,6 +235,10 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             (layer.activation.value in _ACTIVATIONS, f"activation {layer.activation.value!r}"),
             (not layer.moe_config.has_bias or issubclass(method, CompressedTensorsWNA16MoEMethod), "biases"),
             (layer.swiglu_limit is None, "a limit of their activation"),
+            (
+                not layer.apply_router_weight_on_input or layer.top_k == 1,
+                "several weights of the router on their input",
+            ),
             (not layer.use_ep, "expert parallelism"),
         ):
             if not is_met:

@@ -126,7 +126,7 @@ class PublishedAdapter:
     def _as_loaded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # Llama 4's loader reorders the rows of queries and keys, and with them those of B.
         reorder = getattr(self.model, "permute_qk_weight_for_rotary", None)
-        return tensor if reorder is None or not name.endswith("lora_B.weight") else reorder(name, tensor)[1]
+        return tensor if reorder is None or name.endswith("lora_A.weight") else reorder(name, tensor)[1]
 
     def _fingerprints(self) -> list[str]:
         layers = [layer for _, layer in _wrapped_layers(self.model)] if self.tensors else []

@@ -480,10 +480,9 @@ NOTES: dict[str, str] = {
     "mimo_v2_flash": "vLLM's fields in its config.json",
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(
-        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "phimoe"),
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "llama4_text", "phimoe"),
         "`router_aux_loss_coef=0`",
     ),
     "gpt_oss mxfp4a16": "from a checkpoint in MXFP4",
-    "llama4_text": "`router_aux_loss_coef=0`; sequences within `attention_chunk_size`",
     "phi3 long": "sequences within `original_max_position_embeddings`",
 }

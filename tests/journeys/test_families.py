@@ -26,6 +26,7 @@ SHORTLY = (
     "gpt_oss mxfp4a16",
     "granite",
     "lfm2",
+    "llama4_text",
     "olmo3",
 )
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -179,6 +180,8 @@ def test_a_release_in_mxfp4_is_loaded_in_high_precision(tmp_path):
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     report = prepare_model(loaded, "w4a16")
     assert [*report.num_experts] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
+    # What is known of it before it is loaded.
+    assert prepare_model(skeleton(AutoConfig.from_pretrained(tmp_path)), "w4a16").num_experts == report.num_experts
     # As on a GPU with kernels for it.
     assert dequantizing(str(tmp_path))["quantization_config"].dequantize
 

@@ -4,7 +4,7 @@ Plugin for vLLM, called in every vLLM process through the entry point `vllm.gene
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which has no effect until
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
 ([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.expert_kernels`],
-[`trl_qarl.vllm_plugin.cpu_attention`]). Six classes of models are put right in every engine
+[`trl_qarl.vllm_plugin.cpu_attention`]). Seven classes of models are put right in every engine
 ([`trl_qarl.vllm_plugin.corrected_models`]). In servers of this package, calls of workers return the answers of all
 replicas (`--data-parallel-size`): vLLM returns only the first one's, so an error from any other replica would be lost.
 """
@@ -29,6 +29,7 @@ _CORRECTED_MODELS = {
     "GPTNeoXForCausalLM": "GPTNeoXForCausalLM",
     "Gemma3nForCausalLM": "Gemma3nForCausalLM",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
+    "LagunaForCausalLM": "LagunaForCausalLM",
     "Llama4ForCausalLM": "Llama4ForCausalLM",
     # transformers' name, and that of releases.
     "PhimoeForCausalLM": "PhimoeForCausalLM",

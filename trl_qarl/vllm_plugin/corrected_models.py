@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, llama4, phimoe
+from vllm.model_executor.models import bloom, gemma3n, glm4_moe_lite, gpt_neox, laguna, llama4, phimoe
+
+from ..models import IN_FLOAT32
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
+LagunaForCausalLM = laguna.LagunaForCausalLM
 
 
 class Gemma3nForCausalLM(gemma3n.Gemma3nForCausalLM):
@@ -75,6 +78,25 @@ def _without_shapes(reorder: Callable[..., Iterable[tuple[str, torch.Tensor]]]) 
     return reorder_rows
 
 
+def _with_bias_of_router(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate Laguna's loader, which leaves out the bias of the router, a parameter of `routed_experts` in vLLM."""
+
+    @wraps(load)
+    def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        def others() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if name.endswith(f"experts.{IN_FLOAT32}"):
+                    experts = model.get_submodule(name.rpartition(".")[0])
+                    experts.routed_experts.e_score_correction_bias.data.copy_(tensor)
+                else:
+                    yield name, tensor
+
+        return load(model, others())
+
+    return load_weights
+
+
+laguna.LagunaModel.load_weights = _with_bias_of_router(laguna.LagunaModel.load_weights)
 for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
     _model._repack_qkv = _without_shapes(_model._repack_qkv)
 # The activation of BLOOM has a hyperbolic tangent; vLLM takes the error function.

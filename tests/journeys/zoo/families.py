@@ -405,7 +405,6 @@ WITHOUT_HEAD_DIM = {"falcon"}
 
 REFUSED: dict[str, str] = {
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
-    "laguna": "leaves out the bias of its router",
     "longcat_flash": "interface for the computation of experts",
     "minicpm3": "no name",
     "olmo_hybrid": "asks for Triton",
@@ -434,6 +433,7 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # Their loaders reorder `weight_shape` by heads.
     **dict.fromkeys((("bloom", "vllm"), ("gpt_neox", "vllm")), "is invalid for input of size 2"),
     ("falcon_h1", "vllm"): _SIZES,
+    ("laguna", "vllm"): _SIZES,
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,

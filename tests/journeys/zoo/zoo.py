@@ -47,7 +47,7 @@ ENVIRONMENT = {
 @dataclass(frozen=True)
 class Visit:
     """What was found: `found` by the training, `None` if it failed; `log`, its output; `plain`, distances of log-probs
-    between the policy and its export in plain engines, or the last line of an error."""
+    between the policy and its export in plain engines, or the text of an error."""
 
     found: dict[str, Any] | None
     log: str
@@ -103,8 +103,9 @@ def visit(family: str, folder: Path, warm: dict[str, Warm], is_short: bool = Fal
             plain[engine] = sum(differences) / len(differences)
         else:
             lines = output.strip().splitlines()
-            # Progress bars may end after the error.
-            plain[engine] = next((line for line in reversed(lines) if re.match(r"[\w.]+Error: ", line)), lines[-1])
+            # An error has several lines, and progress bars may end after it.
+            errors = [place for place, line in enumerate(lines) if re.match(r"[\w.]+Error: ", line)]
+            plain[engine] = "\n".join(lines[errors[-1] if errors else -1 :])
     return Visit(found, log, plain)
 
 

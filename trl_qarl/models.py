@@ -109,12 +109,7 @@ _ROWS = (
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
-    Family(
-        "LagunaForCausalLM",
-        "laguna",
-        problem_with_vllm="vLLM 0.31 leaves out the bias of its router, a parameter of `routed_experts` there, without a word (models/laguna.py: "
-        "`ignore_unexpected_suffixes`)",
-    ),
+    Family("LagunaForCausalLM", "laguna", problem_of_plain_vllm="the bias of the router (models/laguna.py)"),
     Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),

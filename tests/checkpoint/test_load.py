@@ -5,6 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -152,7 +154,8 @@ def test_missing_tensors_of_a_mixture_are_loaded(tmp_path, arch, renamed):
         load_renamed(model, tmp_path)
 
 
-def test_a_release_in_mxfp4_is_loaded_in_high_precision(tmp_path):
+def release_gpt_oss(tmp_path):
+    """Write a model as gpt-oss is released; return its tensors, and the experts' in high precision."""
     model = make_mixture("gpt_oss")
     model.save_pretrained(tmp_path)
     tensors, masters = load_file(tmp_path / "model.safetensors"), {}
@@ -167,12 +170,56 @@ def test_a_release_in_mxfp4_is_loaded_in_high_precision(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    return tensors, masters
+
+
+def test_a_release_in_mxfp4_is_loaded_in_high_precision(tmp_path):
+    _, masters = release_gpt_oss(tmp_path)
     loaded = load_policy(str(tmp_path), None, {"dtype": torch.float32})
     assert all(torch.equal(loaded.get_parameter(name), master) for name, master in masters.items())
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     report = prepare_model(loaded, "w4a16")
     assert [*report.num_experts] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
+    # What is known of it before it is loaded.
+    assert prepare_model(skeleton(AutoConfig.from_pretrained(tmp_path)), "w4a16").num_experts == report.num_experts
     # As on a GPU with kernels for it.
     assert dequantizing(str(tmp_path))["quantization_config"].dequantize
+
+
+def test_an_export_of_a_release_in_mxfp4_is_one(tmp_path):
+    tensors, masters = release_gpt_oss(tmp_path / "release")
+    policy = load_policy(str(tmp_path / "release"), None, {"dtype": torch.float32})
+    prepare_model(policy, "mxfp4a16")
+    export_checkpoint(policy, tmp_path / "export")
+    found = load_file(tmp_path / "export" / "model.safetensors")
+    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
+        n: (t.dtype, t.shape) for n, t in tensors.items()
+    }
+    # Codes have signs of 0.
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors if not name.endswith("_blocks"))
+    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "mxfp4" and "model.layers.1.mlp.router" in config["modules_to_not_convert"]
+    assert "transformers cannot read" not in (tmp_path / "export" / "README.md").read_text()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    assert all(torch.equal(plain.get_parameter(name), master) for name, master in masters.items())
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        logits = [load_frozen_model(tmp_path / each)(ids).logits for each in ("release", "export")]
+        assert all(torch.equal(each, policy.eval()(ids).logits) for each in logits)
+
+
+def test_a_small_update_of_a_release_in_mxfp4_flips_no_code(tmp_path):
+    release_gpt_oss(tmp_path)
+    policy = load_policy(str(tmp_path), None, {"dtype": torch.float32})
+    prepare_model(policy, "mxfp4a16")
+    weights = [weight for _, weight in Inventory.of(policy).weights()]
+    before = [weight.low_bit_weight() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.parameter.add_(torch.randn(weight.parameter.shape) * 1e-6)
+    assert len(weights) == 4
+    for weight, former in zip(weights, before, strict=True):
+        assert torch.equal(weight.low_bit_weight().scale, former.scale) and weight.num_flipped_codes == 0
 
 
 # Folder of a file of llm-compressor, or a preset of compressed-tensors and its group size, -1 for channels.

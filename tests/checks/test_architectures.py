@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
 from testing_utils import make_tiny_config
 from testing_utils.trainings import EXPERTS
 from trl_qarl.checks.architectures import problem_of_architecture, problems_with_vllm
+from trl_qarl.checks.model import problems_of_body
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import assign_schemes
 
@@ -14,6 +15,13 @@ from trl_qarl.quantization.swap import assign_schemes
 def model_of(arch, **fields):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
+
+
+def test_a_class_without_the_body_that_trls_loss_needs_is_refused():
+    config = Llama4Config(vision_config={"num_hidden_layers": 1}, text_config={"num_hidden_layers": 1})
+    with torch.device("meta"):
+        model = Llama4ForConditionalGeneration(config)
+    assert "Llama4ForCausalLM" in next(problems_of_body(model)) and not [*problems_of_body(model.language_model)]
 
 
 @pytest.mark.parametrize(

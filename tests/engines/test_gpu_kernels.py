@@ -67,14 +67,18 @@ def test_vllms_other_arithmetic_is_refused_early(scheme, capability, reason):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize(
-    ("scheme", "backends"),
-    [("mxfp4a16", {"mxfp4": "marlin"}), ("nvfp4a16", {"nvfp4_w4a16": "marlin"}), ("w8a16", None)],
+    ("scheme", "options"),
+    [
+        ("mxfp4a16", {"linear_backend_per_quant": {"mxfp4": "marlin"}, "moe_backend": "marlin"}),
+        ("nvfp4a16", {"linear_backend_per_quant": {"nvfp4_w4a16": "marlin"}}),
+        ("w8a16", None),
+    ],
 )
-def test_fp4_weights_ask_for_marlin(scheme, backends, capability):
+def test_fp4_weights_ask_for_marlin(scheme, options, capability):
     """vLLM would take Humming on Hopper for NVFP4, and on Blackwell for MXFP4 a kernel that rounds activations."""
     _, config = one_layer(scheme)
     arguments = kernel_arguments(config, "bfloat16", False, gpu_of(capability))
-    assert arguments == ({"kernel_config": {"linear_backend_per_quant": backends}} if backends else {})
+    assert arguments == ({"kernel_config": options} if options else {})
     argv, _ = build_server_command(EngineSpec("m", config), gpu=gpu_of(capability))
     found = json.loads(argv[argv.index("--kernel-config") + 1]) if "--kernel-config" in argv else None
     assert found == arguments.get("kernel_config")

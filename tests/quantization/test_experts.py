@@ -1,4 +1,5 @@
 import copy
+import itertools
 import re
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from testing_utils import MIXTURES, make_mixture, relative_error
+from testing_utils import MIXTURES, make_mixture, make_tiny_config, relative_error
 from testing_utils.layers import naive_experts, route
 from trl_qarl.quantization.experts import QuantizedExperts, problem_of_experts
 from trl_qarl.quantization.inventory import Inventory
@@ -31,8 +32,10 @@ def quantized(model, name="w4a16", **arguments):
     return QuantizedExperts.from_experts(copy.deepcopy(experts_of(model)[-1]), get_scheme(name), **arguments)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [*itertools.product(["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"], SCHEMES), ("gpt_oss", "mxfp4a16")],
+)
 def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
     layer = quantized(mixtures[arch], name)
     x, ids, weights = route()
@@ -170,6 +173,41 @@ def test_experts_need_one_group_size_for_both_products():
         prepare_model(make_mixture(), "mxfp4a16")
 
 
+def test_gpt_oss_in_mxfp4_has_other_layers_in_high_precision():
+    model = make_mixture("gpt_oss")
+    report = prepare_model(model, "mxfp4a16")
+    assert report.converted.keys() == report.num_experts.keys() and len(report.num_experts) == 2
+    assert report.skipped["model.layers.1.self_attn.q_proj"] == "in high precision in releases"
+    restore_model(model)
+    assert prepare_model(model, {"re:.*experts": "mxfp4a16"}).converted.keys() == report.converted.keys()
+    restore_model(model)
+    with pytest.raises(ValueError, match="'model.layers.0.self_attn.q_proj' is 'w4a16'.*'re:.*experts'"):
+        prepare_model(model, {"re:.*experts": "mxfp4a16", "_default": "w4a16"})
+
+
+def test_llama4s_experts_take_their_rows_of_all_tokens():
+    config = make_tiny_config("llama4_text", num_local_experts=EXPERTS, intermediate_size=64, intermediate_size_mlp=64)
+    experts = AutoModelForCausalLM.from_config(config).model.layers[0].feed_forward.experts
+    layer = QuantizedExperts.from_experts(experts, get_scheme("w8a16"))
+    dense = copy.deepcopy(layer.restored())
+    for name, weight in layer.quantized_weights.items():
+        values = weight.low_bit_weight().dequantize().unflatten(0, (EXPERTS, -1)).mT
+        setattr(dense, name, torch.nn.Parameter(values.contiguous()))
+    x, ids, _ = route()
+    rows = torch.zeros(EXPERTS, len(x), x.shape[1])
+    rows[ids[:, 0], torch.arange(len(x))] = x.detach()
+    ours, theirs = (rows.flatten(0, 1).clone().requires_grad_() for _ in range(2))
+    y = layer(ours)
+    torch.testing.assert_close(y, dense(theirs))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    dense(theirs).backward(grad)
+    chosen = ours.any(1)
+    torch.testing.assert_close(ours.grad[chosen], theirs.grad[chosen])
+    for name in layer.quantized_weights:
+        torch.testing.assert_close(getattr(layer, name).grad, getattr(dense, name).grad)
+
+
 SINGLE = "model.layers.0.mlp.experts.3.gate_proj"
 
 
@@ -200,7 +238,14 @@ def test_patterns_name_experts_as_a_whole():
 
 
 OTHER_LAYOUTS = {
-    "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 64}, "interface"),
+    "longcat_flash": (
+        {
+            **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32),
+            **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), 64),
+            **dict(zip(("num_layers", "moe_topk", "n_routed_experts", "zero_expert_num"), (1, 2, 4, 2), strict=True)),
+        },
+        "interface",
+    ),
 }
 
 
@@ -212,8 +257,8 @@ def test_other_layouts_are_left_alone_by_name_and_reason(arch):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **sizes, **heads, **fields))
     report = prepare_model(model, "w8a8")
-    [skipped] = [why for name, why in report.skipped.items() if name.endswith("experts")]
-    assert reason in skipped and skipped.startswith(type(experts_of(model)[0]).__name__)
+    [(name, skipped)] = [each for each in report.skipped.items() if each[0].endswith("experts")]
+    assert reason in skipped and skipped.startswith(type(model.get_submodule(name)).__name__)
 
 
 def test_experts_of_an_unknown_form_are_refused(mixtures):

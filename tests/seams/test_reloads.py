@@ -53,6 +53,8 @@ OTHERS = [
     ("qwen2", "w8a16", (8, 9), {}, MARLIN),
     ("qwen2", "w4a16", (9, 0), {}, MACHETE),
     ("qwen2", "mxfp4a16", (8, 0), {}, "MarlinMxFp4LinearKernel"),
+    # Marlin pads hidden and intermediate sizes of gpt-oss.
+    ("gpt_oss", "mxfp4a16", (8, 0), {}, "MarlinExperts"),
     ("llama", "w4a16", (8, 0), {"tie_word_embeddings": True}, MARLIN),
     ("qwen3_moe", "w8a8", (9, 0), {}, "TritonExperts"),
     ("qwen3_moe", "bf16", (8, 0), {}, "TritonExperts"),

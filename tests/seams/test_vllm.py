@@ -75,6 +75,7 @@ def test_reload_skips_a_mutable_set_of_tensors():
     import trl_qarl.vllm_plugin.worker  # noqa: F401
 
     assert isinstance(meta.SKIP_TENSORS, set) and "bias" not in meta.SKIP_TENSORS
+    assert "materialize_meta_tensor(" in inspect.getsource(meta.materialize_layer)
     for function in (meta.capture_layer_to_meta, meta.restore_layer_on_meta, meta.materialize_layer):
         assert "not in SKIP_TENSORS" in inspect.getsource(function)
 
@@ -118,6 +119,7 @@ def test_experts_are_built_and_repacked_by_our_methods():
         vllms = method.__mro__[2]
         read = set(re.findall(r"self\.(\w+)", inspect.getsource(vllms.create_weights)))
         assert read <= ours | {"moe"} | vars(vllms).keys(), (method, read)
+    assert without_place(experts.QaRLMxfp4Experts, "vllm") == without_place(experts.QaRLMxfp4Config, "vllm") == []
     # The step that is left out of a reload.
     assert without_place(experts.ExpertsInOwnLayout, "vllm") == []
     source = inspect.getsource(experts.UnquantizedFusedMoEMethod)
@@ -131,6 +133,7 @@ def test_gpt_oss_is_still_loaded_by_expert_with_sinks_in_place():
     assert {"w13_weight_packed", "w2_weight_scale", "w13_bias", "w2_weight"} <= {
         *gpt_oss._GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD
     }
+    assert "self._try_load_streamed_expert(" in inspect.getsource(gpt_oss.GptOssModel._load_weights_mxfp4)
     loader = inspect.getsource(gpt_oss.GptOssRoutedExperts.weight_loader)
     # What our experts of low bits say, so that they are not transposed.
     assert 'getattr(self.quant_method, "weight_dtype", "")' in loader and '"mxfp4",' in loader

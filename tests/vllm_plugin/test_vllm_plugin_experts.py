@@ -282,7 +282,7 @@ def test_any_other_engine_has_vllms_experts_where_it_has_some(config, monkeypatc
     [
         ({"use_ep": True}, "expert parallelism"),
         ({"swiglu_limit": 7.0}, "a limit"),
-        ({"apply_router_weight_on_input": True}, "weights of the router"),
+        ({"apply_router_weight_on_input": True, "top_k": 2}, "several weights of the router"),
     ],
 )
 def test_experts_that_compute_something_else_are_refused(config, changes, what):

@@ -60,8 +60,7 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
     if holds_shards(name_or_path):
         model = load_shards(name_or_path, **_given(model_init_kwargs, _OPTIONS))
     else:
-        kwargs = model_init_kwargs | dequantizing(name_or_path, model_init_kwargs.get("revision"))
-        model = create_model_from_path(name_or_path, **kwargs)
+        model = _load_dense(name_or_path, model_init_kwargs)
     if peft_config is None:
         keep_scales(model, name_or_path, model_init_kwargs.get("revision"))
     return model
@@ -74,12 +73,19 @@ def _given(kwargs: dict[str, Any], names: Set[str]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name in names and value is not None}
 
 
+def _load_dense(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
+    options = dequantizing(name_or_path, model_init_kwargs.get("revision"))
+    model = create_model_from_path(name_or_path, **model_init_kwargs | options)
+    # transformers dequantizes to bfloat16 whatever `dtype` says (integrations/mxfp4.py).
+    return model.to(model.dtype) if options else model
+
+
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
     """Return the base model, in the precision of its checkpoint: low-bit without masters, or high."""
     # TRL would choose a missing `device_map`, which several processes must not have.
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
-        return create_model_from_path(name_or_path, **kwargs | dequantizing(name_or_path, kwargs.get("revision")))
+        return _load_dense(name_or_path, kwargs)
     kwargs.pop("device_map", None)
     return load_frozen_model(name_or_path, **kwargs)
 

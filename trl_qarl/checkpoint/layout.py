@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..models import IN_FLOAT32, is_router
-from ..quantization.experts import DOWN, QuantizedExperts
+from ..quantization.experts import DOWN, QuantizedExperts, is_released_form
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import CheckpointNames
@@ -48,6 +48,15 @@ def _checkpoint_tensors(
             tensor = quantized[name].whole_low_bit(to_main)
         if isinstance(tensor, LowBitTensor):
             matrices = names.experts.get(name) or [names.of_tensor(name).removesuffix(".weight")]
+            if name in names.experts and is_released_form(tensor.scheme):
+                codes, scales = tensor.parts()
+                if stacks_experts:
+                    yield from _stacked(matrices, {"weight": codes, "weight_scale": scales})
+                else:
+                    codes, scales = (part.unflatten(0, (len(matrices), -1)).detach() for part in (codes, scales))
+                    yield f"{names.of_tensor(name)}_blocks", codes.unflatten(-1, (-1, 16))
+                    yield f"{names.of_tensor(name)}_scales", scales
+                continue
             if stacks_experts and name in names.experts:
                 yield from _stacked(matrices, tensor.checkpoint_tensors())
                 continue
@@ -65,6 +74,12 @@ def _checkpoint_tensors(
         value = whole(tensor, kept if tensor.is_floating_point() else None, to_main).detach()
         matrices = names.experts.get(name)
         if matrices and stacks_experts:
+            if (
+                value.ndim == 3
+                and layer.modules[name.rpartition(".")[0]].is_transposed
+                and not is_parameter(matrices[0])
+            ):
+                value = value.mT
             yield from _stacked(matrices, {"bias" if name.endswith("_bias") else "weight": value.flatten(0, 1)})
         elif matrices and name not in names.tensors:
             yield from zip((f"{n}.weight" for n in matrices), value.flatten(0, 1).chunk(len(matrices)), strict=True)
@@ -90,7 +105,7 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise `ValueError` if a tensor of the low-bit policy is not finite, with its name and row. A master that is not
     finite makes the scale of its group so."""
     for name, tensor in tensors:
-        if tensor.dtype is torch.uint8 and name.endswith("_scale"):
+        if tensor.dtype is torch.uint8 and name.endswith(("_scale", "_scales")):
             # Powers of two, of which 255 is NaN.
             is_finite = tensor != 255
         elif tensor.is_floating_point() and (tensor.itemsize > 1 or name.endswith("_scale")):
@@ -117,8 +132,8 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
     """Return the `quantization_config` for a model's `config.json`, as defined by compressed-tensors, with a group for
-    each scheme and group size; empty if nothing is quantized. `ValueError` is raised where layers that vLLM holds as
-    one matrix have several global scales."""
+    each scheme and group size, or that of gpt-oss' releases; empty if nothing is quantized. `ValueError` is raised
+    where layers that vLLM holds as one matrix have several global scales."""
     formats, names = inventory.formats, inventory.names
     if not formats:
         return {}
@@ -146,18 +161,24 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
             "output_activations": None,
             "format": scheme.container.checkpoint_format,
         }
+    ignore = [
+        each
+        for name, module in inventory.modules.items()
+        if _is_matrix(name, module) and name not in formats
+        for each in names.of_both(name)
+    ]
+    if any(
+        is_released_form(layer.scheme) for layer in inventory.layers.values() if isinstance(layer, QuantizedExperts)
+    ):
+        # Readers of gpt-oss' releases know the form; the groups are for this package.
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ignore, "config_groups": groups}
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
         "format": checkpoint_formats.pop() if len(checkpoint_formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [
-            each
-            for name, module in inventory.modules.items()
-            if _is_matrix(name, module) and name not in formats
-            for each in names.of_both(name)
-        ],
+        "ignore": ignore,
         "kv_cache_scheme": None,
     }
 
@@ -171,9 +192,13 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
 
 def loads_in_transformers(inventory: Inventory) -> bool:
     """Return whether transformers can read the checkpoint. For experts it supports only FP8 codes and packed codes
-    (5.17), and none in models whose checkpoints stack them."""
+    (5.17), and in models whose checkpoints stack them only those of gpt-oss' releases."""
     return all(
-        format_of(layer.scheme.container).experts_in_transformers and f"{name}.{DOWN}" not in inventory.names.tensors
+        is_released_form(layer.scheme)
+        or (
+            format_of(layer.scheme.container).experts_in_transformers
+            and f"{name}.{DOWN}" not in inventory.names.tensors
+        )
         for name, layer in inventory.layers.items()
         if isinstance(layer, QuantizedExperts)
     )
@@ -215,6 +240,8 @@ def problem_of_mixture(inventory: Inventory, schemes: Mapping[str, QuantScheme])
     `schemes` has those of layers that are yet to be quantized, by name."""
     for path, module in inventory.experts.items():
         scheme = schemes.get(path, getattr(module, "scheme", None))
+        if scheme is not None and is_released_form(scheme) and module.is_transposed:
+            continue
         if scheme is not None and not _has_compared_experts(scheme):
             known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]
             return (

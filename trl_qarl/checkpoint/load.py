@@ -6,6 +6,8 @@ quantized layers hold only codes and scales, without a high-precision copy.
 import json
 import logging
 import re
+from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,11 @@ def auto_class(config: PreTrainedConfig) -> type:
 def skeleton(
     config: PreTrainedConfig, trust_remote_code: bool = False, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """Return the model of a configuration without its weights, on the meta device."""
+    """Return the model of a configuration without its weights, on the meta device; one in MXFP4 as [`dequantizing`]
+    loads it."""
+    if method_of(getattr(config, "quantization_config", None)) == "mxfp4":
+        config = copy(config)
+        del config.quantization_config
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **options)
@@ -117,7 +123,7 @@ def load_frozen_model(
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint, a folder or a name on the Hub, as a model in the state after
+    Load a low-bit checkpoint, or a release of gpt-oss, a folder or a name on the Hub, as a model in the state after
     [`~trl_qarl.quantization.swap.prepare_model`] and [`~trl_qarl.quantization.swap.freeze_model`]. Tensors that are
     not quantized are in `dtype`, with `"auto"` in the checkpoint's; the other options are those of `from_pretrained`.
 
@@ -129,8 +135,10 @@ def load_frozen_model(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     described = config.quantization_config
     del config.quantization_config
-    is_gptq = described["quant_method"] == "gptq"
-    groups = gptq.config_groups(described) if is_gptq else described["config_groups"]
+    is_gptq, is_mxfp4 = (method_of(described) == method for method in ("gptq", "mxfp4"))
+    groups = gptq.config_groups(described) if is_gptq else described.get("config_groups", {})
+    if is_mxfp4:
+        groups = {"group_0": {"targets": ["Linear"], "weights": SCHEMES["mxfp4a16"].weight_args(32)}}
     # A layer's scales tell its group size.
     schemes = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
     if any(not group["weights"].get("symmetric", True) for group in groups.values()):
@@ -166,6 +174,8 @@ def load_frozen_model(
         tensors = {name: t for name, t in tensors.items() if not name.endswith(("attn.k_scale", "attn.v_scale"))}
     if is_gptq:
         tensors = gptq.as_compressed_tensors(tensors, described)
+    if is_mxfp4:
+        tensors = dict(_one_by_one(tensors))
     _fill(model, folder, tensors, schemes, dtype)
     model.tie_weights()
     missing = [name for name, p in model.named_parameters() if p.is_meta]
@@ -175,6 +185,19 @@ def load_frozen_model(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = model.name_or_path = str(name_or_path)
     return model.requires_grad_(False).eval()
+
+
+def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of gpt-oss' release, with codes and scales of each expert under vLLM's names."""
+    leaves = {"gate_up_proj": "w13", "down_proj": "w2", "blocks": "weight_packed", "scales": "weight_scale"}
+    for name, tensor in tensors.items():
+        prefix, _, leaf = name.rpartition(".")
+        matrix, _, kind = leaf.rpartition("_")
+        if matrix in leaves and kind in leaves:
+            for expert, part in enumerate(tensor.flatten(2) if kind == "blocks" else tensor):
+                yield f"{prefix}.{expert}.{leaves[matrix]}_{leaves[kind]}", part
+        else:
+            yield name, tensor
 
 
 def _described(group: dict[str, Any]) -> str:

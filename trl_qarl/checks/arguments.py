@@ -297,7 +297,7 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         return
     if method_of(getattr(config, "quantization_config", None)) == "mxfp4" and args.use_vllm and not args.is_quantized:
         yield (
-            f"scheme={args.scheme!r} with a checkpoint in MXFP4: vLLM would make its experts in MXFP4 too. Use scheme='w4a16', or save the "
+            f"scheme={args.scheme!r} with a checkpoint in MXFP4: vLLM would make its experts in MXFP4 too. Use scheme='mxfp4a16', or save the "
             "model in high precision (`Mxfp4Config(dequantize=True)`) and start from that."
         )
     if is_low_bit(getattr(config, "quantization_config", None)):

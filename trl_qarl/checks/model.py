@@ -92,6 +92,24 @@ def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
+def problems_of_body(model: nn.Module) -> Iterator[str]:
+    """Yield a problem if TRL's loss does not find the hidden states of a model: it asks the module that the class
+    names (`base_model_prefix`), which Llama 4's classes do not have (5.17)."""
+    model = base_model(model)
+    if getattr(model, "base_model", None) is model and not hasattr(model, "model"):
+        yield (
+            f"{type(model).__name__} has no module {model.base_model_prefix!r}, which TRL's loss asks for hidden states. Train the class of "
+            "its text, such as Llama4ForCausalLM."
+        )
+
+
+def name_body(model: nn.Module) -> None:
+    """Give Llama 4's class of text the right name of its body."""
+    model = base_model(model)
+    if getattr(model, "base_model", None) is model:
+        model.base_model_prefix = "model"
+
+
 def keep_attention_cap(model: nn.Module) -> None:
     """Have a model that caps its attention's logits (Gemma 2) compute them in PyTorch operations: transformers'
     default, PyTorch's fused attention, drops the cap, which engines apply, without a word (5.17)."""

@@ -5,8 +5,9 @@ the product of a mixture's experts that learner and engines share.
 transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, with the `I`
 rows of an expert's gate before those of its up projection, and `down_proj`, `(E, H, I)`. Every row has its own scales,
 so each parameter is quantized like one matrix of `E * N` rows, and an expert's tensors are views of it. An expert
-without tokens gets a gradient of zeros. Experts without a gate have an `up_proj`, `(E, I, H)`. Those of gpt-oss have
-biases, rows of gate and up projection that alternate, and transposed masters ([`TransposedSource`]).
+without tokens gets a gradient of zeros. Experts without a gate have an `up_proj`, `(E, I, H)`. Those of gpt-oss and
+Llama 4 have transposed masters ([`TransposedSource`]), gpt-oss' also biases, and rows of gate and up projection that
+alternate.
 
 For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 
@@ -38,11 +39,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import _default_apply_gate
 from typing_extensions import override
 
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
-from .schemes import QuantScheme, get_scheme
+from .schemes import MXFP4, QuantScheme, get_scheme
 from .storage import shapes_of
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import (
@@ -108,10 +110,19 @@ class QuantizedExperts(QuantizedLayer):
     @torch.compiler.disable
     @override
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, with
-        [`experts_product`], or on GPUs with [`grouped_experts`] if it is faster; under autocast in its dtype."""
+        [`experts_product`], or on GPUs with [`grouped_experts`] if it is faster; under autocast in its dtype. Llama 4
+        gives each expert in turn all tokens, `(E * T, H)`, already weighted: zeros for those of other experts."""
+        if top_k_index is None or top_k_weights is None:
+            experts = torch.arange(self.num_experts, device=hidden_states.device)
+            top_k_index = experts.repeat_interleave(len(hidden_states) // self.num_experts).unsqueeze(1)
+            top_k_index = top_k_index.masked_fill(~hidden_states.any(1, keepdim=True), self.num_experts)
+            top_k_weights = torch.ones_like(top_k_index, dtype=torch.float32)
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -193,13 +204,17 @@ def matrices_of_experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def problem_of_experts(module: nn.Module) -> str | None:
     """Return why experts with stacked matrices cannot be quantized, or `None` for the layouts described above."""
+    if type(module).__name__ == "Llama4TextExperts":
+        # Its class describes no layout (modeling_llama4.py).
+        vars(module).update(has_gate=True, has_bias=False, is_transposed=True, is_concatenated=True)
+        type(module)._apply_gate = _default_apply_gate
     if not hasattr(module, "is_concatenated"):
         return "its class does not have transformers' interface for the computation of experts"
     layout = module.is_transposed, module.has_bias, module.is_concatenated
-    if layout not in ((False, False, True), (True, True, False)):
+    if layout not in ((False, False, True), (True, True, False), (True, False, True)):
         return (
-            "matrices are stored transposed, with biases, or with rows of gate and up projection that alternate: only gpt-oss' form, all "
-            "three, has been compared"
+            "matrices have biases, or rows of gate and up projection that alternate: only gpt-oss' form, both and stored transposed, has "
+            "been compared"
         )
     is_default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     constants = getattr(module, "alpha", None), getattr(module, "limit", None)
@@ -222,10 +237,17 @@ def _shapes_of_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: (*s[:-2], s[-1], s[-2]) if module.is_transposed else s for name, s in shapes.items()}
 
 
+def is_released_form(scheme: QuantScheme) -> bool:
+    """Return whether experts with this scheme are stored in the form in which gpt-oss is released: MXFP4 codes and
+    scales of all experts of a layer, next to layers in high precision."""
+    return scheme.container is MXFP4
+
+
 def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
     """Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for all experts of a
     layer. `ValueError` is raised if no size divides both, and for formats in which experts are unsupported."""
-    if refusal := format_of(scheme.container).refusal_of_experts:
+    refusal = format_of(scheme.container).refusal_of_experts
+    if refusal and not (is_released_form(scheme) and module.is_transposed):
         raise ValueError(
             f"scheme {scheme.name!r} of experts: {refusal}. Use another scheme for them, such as "
             "'w4a16' ('re:.*experts'), or leave them out with `exclude_modules`."

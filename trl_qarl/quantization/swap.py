@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .experts import QuantizedExperts, has_stacked_matrices
+from .experts import QuantizedExperts, has_stacked_matrices, is_released_form
 from .fixed_scales import FixedScale, attach_fixed_scales, check_scale_dtype, fixed_scales, fixed_schemes
 from .formats.registry import format_of
 from .gemm import low_bit_linear
@@ -151,6 +151,7 @@ def assign_schemes(
     if scales:
         schemes = fixed_schemes(schemes, scales)
         check_scale_dtype(schemes, scales, scale_dtype or next(model.parameters()).dtype)
+    schemes = _in_released_form(schemes, candidates, reasons, plan)
     chosen = {name: candidates[name] for name in schemes}
     if not chosen:
         why = f"{len(candidates)} linear layers, all skipped ({'; '.join(sorted(set(reasons.values())))})"
@@ -177,6 +178,23 @@ def assign_schemes(
             f"Experts of different layers have {listed}: transformers applies the format of one layer to all. Give all experts the same."
         )
     return schemes, reasons
+
+
+def _in_released_form(
+    schemes: dict[str, QuantScheme], layers: Mapping[str, nn.Module], reasons: dict[str, str], plan: QuantPlan
+) -> dict[str, QuantScheme]:
+    """Return `schemes` without those of linear layers next to experts in gpt-oss' released form, and add the reason to
+    `reasons`. `ValueError` is raised if a pattern asks for them."""
+    linears = [name for name in schemes if isinstance(layers[name], nn.Linear)]
+    if not linears or not any(is_released_form(schemes[name]) for name in schemes.keys() - set(linears)):
+        return schemes
+    if not plan.is_uniform:
+        raise ValueError(
+            f"scheme: {linears[0]!r} is {schemes[linears[0]].name!r}, next to experts in the form in which gpt-oss is released, whose other layers are in "
+            "high precision. Give them no scheme, such as {'re:.*experts': 'mxfp4a16'}, or all layers 'w4a16'."
+        )
+    reasons |= dict.fromkeys(linears, "in high precision in releases")
+    return {name: scheme for name, scheme in schemes.items() if name not in linears}
 
 
 def _reasons_with(

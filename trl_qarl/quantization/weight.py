@@ -173,7 +173,8 @@ class QuantizedWeight:
                 self.num_flipped_codes = None
             elif kept is not None:
                 self.num_flipped_codes = low_bit.format.count_flips(kept.qdata, low_bit.qdata)
-                if self.num_flipped_codes == 0 and low_bit.differs_only_in_codes(kept):
+                is_same = self.num_flipped_codes == 0 and torch.equal(kept.qdata, low_bit.qdata)
+                if is_same and low_bit.differs_only_in_codes(kept):
                     low_bit = kept
         self._kept[active] = low_bit, version
         return low_bit

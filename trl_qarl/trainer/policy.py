@@ -28,6 +28,8 @@ from ..checks.model import (
     guard_positions,
     keep_attention_cap,
     keep_mamba_layers,
+    name_body,
+    problems_of_body,
     problems_of_division,
     problems_of_dropout,
     problems_of_experts,
@@ -124,6 +126,7 @@ class Policy:
             keep_adapter_precise(model, self._loaded_adapter)
             self._loaded_adapter = {}
         switch_off_dropout(model, args)
+        name_body(model)
         keep_attention_cap(model)
         keep_mamba_layers(model, self.args.use_vllm)
         guard_positions(model)
@@ -157,6 +160,7 @@ class Policy:
             yield from problems_of_masters(model, args, has_adapter)
         if has_adapter:
             yield from problems_of_adapted_model(model)
+        yield from problems_of_body(model)
         yield from problems_of_dropout(model, args)
         yield from problems_of_positions(model, args)
         if self.has_pictures:
@@ -258,6 +262,7 @@ class Policy:
 
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
+        name_body(model)
         keep_attention_cap(model)
         keep_mamba_layers(model, self.args.use_vllm)
         if self.args.quantize_learner:

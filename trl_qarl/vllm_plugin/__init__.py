@@ -32,6 +32,8 @@ _CORRECTED_MODELS = {
     "Gemma3nForCausalLM": "Gemma3nForCausalLM",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
     "JambaForCausalLM": "JambaForCausalLM",
+    "LagunaForCausalLM": "LagunaForCausalLM",
+    "Llama4ForCausalLM": "Llama4ForCausalLM",
     "MambaForCausalLM": "MambaForCausalLM",
     "OlmoHybridForCausalLM": "OlmoHybridForCausalLM",
     # transformers' name, and that of releases.

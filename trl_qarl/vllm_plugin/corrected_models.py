@@ -23,6 +23,8 @@ from vllm.model_executor.models import (
     gpt_neox,
     granitemoehybrid,
     jamba,
+    laguna,
+    llama4,
     mamba,
     olmo_hybrid,
     phimoe,
@@ -32,12 +34,13 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
-from ..models import SHARED_BLOCK
+from ..models import IN_FLOAT32, SHARED_BLOCK
 from ..replacing import replaced
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
 JambaForCausalLM, OlmoHybridForCausalLM = jamba.JambaForCausalLM, olmo_hybrid.OlmoHybridForCausalLM
+LagunaForCausalLM = laguna.LagunaForCausalLM
 
 
 class BambaForCausalLM(granitemoehybrid.GraniteMoeHybridForCausalLM):
@@ -141,6 +144,16 @@ class Glm4MoeLiteForCausalLM(glm4_moe_lite.Glm4MoeLiteForCausalLM):
                 module.variance_epsilon = 1e-6
 
 
+class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
+    """vLLM's class, which takes `attn_temperature_tuning` from the generation configuration, by default `False`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        model = vllm_config.model_config
+        tuning = {"attn_temperature_tuning": model.hf_config.attn_temperature_tuning}
+        model.override_generation_config = tuning | model.override_generation_config
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
 class PhimoeForCausalLM(phimoe.PhiMoEForCausalLM):
     """vLLM's class, which leaves out the bias of the output head (models/phimoe.py)."""
 
@@ -201,6 +214,27 @@ def _with_parts(make_loader: Callable[..., Callable[..., None]]) -> Callable[...
 olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = _with_parts(
     olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
 )
+
+
+def _with_bias_of_router(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate Laguna's loader, which leaves out the bias of the router, a parameter of `routed_experts` in vLLM."""
+
+    @wraps(load)
+    def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        def others() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if name.endswith(f"experts.{IN_FLOAT32}"):
+                    experts = model.get_submodule(name.rpartition(".")[0])
+                    experts.routed_experts.e_score_correction_bias.data.copy_(tensor)
+                else:
+                    yield name, tensor
+
+        return load(model, others())
+
+    return load_weights
+
+
+laguna.LagunaModel.load_weights = _with_bias_of_router(laguna.LagunaModel.load_weights)
 for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
     _model._repack_qkv = _without_shapes(_model._repack_qkv)
 # The activation of BLOOM has a hyperbolic tangent; vLLM takes the error function.

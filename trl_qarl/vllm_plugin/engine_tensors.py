@@ -13,6 +13,7 @@ from vllm.model_executor.models.bloom import BloomAttention
 from vllm.model_executor.models.falcon import FalconAttention
 from vllm.model_executor.models.gpt_neox import GPTNeoXAttention
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm.model_executor.models.llama4 import Llama4Attention
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ..wire.describe import Rotation
@@ -71,15 +72,24 @@ def drop_unused_norms(model: nn.Module) -> None:
 
 
 def mark_rows_by_heads(model: nn.Module) -> None:
-    """Mark the layers of `model` whose rows a checkpoint holds head by head, where vLLM has all queries first."""
+    """Mark the layers of `model` whose rows a checkpoint holds head by head, where vLLM has all queries first, and
+    those of Llama 4, in which vLLM has the first features of all pairs first."""
     for module in model.modules():
         if isinstance(module, (BloomAttention, FalconAttention, GPTNeoXAttention)):
             module.query_key_value.has_rows_by_heads = True
+        if isinstance(module, Llama4Attention):
+            # In an engine with LoRA it is wrapped.
+            getattr(module.qkv_proj, "base_layer", module.qkv_proj).size_of_rotated_heads = module.head_dim
 
 
 def _by_heads(layer: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a layer in the order of a checkpoint: for each head of keys its queries, key and value, if
-    the layer is marked, else as they are."""
+    """Return the rows of a layer in the order of a checkpoint, if the layer is marked, else as they are: for each head
+    of keys its queries, key and value, or for Llama 4 the two features of each pair that turns next to each other."""
+    if size := getattr(layer, "size_of_rotated_heads", None):
+        *rotated, values = tensor.split(layer.output_partition_sizes)
+        return torch.cat(
+            [*(part.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2) for part in rotated), values]
+        )
     if not hasattr(layer, "has_rows_by_heads"):
         return tensor
     heads = layer.num_kv_heads

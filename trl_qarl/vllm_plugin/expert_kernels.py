@@ -6,11 +6,12 @@ experts.
 |---|---|---|
 | `w4a16`, `w8a16` | none; with AMX a kernel that rounds activations to 8 bits, whatever the checkpoint says | the learner's product |
 | `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
+| `mxfp4a16` of gpt-oss, in the form of its releases | with AMX a kernel in bfloat16 | the learner's product |
 | not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack only at the first load | vLLM's, repacked each time |
 
 Routers choose among experts by biased and by sigmoid scores too. Parameters are made by vLLM's methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. In
-vLLM's registry of quantization configurations, the one here replaces `compressed-tensors` and differs only for
-experts.
+vLLM's registry of quantization configurations, those here replace `compressed-tensors` and `gpt_oss_mxfp4`, and
+differ only for experts.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing_extensions import override
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -36,6 +38,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (
     CompressedTensorsWNA16MoEMethod,
 )
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 
 from ..bitwise.low_bit import multiply
 from ..quantization.experts import clamped_swiglu, experts_product, gated
@@ -47,6 +50,7 @@ from .linear_kernels import is_our_engine
 def register_experts() -> None:
     """Register low-bit and unquantized experts with vLLM; calling it again changes nothing."""
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
+    register_quantization_config("gpt_oss_mxfp4")(QaRLMxfp4Config)
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
         CustomOp.register_oot(ExpertsInOwnLayout, name=UnquantizedFusedMoEMethod.__name__)
     if not hasattr(CPURouter.__init__, "__wrapped__"):
@@ -102,6 +106,7 @@ class _LowBitExperts(FusedMoEMethodBase):
     is_monolithic = False
     # With it vLLM's loader of gpt-oss copies an expert's codes as they are, instead of transposing them.
     weight_dtype = "mxfp4"
+    _low_bit: tuple[tuple[LowBitTensor, ...], ...] | None = None
 
     def __init__(self, weights: Any, activations: Any, moe: Any):
         FusedMoEMethodBase.__init__(self, moe)
@@ -111,7 +116,6 @@ class _LowBitExperts(FusedMoEMethodBase):
         self.group_size = weights.group_size or -1
         self.packed_factor = Fraction(32, weights.num_bits)
         self.static_input_scales, self.block_quant, self.weight_block_size = False, False, None
-        self._low_bit: tuple[tuple[LowBitTensor, ...], ...] | None = None
 
     @override
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
@@ -127,6 +131,8 @@ class _LowBitExperts(FusedMoEMethodBase):
             # At the first use, because vLLM copies reloaded values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
         activation = _ACTIVATIONS[layer.activation.value]
+        if layer.apply_router_weight_on_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         return experts_product(x, topk_ids, topk_weights, *self._low_bit, lambda x, w: multiply(x, *w), activation)
 
     def _experts_of(self, layer: RoutedExperts, matrix: str) -> list[tuple[LowBitTensor, torch.Tensor | None]]:
@@ -135,7 +141,9 @@ class _LowBitExperts(FusedMoEMethodBase):
             for name, parameter in layer.named_parameters()
             if name.startswith(f"{matrix}_") and parameter.ndim == 3
         }
-        low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), tensors["weight_scale"].dtype)
+        # The name in gpt-oss' releases.
+        tensors.setdefault("weight_packed", tensors.get("weight"))
+        low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), self.moe.in_dtype)
         biases = getattr(layer, f"{matrix}_bias", [None] * layer.local_num_experts)
         return list(zip(low_bit.row_blocks(layer.local_num_experts), biases, strict=True))
 
@@ -163,13 +171,49 @@ _METHODS = {
 """Methods by `(weights are floating-point numbers, bits of weights, activations are quantized)`."""
 
 
+class QaRLMxfp4Experts(_LowBitExperts, GptOssMxfp4MoEMethod):
+    """Experts of gpt-oss in the form of its releases."""
+
+    scheme = "mxfp4a16"
+
+    def __init__(self, moe: FusedMoEConfig):
+        FusedMoEMethodBase.__init__(self, moe)
+        # Of vLLM's kernels this one takes any sizes.
+        self.mxfp4_backend = Mxfp4MoeBackend.EMULATION
+
+    @override
+    def create_weights(self, layer: RoutedExperts, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        # vLLM makes them in bfloat16.
+        for bias in (layer.w13_bias, layer.w2_bias):
+            bias.data = bias.data.to(layer.params_dtype)
+
+
+class QaRLMxfp4Config(GptOssMxfp4Config):
+    """vLLM's configuration of gpt-oss' releases with other experts, also in float32."""
+
+    @classmethod
+    @override
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [*super().get_supported_act_dtypes(), torch.float32]
+
+    @override
+    def _make_moe_method(self, moe: FusedMoEConfig) -> FusedMoEMethodBase:
+        return QaRLMxfp4Experts(moe) if _takes_over() else super()._make_moe_method(moe)
+
+
+def _takes_over() -> bool:
+    """Return whether experts get the learner's product: vLLM's own kernels for AMX serve engines without weight
+    sync."""
+    return is_our_engine() or not torch.cpu._is_amx_tile_supported()
+
+
 class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's configuration of compressed-tensors with other low-bit experts."""
 
     @override
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        # vLLM's own AMX experts serve engines without weight sync.
-        takes_over = isinstance(layer, RoutedExperts) and (is_our_engine() or not torch.cpu._is_amx_tile_supported())
+        takes_over = isinstance(layer, RoutedExperts) and _takes_over()
         method = self._method_of_experts(layer, prefix) if takes_over else None
         return super().get_quant_method(layer, prefix) if method is None else method
 
@@ -191,7 +235,10 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
             (layer.activation.value in _ACTIVATIONS, f"activation {layer.activation.value!r}"),
             (not layer.moe_config.has_bias or issubclass(method, CompressedTensorsWNA16MoEMethod), "biases"),
             (layer.swiglu_limit is None, "a limit of their activation"),
-            (not layer.apply_router_weight_on_input, "weights of the router on their input"),
+            (
+                not layer.apply_router_weight_on_input or layer.top_k == 1,
+                "several weights of the router on their input",
+            ),
             (not layer.use_ep, "expert parallelism"),
         ):
             if not is_met:

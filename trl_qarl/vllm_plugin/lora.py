@@ -111,7 +111,9 @@ class PublishedAdapter:
             )
         # B was multiplied by the scaling before it was sent.
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
-        tensors = dict(_unpacked(manager, {self.engine_name(name): tensor for name, tensor in self.tensors.items()}))
+        tensors = dict(
+            _unpacked(manager, {self.engine_name(n): self._as_loaded(n, t) for n, t in self.tensors.items()})
+        )
         lora = LoRAModel.from_lora_tensors(
             _ADAPTER_ID, tensors, helper, device=str(manager.device), dtype=manager.lora_config.lora_dtype
         )
@@ -121,13 +123,18 @@ class PublishedAdapter:
             raise RuntimeError("The published adapter is not the learner's:\n" + "\n".join(problems[:5]))
         self._live = self._fingerprints()
 
+    def _as_loaded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # Llama 4's loader reorders the rows of queries and keys, and with them those of B.
+        reorder = getattr(self.model, "permute_qk_weight_for_rotary", None)
+        return tensor if reorder is None or name.endswith("lora_A.weight") else reorder(name, tensor)[1]
+
     def _fingerprints(self) -> list[str]:
         layers = [layer for _, layer in _wrapped_layers(self.model)] if self.tensors else []
         return [fingerprint(buffer) for layer in layers for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
 
     def _problems(self, slot: int) -> list[str]:
         """Describe the differences between the engine's buffers and the learner's adapter."""
-        sent = {self.engine_name(name): (name, tensor) for name, tensor in self.tensors.items()}
+        sent = {self.engine_name(name): (name, self._as_loaded(name, t)) for name, t in self.tensors.items()}
         packed = self.model.lora_manager.packed_modules
         problems = []
         for path, layer in _wrapped_layers(self.model):

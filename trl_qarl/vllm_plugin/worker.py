@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 import vllm
 from vllm import ir
 from vllm.config import set_current_vllm_config
@@ -28,6 +29,23 @@ meta.SKIP_TENSORS.discard("bias")
 for _sinks in ("sinks", "attention_sink_bias"):
     meta.SKIP_LOAD_TENSORS.add(_sinks)
     meta.SKIP_TENSORS.add(_sinks)
+
+
+def _materialize_zeros(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Decorate vLLM's step that gives a layer memory before it is reloaded. A loader fills only a part of gpt-oss'
+    experts in MXFP4, whose kernels have them padded, and the rest would be what the memory held before."""
+
+    @wraps(make)
+    def materialize(meta_tensor: torch.Tensor) -> torch.Tensor:
+        tensor = make(meta_tensor)
+        tensor.untyped_storage().fill_(0)
+        return tensor
+
+    return materialize
+
+
+if not hasattr(meta.materialize_meta_tensor, "__wrapped__"):
+    meta.materialize_meta_tensor = _materialize_zeros(meta.materialize_meta_tensor)
 
 
 logger = logging.getLogger(__name__)
@@ -65,9 +83,13 @@ class WorkerExtension:
         config = self.vllm_config
         hf_config = config.model_config.hf_text_config
         quantizations = (getattr(c, "quantization_config", None) for c in (config.model_config.hf_config, hf_config))
+        quantization = dict(next(filter(None, quantizations), {}))
+        if quantization.get("quant_method") == "gpt_oss_mxfp4":
+            # vLLM's name of the method of gpt-oss' releases.
+            quantization["quant_method"] = "mxfp4"
         tokenizer = cached_tokenizer_from_config(config.model_config)
         return {
-            "quantization_config": next(filter(None, quantizations), {}),
+            "quantization_config": quantization,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,
             "max_model_len": config.model_config.max_model_len,

@@ -355,6 +355,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
     "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss mxfp4a16": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoe": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
     "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
@@ -365,7 +366,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention"],
     },
-    "llama4_text": {**_EIGHT_LOCAL, "intermediate_size_mlp": 256, "num_experts_per_tok": 1},
+    "llama4_text": {
+        **_EIGHT_LOCAL,
+        "intermediate_size_mlp": 256,
+        "num_experts_per_tok": 1,
+        "router_aux_loss_coef": 0.0,
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 128,
+        "floor_scale": 16,
+    },
     "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "minimax_m2": {
         **_EIGHT_LOCAL,
@@ -399,6 +408,9 @@ WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
 `testing_utils.pictures`."""
 FAMILIES |= {kind: {} for kind in WITH_TOWER}
 
+SCHEMES = {"gpt_oss mxfp4a16": "mxfp4a16"}
+"""Schemes other than `w4a16`; the model is saved in them too, as it is released."""
+
 # vLLM keeps Apertus' activation in it, and has kernels for CPUs of the others' linear attention, which in float32 are
 # ours.
 IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text"}
@@ -408,13 +420,11 @@ WITHOUT_HEAD_DIM = {"falcon", "zamba2"}
 
 REFUSED: dict[str, str] = {
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
-    "laguna": "leaves out the bias of its router",
     "longcat_flash": "interface for the computation of experts",
     "minicpm3": "no name",
     "deepseek_v32": "sparse attention",
     "gpt2": "Its `Conv1D` is no linear layer",
     "jetmoe": "interface for the computation of experts",
-    "llama4_text": "interface for the computation of experts",
     "minimax": "only if all its layers attend",
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
@@ -428,9 +438,11 @@ _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
     **{(family, "vllm"): "No WNA16 MoE backend" for family in _MIXTURES},
+    ("gpt_oss mxfp4a16", "vllm"): "No MXFP4 MoE backend",
     # Their loaders reorder `weight_shape` by heads.
     **dict.fromkeys((("bloom", "vllm"), ("gpt_neox", "vllm")), "is invalid for input of size 2"),
     ("falcon_h1", "vllm"): _SIZES,
+    ("laguna", "vllm"): _SIZES,
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,
@@ -449,6 +461,7 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
     ("gpt_oss", "transformers"): "random values",
+    ("llama4_text", "transformers"): "Quantization of module type",
     ("granitemoe", "transformers"): "random values",
     ("granitemoe_swa", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
@@ -486,8 +499,18 @@ NOTES: dict[str, str] = {
     "mimo_v2_flash": "vLLM's fields in its config.json",
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(
-        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "jamba moe", "phimoe"),
+        (
+            "granitemoe",
+            "granitemoe_swa",
+            "granitemoehybrid",
+            "granitemoeshared",
+            "jamba",
+            "jamba moe",
+            "llama4_text",
+            "phimoe",
+        ),
         "`router_aux_loss_coef=0`",
     ),
+    "gpt_oss mxfp4a16": "from a checkpoint in MXFP4",
     "phi3 long": "sequences within `original_max_position_embeddings`",
 }

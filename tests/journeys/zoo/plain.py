@@ -18,6 +18,9 @@ def score_with_transformers(export, texts):
     model, info = cls.from_pretrained(export, dtype="auto", attn_implementation="eager", output_loading_info=True)
     if info["missing_keys"]:
         raise ValueError(f"transformers has given random values to {sorted(info['missing_keys'])}")
+    if config.quantization_config["quant_method"] == "mxfp4":
+        # Dequantized to bfloat16, next to layers in the export's dtype.
+        model.to(config.dtype)
     model.eval()
     ids = torch.tensor(texts)
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """
-`python train.py FAMILY FOLDER DTYPE all|bf16|lora`: makes a tiny random model of a family in a folder, trains it for
-three updates with vLLM in this process, as a user would, and writes what was found to `FOLDER/trained.json`. `all`
-weights are trained with `w4a16`, and the policy is exported; `bf16` is the same without quantization, and `lora` an
-adapter on the low-bit base.
+`python train.py FAMILY FOLDER DTYPE all|bf16|lora|ranks`: makes a tiny random model of a family in a folder, trains it
+for three updates with vLLM, as a user would, and writes what was found to `FOLDER/trained.json`. `all` weights are
+trained with `w4a16`, and the policy is exported; `bf16` is the same without quantization, `lora` an adapter on the
+low-bit base, and `ranks` has vLLM in a server of two ranks instead of this process.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from families import ADAPTED, FAMILIES, SIZES, WITH_TOWER, WITHOUT_HEAD_DIM
+from families import ADAPTED, FAMILIES, SCHEMES, SIZES, WITH_TOWER, WITHOUT_HEAD_DIM
 
 from testing_utils import make_problems, make_tiny_tokenizer, spread
 from testing_utils.pictures import make_picture_model, make_picture_processor
@@ -43,7 +43,13 @@ def make_model(family: str, folder: Path) -> None:
                 tensor.copy_(torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5 * size)
             elif tensor.is_floating_point():
                 tensor.add_(torch.randn(tensor.shape) * 0.1)
-    model.save_pretrained(folder)
+    if family in SCHEMES:
+        from trl_qarl import export_checkpoint, prepare_model
+
+        prepare_model(model, SCHEMES[family])
+        export_checkpoint(model, folder)
+    else:
+        model.save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
@@ -76,13 +82,19 @@ def main(family: str, folder: Path, dtype: str, trained: str) -> dict:
     from peft import LoraConfig
 
     from trl_qarl import QaRLConfig, QaRLTrainer
+    from trl_qarl.engines.server_process import free_port
+    from trl_qarl.quantization.swap import freeze_model
 
     make_model(family, folder / "model")
+    engine = {"vllm_mode": "colocate"}
+    if trained == "ranks":
+        engine = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
+        engine |= {"vllm_tensor_parallel_size": 2, "group_size": 32}
     args = QaRLConfig(
         str(folder / "out"),
-        scheme="bf16" if trained == "bf16" else "w4a16",
+        scheme="bf16" if trained == "bf16" else SCHEMES.get(family, "w4a16"),
         use_vllm=True,
-        vllm_mode="colocate",
+        **engine,
         vllm_max_model_length=128,
         bf16=dtype == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
@@ -120,6 +132,12 @@ def main(family: str, folder: Path, dtype: str, trained: str) -> dict:
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(4, 260, (NUM_TEXTS, NUM_TOKENS), generator=generator).tolist()
     found |= {"texts": texts, "log_probs": log_probs(trainer, texts)}
+    if dtype == "float32":
+        # Roundings also change routes of a mixture.
+        freeze_model(trainer.model)
+        trainer.model.to(torch.bfloat16)
+        rounded = torch.tensor(log_probs(trainer, texts)) - torch.tensor(found["log_probs"])
+        found["in_bfloat16"] = rounded.abs().mean().item()
     return found
 
 

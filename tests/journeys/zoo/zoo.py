@@ -47,7 +47,7 @@ ENVIRONMENT = {
 @dataclass(frozen=True)
 class Visit:
     """What was found: `found` by the training, `None` if it failed; `log`, its output; `plain`, distances of log-probs
-    between the policy and its export in plain engines, or an error."""
+    between the policy and its export in plain engines, or the text of an error."""
 
     found: dict[str, Any] | None
     log: str
@@ -62,35 +62,37 @@ def dtype_of(family: str) -> str:
     return "bfloat16" if family.partition(" ")[0] in IN_BFLOAT16 | EXACT else "float32"
 
 
+def _run(folder: Path, warm: Warm, kind: str, script: str, *options: str) -> tuple[int, str]:
+    env = os.environ | ENVIRONMENT
+    env["PYTHONPATH"] = os.pathsep.join(map(str, [FOLDER, JOURNEYS, JOURNEYS.parent, ROOT]))
+    log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")
+    log.touch()
+    argv = [sys.executable, str(FOLDER / script), *options]
+    code = warm.start(argv, env, log, folder, kind).wait(300)
+    return code, log.read_text(errors="replace")
+
+
+def train(family: str, folder: Path, warm: Warm, trained: str) -> tuple[dict[str, Any] | None, str]:
+    """Run `train.py` in a folder; return what was found, `None` after a failure, and its output."""
+    place = folder / trained
+    place.mkdir()
+    code, log = _run(folder, warm, "engines", "train.py", family, str(place), dtype_of(family), trained)
+    return (json.loads((place / "trained.json").read_text()) if code == 0 else None), log
+
+
 def visit(family: str, folder: Path, warm: Warm, is_short: bool = False) -> Visit:
     """Train a model of a family in a folder, an adapter, and without quantization where that is to be compared, and
     load the export in plain engines. A short visit trains the model, and loads the export in transformers."""
-    env = os.environ | ENVIRONMENT
-    env["PYTHONPATH"] = os.pathsep.join(map(str, [FOLDER, JOURNEYS, JOURNEYS.parent, ROOT]))
-
-    def run(kind: str, script: str, *options: str) -> tuple[int, str]:
-        log = folder / f"{kind}-{options[0]}-{options[-1]}.log".replace(" ", "-").replace("/", "-")
-        log.touch()
-        argv = [sys.executable, str(FOLDER / script), *options]
-        code = warm.start(argv, env, log, folder, kind).wait(300)
-        return code, log.read_text(errors="replace")
-
-    def train(trained: str) -> tuple[dict[str, Any] | None, str]:
-        place = folder / trained
-        place.mkdir()
-        code, log = run("engines", "train.py", family, str(place), dtype_of(family), trained)
-        return (json.loads((place / "trained.json").read_text()) if code == 0 else None), log
-
-    found, log = train("all")
+    found, log = train(family, folder, warm, "all")
     if found is None:
         return Visit(None, log, {})
     plain = {}
     others = ["lora", *(["bf16"] if family in IN_BFLOAT16 else [])]
     for trained in () if is_short else others:
-        other, its_log = train(trained)
+        other, its_log = train(family, folder, warm, trained)
         found[trained] = its_log[-2000:] if other is None else other["mismatch"]
     for engine in ("transformers",) if is_short else ("transformers", "vllm"):
-        code, output = run("plain", "plain.py", engine, str(folder / "all"))
+        code, output = _run(folder, warm, "plain", "plain.py", engine, str(folder / "all"))
         if code == 0:
             theirs = json.loads((folder / "all" / f"{engine}.json").read_text())
             differences = [
@@ -101,8 +103,8 @@ def visit(family: str, folder: Path, warm: Warm, is_short: bool = False) -> Visi
             plain[engine] = sum(differences) / len(differences)
         else:
             lines = output.strip().splitlines()
-            # Its reasons, and the end of progress bars, may follow.
-            errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]+Error: ", line)]
+            # An error has several lines, and progress bars may end after it.
+            errors = [place for place, line in enumerate(lines) if re.match(r"[\w.]+Error: ", line)]
             plain[engine] = "\n".join(lines[errors[-1] if errors else -1 :])
     return Visit(found, log, plain)
 

@@ -39,7 +39,7 @@ class Mxfp4(HalfBytes):
 
     checkpoint_names = ("weight_packed", "weight_scale")
     gguf_type = "MXFP4"
-    refusal_of_experts = "reading such a checkpoint is untested"
+    refusal_of_experts = "reading such a checkpoint is untested, except in the form in which gpt-oss is released"
 
     def quantize(self, weight, scheme, scale_dtype, global_scale, scale):
         groups = in_groups(weight.float(), scheme)
@@ -77,10 +77,17 @@ class Mxfp4(HalfBytes):
     def unpack(self, qdata, dtype):
         return look_up(qdata, dtype, (*MAGNITUDES, *(-size for size in MAGNITUDES)))
 
+    def count_flips(self, before, after):
+        changed, either = ((before ^ after), (before | after))
+        # 0 and -0 are one number, and a master may cross it.
+        halves = ((changed & (15 << shift) != 0) & (either & (7 << shift) != 0) for shift in (0, 4))
+        return sum(half.count_nonzero() for half in halves)
+
     def kernels(self, scheme, gpu):
         # vLLM ignores the checkpoint's entry for activations, and its first choice on Blackwell rounds them to 4 bits.
         # On Hopper its first choice is Humming from 0.32 on.
-        return KernelChoice(linear=("MarlinMxFp4LinearKernel",), backends={"mxfp4": "marlin"})
+        linear, experts = ("MarlinMxFp4LinearKernel",), ("MarlinExperts",)
+        return KernelChoice(linear, experts, backends={"mxfp4": "marlin"}, experts_backend="marlin")
 
 
 class Nvfp4(Mxfp4):

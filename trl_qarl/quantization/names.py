@@ -134,12 +134,11 @@ def stacks_experts(module: nn.Module) -> bool:
 
 def _conversions_of_releases(model: PreTrainedModel) -> list[WeightTransform]:
     """Return transformers' conversions of names, which it looks up by the class: FSDP2 derives another one."""
-    derived, name = type(model), architecture(model)
-    model.__class__ = next((cls for cls in derived.__mro__ if cls.__name__ == name), derived)
-    try:
-        return get_model_conversion_mapping(model, add_legacy=False)
-    finally:
-        model.__class__ = derived
+    name = architecture(model)
+    cls = next((cls for cls in type(model).__mro__ if cls.__name__ == name), type(model))
+    of_its_class = object.__new__(cls)
+    vars(of_its_class).update(vars(model))
+    return get_model_conversion_mapping(of_its_class, add_legacy=False)
 
 
 def find_checkpoint_names(

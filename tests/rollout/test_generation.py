@@ -110,6 +110,14 @@ def test_a_seed_of_each_request_is_refused_on_a_cpu(make_played_trainer, monkeyp
         backend._use(backend.engine)
 
 
+def test_completions_that_a_servers_context_cuts_are_logged(make_played_trainer, caplog):
+    trainer, _ = make_played_trainer(max_steps=1)
+    longest = max(map(len, trainer.processing_class([*trainer.train_dataset["prompt"]])["input_ids"]))
+    trainer.vllm_generation.context_length = longest + 1
+    trainer.train()
+    assert f"are more than the engine's context of {longest + 1} tokens" in caplog.text
+
+
 def test_pictures_reach_the_server_with_their_prompts(make_played_trainer):
     trainer, server = make_played_trainer()
     backend = trainer.vllm_generation

@@ -317,7 +317,7 @@ def _problems_of_content(script_args: Any, config: Any, model_args: Any, mixture
 
     rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture, only_local=True)
     yield from problems
-    yield from problems_of_content(model_args.model_name_or_path, train, evaluation, rewards)
+    yield from problems_of_content(config, model_args.model_name_or_path, train, evaluation, rewards)
 
 
 def as_list(names: list[str] | str) -> list[str]:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sized
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +161,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)
-        shared = partial(all_or_none, self.accelerator)
-        self.reward_funcs = [checked_reward(function, name, shared) for function, name in named]
+        self.reward_funcs = [checked_reward(function, name) for function, name in named]
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
@@ -255,7 +253,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         placeholders = placeholders_of(self.model, self.processing_class)
         check_tokens(prompt_ids, self._tokenizer, vocabulary_size(self.model), placeholders)
-        self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.args)
+        context = self.vllm_generation.context_length if self.use_vllm else None
+        self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.max_completion_length, context)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
             raise_problems(problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args))
@@ -352,6 +351,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if plan.compared != "first update":
             self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
+
+    @override
+    def _calculate_rewards(self, *args, **kwargs):
+        """Gathers rewards only once no process has failed; an error of one is raised by all."""
+        with all_or_none(self.accelerator), replaced(grpo_trainer, gather=lambda rewards: rewards):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+        return self.accelerator.gather(rewards)
 
     def _publish_what_changed(self) -> None:
         """Publish the weights unless the engine has them. TRL looks only at the step, and would miss weights that a

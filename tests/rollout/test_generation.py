@@ -74,10 +74,12 @@ def test_nothing_is_asked_of_the_server_after_the_completions(make_played_traine
 def test_a_permanent_failure_leaves_a_checkpoint(make_played_trainer, undisturbed, failures, message):
     trainer, server = make_played_trainer()
     server.failures = {what: list(of_it) for what, of_it in failures.items()}
-    with pytest.raises(EngineLost, match=message):
+    with pytest.raises(EngineLost, match=message) as raised:
         trainer.train()
     assert server.num_starts <= MAX_ATTEMPTS
-    checkpoint(trainer, 2)
+    assert raised.value.__notes__ == [
+        f"{checkpoint(trainer, 2)} is complete: go on from it with `resume_from_checkpoint`."
+    ]
     resumed, _ = make_played_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)

@@ -15,6 +15,7 @@ from trl.trainer import grpo_trainer
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
+from ..checkpoint.record import last_complete_checkpoint
 from ..checks.arguments import problems_of_absence, problems_of_arguments
 from ..checks.configuration import raise_problems
 from ..checks.content import (
@@ -333,8 +334,10 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         with self.recorder.time("scoring"):
             try:
                 output = super()._generate_and_score_completions(inputs)
-            except EngineLost:
+            except EngineLost as error:
                 self._save_before_leaving()
+                if self.state.global_step and (folder := last_complete_checkpoint(self.args.output_dir)):
+                    error.add_note(f"{folder} is complete: go on from it with `resume_from_checkpoint`.")
                 raise
             self.recorder.observe_rewards(self._logs["rewards"])
             plan = self._plan

@@ -372,9 +372,9 @@ def takes_no_more(prompts, completions):
     return [1.0] * len(completions)
 
 
-def with_column(name):
-    """Prompts with another column, of nothing."""
-    return make_problems().add_column(name, [None] * 16)
+def with_column(name, value="file"):
+    """Prompts with another column."""
+    return make_problems().add_column(name, [value] * 16)
 
 
 PICTURES = with_column("image")
@@ -396,7 +396,11 @@ REFUSED = {
     "an argument is missing": ({"reward_funcs": takes_no_more}, {}, "'takes_no_more' cannot be called: got an unex"),
     "a column of that name": ({"train_dataset": with_column("completions")}, {}, "has the columns ['completions']"),
     "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, {}, "The training dataset has no rows"),
-    "splits": ({"train_dataset": DatasetDict({"train": PICTURES})}, {}, "is a DatasetDict with the splits ['train']"),
+    "splits": (
+        {"train_dataset": DatasetDict({"train": make_problems()})},
+        {},
+        "is a DatasetDict with the splits ['train']",
+    ),
     "a list": ({"train_dataset": [{"prompt": "1"}]}, {}, "of type list, and must be a `datasets.Dataset`"),
     "columns": ({"train_dataset": {"prompt": ["1"]}}, {}, "is a dictionary with ['prompt']. `Dataset.from_dict(col"),
     "no dataset": ({"train_dataset": None}, {}, "There is no training dataset. Give `train_dataset`"),
@@ -458,8 +462,20 @@ def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded,
         given = {"peft_config": lora(target_modules=given["peft_config"])}
     args = arguments(**({"output_dir": "out"} | options))
     found = problems("model", **({"reward_funcs": spread, "args": args, "train_dataset": make_problems()} | given))
-    # The class of this model has not been compared with pictures, and its template calls no tools.
-    assert text in "".join(found) and len(found) == 1 + ("column 'image'" in text or "with `tools`" in text), found
+    # This model reads no pictures, here or in vLLM, and its template calls no tools.
+    assert text in "".join(found) and len(found) == 1 + 2 * ("column 'image'" in text) + ("with `tools`" in text), (
+        found
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("image", 1, "Value('int64')"), ("image", None, "Value('null')"), ("images", "file", "Value('string')")],
+)
+def test_columns_of_no_pictures_are_named(tiny_model, tmp_path, not_loaded, name, value, text):
+    found = problems(tiny_model, spread, arguments(tmp_path), with_column(name, value))
+    assert len(found) == 2 and "the processing class is a tokenizer, which reads none" in found[0]
+    assert found[1].startswith(f"The column {name!r} holds {text}. Make it pictures: `dataset.cast_column({name!r}, ")
 
 
 def test_a_rank_of_zero_says_nothing_of_targets(tiny_model, tmp_path, not_loaded):

@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import trl.rewards
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Image, IterableDataset
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
-from trl.chat_template_utils import (
-    add_response_schema,
-    get_training_chat_template,
-    is_chat_template_prefix_preserving,
-    supports_tool_calling,
-)
+from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from ..adapters.tensors import is_adapter_folder
 from .batches import problems_of_dataset
@@ -36,6 +31,15 @@ PICTURE_COLUMNS = {"image", "images"}
 def has_pictures(*datasets: Any) -> bool:
     """Return whether a dataset, or one of several by name, has a column from which TRL reads pictures."""
     return bool(columns_among(PICTURE_COLUMNS, datasets))
+
+
+def _problems_of_pictures(features: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem of each column in which TRL would find no pictures, nor their files."""
+    for name, right in (("image", "Image()"), ("images", "List(Image())")):
+        feature = features.get(name, Image())
+        found = getattr(feature, "feature", None) if name == "images" and name in features else feature
+        if not (getattr(found, "decode", False) or "string" in getattr(found, "dtype", "")):
+            yield f"The column {name!r} holds {feature}. Make it pictures: `dataset.cast_column({name!r}, {right})`."
 
 
 def columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
@@ -178,8 +182,14 @@ def _problems_of_template(model: Any, processing_class: Any, args: Any, tools: A
     """Yield a problem if prompts are messages, and the tokenizer, as far as it is found, has no template, or one that
     does not render the first of them, or no calls of `tools`."""
     prompts = [column[0] for column in map(_prompts_of, datasets) if len(column) and isinstance(column[0], list)]
-    tokenizer = _tokenizer_of(model, processing_class, args) if any(prompts) else None
-    if tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
+    pictures = columns_among(PICTURE_COLUMNS, datasets)
+    tokenizer = _tokenizer_of(model, processing_class, args) if any(prompts) or pictures else None
+    if pictures and isinstance(tokenizer, PreTrainedTokenizerBase):
+        yield (
+            f"The dataset has a column {min(pictures)!r} of pictures, and the processing class is a tokenizer, which reads none. Remove the "
+            "column, or give a model of pictures and its processor."
+        )
+    elif tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
         yield (
             "The prompts are lists of messages, and the tokenizer has no chat template. Set `tokenizer.chat_template` and give the "
             "tokenizer as `processing_class`, or save it with the model; or give prompts that are texts."
@@ -190,8 +200,10 @@ def _problems_of_template(model: Any, processing_class: Any, args: Any, tools: A
             options = {"tools": tools if isinstance(tools, list) else None, **options}
             for prompt in filter(None, prompts):
                 tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
-            if tools:
-                _check_calls(tokenizer)
+            if tools and not supports_tool_calling(tokenizer):
+                raise ValueError("it renders no calls of tools, or not their results")
+            if tools and not any(getattr(tokenizer, f"response_{name}", None) for name in ("template", "schema")):
+                add_response_schema(copy(tokenizer))
         except Exception as error:
             # Code of a template raises any kind of error.
             yield (
@@ -209,16 +221,6 @@ def _tokenizer_of(model: Any, processing_class: Any, args: Any) -> Any:
         revision = (args.model_init_kwargs or {}).get("revision")
         return AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
     return None
-
-
-def _check_calls(tokenizer: Any) -> None:
-    """Raise `ValueError`, as TRL will, for a template whose calls of tools are not rendered, or not read."""
-    if not supports_tool_calling(tokenizer):
-        raise ValueError("it renders no calls of tools, or not their results")
-    if not (getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)):
-        add_response_schema(copy(tokenizer))
-    if not is_chat_template_prefix_preserving(tokenizer):
-        get_training_chat_template(tokenizer)
 
 
 def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
@@ -285,6 +287,7 @@ def problems_of_content(
     yield from problems_of_tokenizer(model, processing_class)
     tools = tools or environment_factory
     yield from _problems_of_template(model, processing_class, args, tools, train_dataset, eval_dataset)
+    yield from _problems_of_pictures(getattr(train_dataset, "features", None) or {})
     if videos := columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
         yield (
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "

@@ -334,10 +334,7 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
                     "chooses global scales for them. Use fsdp_cpu_ram_efficient_loading: false"
                 )
     if args.save_only_model and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
-        yield (
-            "save_only_model=True with fsdp_state_dict_type: SHARDED_STATE_DICT, with which transformers saves no model alone. Remove it, or "
-            "use FULL_STATE_DICT"
-        )
+        yield "save_only_model=True with fsdp_state_dict_type: SHARDED_STATE_DICT: parts are not saved alone. Use FULL_STATE_DICT"
     if args.sync_ref_model:
         yield "sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it"
     kind = _kind_of_optimizer(args)

@@ -35,6 +35,9 @@ from trl_qarl.trainer.policy import Policy
 from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 
 
+MESSAGES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1"}]] * 16})
+
+
 @pytest.fixture
 def not_loaded(monkeypatch):
     monkeypatch.setattr(Policy, "load", lambda *_, **__: pytest.fail("loaded"))
@@ -227,29 +230,58 @@ def test_messages_without_a_template_are_named(tiny_model, tmp_path, not_loaded)
     plain.chat_template = None
     folder = shutil.copytree(tiny_model, tmp_path / "plain")
     (folder / "chat_template.jinja").unlink()
-    messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 16})
     args = arguments(tmp_path / "out", exclude_modules=["no_such_layer"])
     for model, options in ((str(folder), {}), (tiny_model, {"processing_class": plain})):
-        found = problems(model, spread, args, messages, **options)
+        found = problems(model, spread, args, MESSAGES, **options)
         assert len(found) == 2 and "the tokenizer has no chat template" in found[0]
     assert len(problems(str(folder), spread, args, make_problems())) == 1
 
 
+def undescribed(number: int) -> int:
+    return number
+
+
+def described_tool(number: int) -> int:
+    """
+    Return the number.
+
+    Args:
+        number: A number.
+    """
+    return number
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "text"),
+    [
+        ("{% for message in messages %}", {}, "(TemplateSyntaxError: Unexpected end of template"),
+        ("{{ raise_exception('System role not supported') }}", {}, "(TemplateError: System role not supported)"),
+        ("{% if thinks %}{{ 1 / 0 }}{% endif %}", {"chat_template_kwargs": {"thinks": True}}, "(ZeroDivisionError: "),
+        ("{{ messages[0].content }}", {"tools": [described_tool]}, "(ValueError: it renders no calls of tools"),
+        ("{{ messages }}", {"tools": [described_tool]}, "failed to add response schema"),
+        ("{{ messages }}", {"tools": [undescribed]}, "(DocstringParsingException: "),
+    ],
+)
+def test_a_template_that_does_not_fit_is_named(tiny_model, tmp_path, not_loaded, template, options, text):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    tools = {name: value for name, value in options.items() if name == "tools"}
+    args = arguments(tmp_path / "out", **{name: value for name, value in options.items() if name != "tools"})
+    (found,) = problems(str(folder), spread, args, MESSAGES, **tools)
+    assert text in found
+
+
 @pytest.mark.parametrize(("length", "prompts"), [(8, [[1] * 500, [1] * 505, [1] * 510]), (600, [[1], [1, 1]])])
-def test_sequences_beyond_the_context_are_logged_once(tiny_model, tmp_path, caplog, length, prompts):
-    model, args = AutoModelForCausalLM.from_pretrained(tiny_model), arguments(tmp_path, max_completion_length=length)
+def test_sequences_beyond_the_context_are_logged_once(tiny_model, caplog, length, prompts):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
     longest = 0
     for prompt in prompts:
-        longest = warn_of_length(longest, [prompt], model, args)
+        longest = warn_of_length(longest, [prompt], model, length)
     assert longest == len(prompts[-1]) and caplog.text.count("are more than the model's context of 512 tokens") == 1
-    assert "vllm_max_model_length" not in caplog.text
-    args.use_vllm, args.vllm_max_model_length = True, length + 2
+    assert "the engine's context" not in caplog.text
     for before, now in ((0, 1), (1, 3), (3, 4)):
-        assert warn_of_length(before, [[1] * now], model, args) == now
-    assert (
-        caplog.text.count(f"are more than vllm_max_model_length={length + 2}, where the engine cuts the completion")
-        == 1
-    )
+        assert warn_of_length(before, [[1] * now], model, length, length + 2) == now
+    assert caplog.text.count(f"are more than the engine's context of {length + 2} tokens, where it cuts") == 1
 
 
 CHAT = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 16, "solution": [2] * 16})
@@ -340,16 +372,15 @@ def takes_no_more(prompts, completions):
     return [1.0] * len(completions)
 
 
-def with_column(name):
-    """Prompts with another column, of nothing."""
-    return make_problems().add_column(name, [None] * 16)
+def with_column(name, value="file"):
+    """Prompts with another column."""
+    return make_problems().add_column(name, [value] * 16)
 
 
 PICTURES = with_column("image")
 CALLBACK = TrainerCallback()
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 # Arguments of the trainer, options, and the one problem.
-MESSAGES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1"}]] * 16})
 REFUSED = {
     "output in a file": ({}, {"output_dir": "file"}, "output_dir='file' cannot be a folder"),
     "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
@@ -365,7 +396,11 @@ REFUSED = {
     "an argument is missing": ({"reward_funcs": takes_no_more}, {}, "'takes_no_more' cannot be called: got an unex"),
     "a column of that name": ({"train_dataset": with_column("completions")}, {}, "has the columns ['completions']"),
     "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, {}, "The training dataset has no rows"),
-    "splits": ({"train_dataset": DatasetDict({"train": PICTURES})}, {}, "is a DatasetDict with the splits ['train']"),
+    "splits": (
+        {"train_dataset": DatasetDict({"train": make_problems()})},
+        {},
+        "is a DatasetDict with the splits ['train']",
+    ),
     "a list": ({"train_dataset": [{"prompt": "1"}]}, {}, "of type list, and must be a `datasets.Dataset`"),
     "columns": ({"train_dataset": {"prompt": ["1"]}}, {}, "is a dictionary with ['prompt']. `Dataset.from_dict(col"),
     "no dataset": ({"train_dataset": None}, {}, "There is no training dataset. Give `train_dataset`"),
@@ -427,8 +462,20 @@ def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded,
         given = {"peft_config": lora(target_modules=given["peft_config"])}
     args = arguments(**({"output_dir": "out"} | options))
     found = problems("model", **({"reward_funcs": spread, "args": args, "train_dataset": make_problems()} | given))
-    # The class of this model has not been compared with pictures, which is a second problem.
-    assert text in found[0] and len(found) == 1 + ("column 'image'" in text), found
+    # This model reads no pictures, here or in vLLM, and its template calls no tools.
+    assert text in "".join(found) and len(found) == 1 + 2 * ("column 'image'" in text) + ("with `tools`" in text), (
+        found
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("image", 1, "Value('int64')"), ("image", None, "Value('null')"), ("images", "file", "Value('string')")],
+)
+def test_columns_of_no_pictures_are_named(tiny_model, tmp_path, not_loaded, name, value, text):
+    found = problems(tiny_model, spread, arguments(tmp_path), with_column(name, value))
+    assert len(found) == 2 and "the processing class is a tokenizer, which reads none" in found[0]
+    assert found[1].startswith(f"The column {name!r} holds {text}. Make it pictures: `dataset.cast_column({name!r}, ")
 
 
 def test_a_rank_of_zero_says_nothing_of_targets(tiny_model, tmp_path, not_loaded):

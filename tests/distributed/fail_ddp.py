@@ -91,5 +91,9 @@ def what_fails_in_a_reward_of_one_process_is_raised_by_both(folder):
     def reward(completions, **kwargs):
         return [float(row) for row in range(len(completions) - dist.get_rank())]
 
-    with pytest.raises((BadReward, RuntimeError), match="The reward function 'reward' returned 3 rewards"):
-        next(train(folder, "fails-reward", reward=reward))
+    async def reward_later(**given):
+        return reward(**given)
+
+    for function in (reward, reward_later):
+        with pytest.raises((BadReward, RuntimeError), match=f"'{function.__name__}' returned 3 rewards"):
+            next(train(folder, "fails-reward", reward=function))

@@ -165,8 +165,13 @@ def test_training_publishes_and_agrees(server, make_trainer):
 
 
 def test_a_second_trainer_is_refused_and_named_the_first(server, client):
-    with pytest.raises(RuntimeError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
+    with pytest.raises(ValueError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
         server.connect()
+
+
+def test_a_context_shorter_than_completions_is_refused(make_trainer):
+    with pytest.raises(ValueError, match="max_completion_length=300 is more than the server's context of "):
+        make_trainer(max_completion_length=300)
 
 
 def test_an_engine_that_waits_leaves_the_processor_to_others(server, make_trainer):

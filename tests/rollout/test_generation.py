@@ -74,10 +74,12 @@ def test_nothing_is_asked_of_the_server_after_the_completions(make_played_traine
 def test_a_permanent_failure_leaves_a_checkpoint(make_played_trainer, undisturbed, failures, message):
     trainer, server = make_played_trainer()
     server.failures = {what: list(of_it) for what, of_it in failures.items()}
-    with pytest.raises(EngineLost, match=message):
+    with pytest.raises(EngineLost, match=message) as raised:
         trainer.train()
     assert server.num_starts <= MAX_ATTEMPTS
-    checkpoint(trainer, 2)
+    assert raised.value.__notes__ == [
+        f"{checkpoint(trainer, 2)} is complete: go on from it with `resume_from_checkpoint`."
+    ]
     resumed, _ = make_played_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
@@ -108,6 +110,14 @@ def test_a_seed_of_each_request_is_refused_on_a_cpu(make_played_trainer, monkeyp
     backend.generation_kwargs = {"seed": 1}
     with pytest.raises(ValueError, match="'seed'") if device == "cpu" else nullcontext():
         backend._use(backend.engine)
+
+
+def test_completions_that_a_servers_context_cuts_are_logged(make_played_trainer, caplog):
+    trainer, _ = make_played_trainer(max_steps=1)
+    longest = max(map(len, trainer.processing_class([*trainer.train_dataset["prompt"]])["input_ids"]))
+    trainer.vllm_generation.context_length = longest + 1
+    trainer.train()
+    assert f"are more than the engine's context of {longest + 1} tokens" in caplog.text
 
 
 def test_pictures_reach_the_server_with_their_prompts(make_played_trainer):

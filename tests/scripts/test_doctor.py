@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from testing_utils import make_tiny_config
+from testing_utils import make_tiny_config, refused
 from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import QUANTIZED
 from trl_qarl._version import __version__
@@ -28,6 +28,21 @@ def test_a_model_is_judged_by_its_configuration(config_only, capsys):
     assert sum("kernel of w8a8" in line for line in lines) == sum("kernel" in line for line in lines) == 1
     assert any(f"trl-qarl {__version__}, torch {torch.__version__}" in line for line in lines)
     assert any("Qwen3ForCausalLM" in line for line in lines)
+
+
+def test_a_low_bit_checkpoint_is_judged_by_its_layers(export, capsys):
+    assert main(["doctor", export]) == 0
+    assert "LlamaForCausalLM trains with vLLM" in capsys.readouterr().out
+    assert main(["estimate", export, "--gpu_memory", "80"]) == 0
+
+
+@pytest.mark.parametrize(
+    "command", ["doctor adapter", "estimate adapter --gpu_memory 80", "vllm-serve --model adapter"]
+)
+def test_the_base_of_an_adapter_is_named(tmp_path, monkeypatch, capsys, command):
+    pytest.importorskip("peft").LoraConfig(base_model_name_or_path="its/base").save_pretrained(tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    assert "adapter is an adapter. Name its base, 'its/base'." in refused(capsys, *command.split())
 
 
 def test_every_scheme_has_a_kernel_here(capsys):

@@ -26,6 +26,14 @@ def test_an_export_is_not_exported_again(tiny_model, tmp_path, capsys):
     assert "is a low-bit checkpoint already" in refused(capsys, "export", *argv)
 
 
+def test_folders_are_judged_before_masters_are_read(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "_policy_of_masters", lambda *_: pytest.fail("read"))
+    argv = ["--model_name_or_path", tiny_model, "--scheme", "w4a16", "--output_dir"]
+    assert "holds other weights" in refused(capsys, "export", *argv, tiny_model)
+    (tmp_path / "file").touch()
+    assert "file is a file. Name another one." in refused(capsys, "export", *argv, str(tmp_path / "file"))
+
+
 @pytest.mark.parametrize(
     ("scheme", "says"),
     [("w8a16", "this package's kernels: VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints"), ("w4a8", "something else")],

@@ -182,6 +182,14 @@ def test_dataset_may_be_a_file(tiny_dataset, tmp_path, ending):
     assert loaded["train"]["prompt"] == problems["prompt"]
 
 
+def test_a_folder_with_the_name_of_a_builder_is_read(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "rows.jsonl").write_text('{"prompt": "1 + 1 ="}\n')
+    monkeypatch.chdir(tmp_path)
+    options = Namespace(dataset_name="text", dataset_config=None, dataset_streaming=False)
+    assert train._load_dataset(options, Namespace(datasets=None))["train"][:] == {"prompt": ["1 + 1 ="]}
+
+
 def test_an_unresumable_checkpoint_is_one_line(train_argv, capsys):
     run_training([*train_argv, "--max_steps", "1"])
     for options, message in (

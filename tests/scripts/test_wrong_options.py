@@ -69,7 +69,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         (TRAIN.replace("--model_name_or_path a/model", ""), "`--model_name_or_path`"),
         ("vllm-serve --model FOLDER --group_size 7", "group_size=7 is not supported"),
         ("vllm-serve --model FOLDER --tensor-parallel-size 0", "--tensor-parallel-size=0 must be at least 1."),
-        ("vllm-serve --model ./nowhere", "trl-qarl: error: --model ./nowhere: "),
+        ("vllm-serve --model ./nowhere", "trl-qarl: error: ./nowhere is not a folder."),
     ],
 )
 def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkeypatch, capsys, command, message):

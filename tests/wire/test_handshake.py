@@ -242,7 +242,7 @@ def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client
     with pytest.raises(ValueError, match="`vllm_token_file`"):
         make_client(server.url, token_file=tmp_path / "none")
     make_token_file(tmp_path / "other")
-    with pytest.raises(RuntimeError, match=r"another secret than this trainer.* '.*/other'"):
+    with pytest.raises(ValueError, match=r"another secret than this trainer.* '.*/other'"):
         make_client(server.url, token_file=tmp_path / "other")
 
 
@@ -276,7 +276,7 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     assert token not in str(thief.requests)
     assert client.transfer_dir == str(mine)
     # At the start of a training.
-    with pytest.raises(RuntimeError, match="did not prove that it knows the secret.*gets no weights.*ss -ltnp"):
+    with pytest.raises(ValueError, match="did not prove that it knows the secret.*gets no weights.*ss -ltnp"):
         make_client(server.url, token=token)
     # The mark of the server that was there.
     assert list(theirs.iterdir()) == [path for path in mine.iterdir() if not path.name.endswith("-here")] == []
@@ -292,5 +292,5 @@ def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp
     token = secrets.token_hex(32)
     started.append(server := serve(token))
     started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
-    with pytest.raises(RuntimeError, match="opened no session"):
+    with pytest.raises(ValueError, match="opened no session"):
         make_client(thief.url, token=token)

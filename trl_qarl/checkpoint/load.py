@@ -90,9 +90,10 @@ def auto_class(config: PreTrainedConfig) -> type:
 def skeleton(
     config: PreTrainedConfig, trust_remote_code: bool = False, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """Return the model of a configuration without its weights, on the meta device; one in MXFP4 as [`dequantizing`]
-    loads it."""
-    if method_of(getattr(config, "quantization_config", None)) == "mxfp4":
+    """Return the model of a configuration without its weights, on the meta device; one of a low-bit checkpoint with
+    layers as in high precision."""
+    described = getattr(config, "quantization_config", None)
+    if is_low_bit(described) or method_of(described) == "mxfp4":
         config = copy(config)
         del config.quantization_config
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}

@@ -111,6 +111,8 @@ def problems_of_adapter(config: Any, is_served: bool = False, is_merged: bool = 
             f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
             f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
         )
+    if config.lora_alpha == 0:
+        yield "peft_config: lora_alpha=0 multiplies the adapter by 0, so nothing would be trained. Use twice the rank `r`."
     if is_served and config.r > ENGINE_RANKS[-1]:
         yield f"peft_config: r={config.r} is more than vLLM serves. Use at most {ENGINE_RANKS[-1]}, or `use_vllm=False`."
     if config.task_type not in (None, "CAUSAL_LM"):

@@ -113,9 +113,8 @@ def problems_of_arguments(
         quantization_config = loaded if is_nf4(loaded) else None
     yield from problems_of_quantized_base(args, quantization_config, has_adapter)
     rewards, processing_class = others.get("reward_funcs") or [], others.get("processing_class")
-    yield from problems_of_content(
-        model, train_dataset, eval_dataset, rewards, processing_class, environment_factory, evaluates(args)
-    )
+    inputs = train_dataset, eval_dataset, rewards, processing_class, environment_factory, others.get("tools")
+    yield from problems_of_content(args, model, *inputs)
     yield from _problems_of_rewards(args, rewards, others.get("reward_processing_classes"))
     # Callbacks may add metrics.
     if evaluates(args) and args.metric_for_best_model is not None and not others.get("callbacks"):

@@ -1,16 +1,17 @@
 """Checks of the content of a training: datasets, rewards and the tokenizer."""
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import trl.rewards
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Image, IterableDataset
 from torch import nn
-from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from ..adapters.tensors import is_adapter_folder
 from .batches import problems_of_dataset
@@ -30,6 +31,15 @@ PICTURE_COLUMNS = {"image", "images"}
 def has_pictures(*datasets: Any) -> bool:
     """Return whether a dataset, or one of several by name, has a column from which TRL reads pictures."""
     return bool(columns_among(PICTURE_COLUMNS, datasets))
+
+
+def _problems_of_pictures(features: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem of each column in which TRL would find no pictures, nor their files."""
+    for name, right in (("image", "Image()"), ("images", "List(Image())")):
+        feature = features.get(name, Image())
+        found = getattr(feature, "feature", None) if name == "images" and name in features else feature
+        if not (getattr(found, "decode", False) or "string" in getattr(found, "dtype", "")):
+            yield f"The column {name!r} holds {feature}. Make it pictures: `dataset.cast_column({name!r}, {right})`."
 
 
 def columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
@@ -168,27 +178,49 @@ def check_tokens(rows: Iterable[Sequence[int]], tokenizer: Any, vocab_size: int,
             )
 
 
-def _problems_of_template(model: Any, processing_class: Any, *datasets: Any) -> Iterator[str]:
-    """Yield a problem if prompts are messages, and the tokenizer, as far as it is on this machine, has no template."""
-    columns = map(_prompts_of, datasets)
-    if any(len(prompts) and isinstance(prompts[0], list) for prompts in columns) and not _has_template(
-        model, processing_class
-    ):
+def _problems_of_template(model: Any, processing_class: Any, args: Any, tools: Any, *datasets: Any) -> Iterator[str]:
+    """Yield a problem if prompts are messages, and the tokenizer, as far as it is found, has no template, or one that
+    does not render the first of them, or no calls of `tools`."""
+    prompts = [column[0] for column in map(_prompts_of, datasets) if len(column) and isinstance(column[0], list)]
+    pictures = columns_among(PICTURE_COLUMNS, datasets)
+    tokenizer = _tokenizer_of(model, processing_class, args) if any(prompts) or pictures else None
+    if pictures and isinstance(tokenizer, PreTrainedTokenizerBase):
+        yield (
+            f"The dataset has a column {min(pictures)!r} of pictures, and the processing class is a tokenizer, which reads none. Remove the "
+            "column, or give a model of pictures and its processor."
+        )
+    elif tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
         yield (
             "The prompts are lists of messages, and the tokenizer has no chat template. Set `tokenizer.chat_template` and give the "
             "tokenizer as `processing_class`, or save it with the model; or give prompts that are texts."
         )
+    elif isinstance(tokenizer, PreTrainedTokenizerBase):
+        try:
+            options = getattr(args, "chat_template_kwargs", None) or {}
+            options = {"tools": tools if isinstance(tools, list) else None, **options}
+            for prompt in filter(None, prompts):
+                tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+            if tools and not supports_tool_calling(tokenizer):
+                raise ValueError("it renders no calls of tools, or not their results")
+            if tools and not any(getattr(tokenizer, f"response_{name}", None) for name in ("template", "schema")):
+                add_response_schema(copy(tokenizer))
+        except Exception as error:
+            # Code of a template raises any kind of error.
+            yield (
+                f"The chat template does not fit the first prompt or the tools ({type(error).__name__}: {error}). Change these, or give a "
+                "tokenizer with another `chat_template` as `processing_class`."
+            )
 
 
-def _has_template(model: Any, processing_class: Any) -> bool:
+def _tokenizer_of(model: Any, processing_class: Any, args: Any) -> Any:
+    """Return the tokenizer or processor that TRL will load, `None` if it is not found."""
     if processing_class is not None:
-        return getattr(processing_class, "chat_template", None) is not None
-    folder = Path(model) if isinstance(model, str) else Path(getattr(model, "name_or_path", ""), "config.json").parent
-    described = folder / "tokenizer_config.json"
-    if not described.is_file():
-        return True
-    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    return any((folder / file).exists() for file in files) or "chat_template" in json.loads(described.read_text())
+        return processing_class
+    name = base_of(model) if is_adapter_folder(model) else getattr(model, "name_or_path", model)
+    with suppress(Exception):
+        revision = (args.model_init_kwargs or {}).get("revision")
+        return AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
+    return None
 
 
 def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
@@ -232,26 +264,30 @@ def _problem_of_reward_model(name: str) -> str | None:
 
 
 def problems_of_content(
+    args: Any,
     model: Any,
     train_dataset: Any,
     eval_dataset: Any,
     reward_funcs: Any = None,
     processing_class: Any = None,
     environment_factory: Any = None,
-    is_evaluated: bool = True,
+    tools: Any = None,
 ) -> Iterator[str]:
-    """Yield problems of datasets, of reward functions with their columns, and of the model's tokenizer, which do not
-    depend on a configuration. An `eval_dataset` that a training does not read may have any columns."""
+    """Yield problems of datasets, of reward functions with their columns, and of the model's tokenizer. `args` may be
+    a configuration whose initialization has ended early. An `eval_dataset` that a training does not read may have any
+    columns."""
     yield from problems_of_dataset(train_dataset)
     # An environment may supply the prompts.
     if environment_factory is None:
         yield from _problems_of_columns(train_dataset, reward_funcs, "training")
-        if is_evaluated:
+        if evaluates(args):
             yield from problems_of_evaluation(eval_dataset, reward_funcs, _columns_of(train_dataset))
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
             yield from problems_of_prompts(data, name)
     yield from problems_of_tokenizer(model, processing_class)
-    yield from _problems_of_template(model, processing_class, train_dataset, eval_dataset)
+    tools = tools or environment_factory
+    yield from _problems_of_template(model, processing_class, args, tools, train_dataset, eval_dataset)
+    yield from _problems_of_pictures(getattr(train_dataset, "features", None) or {})
     if videos := columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
         yield (
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "

@@ -22,7 +22,7 @@ from accelerate.utils import (
 )
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 
@@ -333,6 +333,8 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
                     f"{scheme.name!r} with fsdp_cpu_ram_efficient_loading=true: only one process loads the weights, but every process "
                     "chooses global scales for them. Use fsdp_cpu_ram_efficient_loading: false"
                 )
+    if args.save_only_model and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
+        yield "save_only_model=True with fsdp_state_dict_type: SHARDED_STATE_DICT: parts are not saved alone. Use FULL_STATE_DICT"
     if args.sync_ref_model:
         yield "sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it"
     kind = _kind_of_optimizer(args)

@@ -165,19 +165,20 @@ def guard_positions(model: nn.Module) -> None:
         layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
 
 
-def warn_of_length(longest: int, prompts: Iterable[Sequence[int]], model: nn.Module, args: Any) -> int:
-    """Return the number of tokens of the longest of `prompts`, or `longest` if that is more. The first time that the
-    completions may leave the context of the model, or of an engine, is logged: an engine cuts them, and refuses a
-    prompt that leaves no room; `generate` does neither."""
-    now, room = max([longest, *map(len, prompts)]), args.max_completion_length
+def warn_of_length(
+    longest: int, prompts: Iterable[Sequence[int]], model: nn.Module, room: int, context: int | None = None
+) -> int:
+    """Return the number of tokens of the longest of `prompts`, or `longest` if that is more. The first time that
+    completions of `room` tokens may leave the context of the model, or that of an engine, is logged: an engine cuts
+    them, and refuses a prompt that leaves no room; `generate` does neither."""
+    now = max([longest, *map(len, prompts)])
     contexts = {
         "the model's context of %d tokens, beyond which it was not trained. Leave": getattr(
             base_model(model).config.get_text_config(), "max_position_embeddings", None
         )
     }
-    if args.use_vllm:
-        said = "vllm_max_model_length=%d, where the engine cuts the completion. Raise that, leave"
-        contexts[said] = args.vllm_max_model_length
+    said = "the engine's context of %d tokens, where it cuts the completion. Raise `vllm_max_model_length`, or `--max-model-len` of a server, leave"
+    contexts[said] = context
     for said, limit in contexts.items():
         if limit and (longest == 0 or longest + room <= limit) and now + room > limit:
             logger.warning(

@@ -18,7 +18,9 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from ..adapters.tensors import is_adapter_folder
 from ..checkpoint.load import skeleton
+from ..checks.content import base_of
 from ..optimizers.eight_bits import block_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
@@ -63,6 +65,8 @@ class MemorySettings:
 def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
     """Return a model without its weights, from its configuration. If there is no such model, `ValueError` names
     `argument`."""
+    if is_adapter_folder(model):
+        raise ValueError(f"{argument} {model} is an adapter. Name its base, {base_of(model)!r}.")
     try:
         # A folder may name code on the Hub, for which transformers would ask even if no one answers.
         is_local = Path(model).is_dir()

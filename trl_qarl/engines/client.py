@@ -59,9 +59,8 @@ class QaRLClient(VLLMClient):
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
-        RuntimeError: if the server was started in another way, works for another trainer, has another secret or does
-            not prove that it knows the secret.
-        ValueError: if the token file cannot be read or other users can read it.
+        ValueError: if the server was started in another way, works for another trainer, has another secret or does not
+            prove that it knows the secret; if the token file cannot be read or other users can read it.
     """
 
     session: CheckedSession
@@ -134,7 +133,7 @@ class QaRLClient(VLLMClient):
         opening = {"expected": range(200, 500), "allow_redirects": False}
         challenge = self.session.request("GET", f"{self.base_url}{STATE_PATH}", **opening)
         if challenge.status_code == 404:
-            raise RuntimeError(
+            raise ValueError(
                 f"The server at {self.base_url} was not started by `trl-qarl vllm-serve`: it would generate before weights "
                 "are published, and let two trainers change them. Start it with that command."
             )
@@ -144,15 +143,15 @@ class QaRLClient(VLLMClient):
         request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
         held = self.session.request("POST", f"{self.base_url}{SESSION_PATH}", json=request, stream=True, **opening)
         if held.status_code == 409:
-            raise RuntimeError(f"{error_text(held)} One server works for one trainer at a time: start another server.")
+            raise ValueError(f"{error_text(held)} One server works for one trainer at a time: start another server.")
         if held.status_code == 403:
-            raise RuntimeError(
+            raise ValueError(
                 f"The server at {self.base_url} has another secret than this trainer, which has it from {source}: "
                 f"{error_text(held)} Set `vllm_token_file` to the file that the server was started with "
                 f"({state.get('token_file')!r} on its host), or to a copy of it."
             )
         if held.status_code != 200:
-            raise RuntimeError(f"The server at {self.base_url} opened no session: {error_text(held)}")
+            raise ValueError(f"The server at {self.base_url} opened no session: {error_text(held)}")
         # Keep the iterator with the response: it closes the connection when it is garbage-collected early.
         lines = held.iter_lines()
         try:
@@ -161,7 +160,7 @@ class QaRLClient(VLLMClient):
             raise ServerLost(f"The vLLM server did not answer {held.url}: {error}") from error
         if not is_proof(state.pop("proof", None), token, "server", nonces, state):
             held.close()
-            raise RuntimeError(
+            raise ValueError(
                 f"The process that listens at {self.base_url} did not prove that it knows the secret of the trainer's server, which "
                 f"the trainer has from {source}. It may have taken the port while the server was down, so it gets no weights. "
                 "Identify it (`ss -ltnp`), end it and start the server again."

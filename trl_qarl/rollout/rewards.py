@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from decimal import Decimal
 from functools import wraps
 from numbers import Real
@@ -23,9 +23,9 @@ class BadReward(ValueError):
     """Rewards that cannot be trained on. The message names the function and the completion."""
 
 
-def checked_reward(function: Any, name: str, shared: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
-    """Return a reward function whose results are checked, and whose errors and exits name it. Each call is in a
-    `shared` context, in which processes share errors, unless it is a coroutine. Models stay as they are."""
+def checked_reward(function: Any, name: str) -> Any:
+    """Return a reward function whose results are checked, and whose errors and exits name it. Models stay as they
+    are."""
     if isinstance(function, nn.Module):
         return function
 
@@ -58,10 +58,9 @@ def checked_reward(function: Any, name: str, shared: Callable[[], AbstractContex
 
     @wraps(function)
     def call(*, completions, **kwargs):
-        with shared():
-            with _named(name):
-                output = function(completions=completions, **kwargs)
-            return check(output, completions)
+        with _named(name):
+            output = function(completions=completions, **kwargs)
+        return check(output, completions)
 
     return call
 

@@ -61,7 +61,7 @@ def main(args: Namespace) -> int:
     from transformers import AutoProcessor
 
     from .. import hub
-    from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.export import check_export_dir, export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
     from ..checkpoint.load import is_low_bit_checkpoint
 
@@ -74,8 +74,9 @@ def main(args: Namespace) -> int:
             raise ValueError(
                 f"{args.model_name_or_path} is a low-bit checkpoint already. Name the folder of the masters."
             )
-        model, report, settings = _policy_of_masters(args, hub_kwargs)
+        check_export_dir(args.output_dir)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
+        model, report, settings = _policy_of_masters(args, hub_kwargs)
         shown = ("loss_type", "quantize_learner", "group_size", "exclude_modules")
         known = {name: settings.get(name) for name in shown} | report.plan.summary
         known = {name: value for name, value in known.items() if value is not None}

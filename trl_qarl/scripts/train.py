@@ -317,7 +317,7 @@ def _problems_of_content(script_args: Any, config: Any, model_args: Any, mixture
 
     rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture, only_local=True)
     yield from problems
-    yield from problems_of_content(model_args.model_name_or_path, train, evaluation, rewards)
+    yield from problems_of_content(config, model_args.model_name_or_path, train, evaluation, rewards)
 
 
 def as_list(names: list[str] | str) -> list[str]:
@@ -540,7 +540,9 @@ def _load_dataset(script_args, dataset_args):
         return {"train": load_from_disk(path)}
     if path.suffix in DATA_FILES and not path.is_dir():
         return load_dataset(DATA_FILES[path.suffix], data_files=escape(str(path)), streaming=is_streamed)
-    return load_dataset(script_args.dataset_name, name=script_args.dataset_config, streaming=is_streamed)
+    # A folder's name may be that of a builder, such as `json`.
+    name = str(path.absolute()) if path.is_dir() else script_args.dataset_name
+    return load_dataset(name, name=script_args.dataset_config, streaming=is_streamed)
 
 
 def _split(dataset, script_args, option: str):

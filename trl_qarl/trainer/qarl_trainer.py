@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sized
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from trl.trainer import grpo_trainer
 from typing_extensions import override
 
 from ..bitwise.low_bit import use_cpu_weights
+from ..checkpoint.record import last_complete_checkpoint
 from ..checks.arguments import problems_of_absence, problems_of_arguments
 from ..checks.configuration import raise_problems
 from ..checks.content import (
@@ -162,8 +162,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)
-        shared = partial(all_or_none, self.accelerator)
-        self.reward_funcs = [checked_reward(function, name, shared) for function, name in named]
+        self.reward_funcs = [checked_reward(function, name) for function, name in named]
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
@@ -255,7 +254,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         placeholders = placeholders_of(self.model, self.processing_class)
         check_tokens(prompt_ids, self._tokenizer, vocabulary_size(self.model), placeholders)
-        self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.args)
+        context = self.vllm_generation.context_length if self.use_vllm else None
+        self._longest = warn_of_length(self._longest, prompt_ids, self.model, self.max_completion_length, context)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
             raise_problems(problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args))
@@ -334,8 +334,10 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         with self.recorder.time("scoring"):
             try:
                 output = super()._generate_and_score_completions(inputs)
-            except EngineLost:
+            except EngineLost as error:
                 self._save_before_leaving()
+                if self.state.global_step and (folder := last_complete_checkpoint(self.args.output_dir)):
+                    error.add_note(f"{folder} is complete: go on from it with `resume_from_checkpoint`.")
                 raise
             self.recorder.observe_rewards(self._logs["rewards"])
             plan = self._plan
@@ -352,6 +354,13 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         if plan.compared != "first update":
             self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
+
+    @override
+    def _calculate_rewards(self, *args, **kwargs):
+        """Gathers rewards only once no process has failed; an error of one is raised by all."""
+        with all_or_none(self.accelerator), replaced(grpo_trainer, gather=lambda rewards: rewards):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+        return self.accelerator.gather(rewards)
 
     def _publish_what_changed(self) -> None:
         """Publish the weights unless the engine has them. TRL looks only at the step, and would miss weights that a

@@ -193,6 +193,10 @@ def replace_starts(place: str) -> None:
     SubprocessHandler._popen = lambda self, argv, env: Command(place, argv, env, env["JOURNEY_LOG"])
 
     def become(file, argv, env):
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            # A program has no handlers of the one before it.
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(env)
         leave(argv)

@@ -1,6 +1,7 @@
 """Trainings with sharded masters: weights, metrics, publications and refusals. Run by shards.py."""
 
 import hashlib
+import json
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -75,6 +76,23 @@ def a_trainer_trains_what_it_trains_with_whole_masters(folder):
         assert len(weights) == 14
         assert all(map(same, (w.whole_low_bit() for w in weights), (w.low_bit_weight() for w in expected)))
         assert_only_the_sender_holds_a_gathered_layer(trainer, published(ddp.model, torch.bfloat16))
+
+
+def a_class_of_its_own_is_saved_with_its_code(folder):
+    options = {"arch": "own/qwen2", "trust_remote_code": True, "max_steps": 1}
+    [ddp] = train(folder, "own-ddp", **options)
+    for trainer in train(folder, "own-fsdp", launch={}, **options):
+        assert_trained_the_same(trainer, ddp)
+        trainer.save_model(saved := f"{folder}/own-fsdp/saved")
+        dist.barrier()
+        for written in (saved, trainer.export_dir):
+            assert (
+                Path(written, "modeling_own.py").read_bytes() == Path(folder, "own/qwen2/modeling_own.py").read_bytes()
+            )
+            assert json.loads(Path(written, "config.json").read_text())["auto_map"] == {
+                "AutoConfig": "configuration_own.OwnConfig",
+                "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+            }
 
 
 def a_mixture_trains_what_it_trains_with_whole_masters(folder):

@@ -21,6 +21,7 @@ from sharded_runs import (
     assert_skips_updates,
     assert_trained_the_same,
     bits,
+    content,
     launched,
     make_model,
     published,
@@ -85,10 +86,9 @@ def a_class_of_its_own_is_saved_with_its_code(folder):
         assert_trained_the_same(trainer, ddp)
         trainer.save_model(saved := f"{folder}/own-fsdp/saved")
         dist.barrier()
+        code = Path(folder, "own/qwen2/modeling_own.py").read_bytes()
         for written in (saved, trainer.export_dir):
-            assert (
-                Path(written, "modeling_own.py").read_bytes() == Path(folder, "own/qwen2/modeling_own.py").read_bytes()
-            )
+            assert Path(written, "modeling_own.py").read_bytes() == code
             assert json.loads(Path(written, "config.json").read_text())["auto_map"] == {
                 "AutoConfig": "configuration_own.OwnConfig",
                 "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
@@ -117,6 +117,12 @@ def masters_on_the_host_train_what_they_train_on_the_device(folder):
         assert_trained_the_same(trainer, ddp)
         assert trainer.accelerator.state.fsdp_plugin.cpu_offload is not None
         assert_publishes(trainer, ddp)
+        trainer.save_model(f"{folder}/offload/saved")
+        dist.barrier()
+        saved, expected = (
+            Path(folder, of, "model.safetensors") for of in ("offload/saved", "offload-ddp/checkpoint-2")
+        )
+        assert content(saved) == content(expected)
         masters = [whole(p.detach()) for p in trainer.model.parameters()]
         assert all(row["step/skipped"] == 0 for row in trainer.state.log_history if "step/skipped" in row)
     resume = f"{folder}/offload/checkpoint-1"

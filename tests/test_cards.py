@@ -3,7 +3,6 @@ The code of every card is run as its reader would run it: in the folder next to 
 plain vLLM, in a process that cannot import trl_qarl.
 """
 
-import json
 import os
 import platform
 import re
@@ -12,14 +11,13 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, CompressedTensorsConfig
 
-from testing_utils import make_tiny_mixture, make_tiny_model, make_trainer
+from testing_utils import make_own_code, make_tiny_mixture, make_tiny_model, make_trainer
 from testing_utils.pictures import make_tiny_picture_model
 from testing_utils.trainings import lora
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -69,26 +67,6 @@ def hidden(tmp_path_factory):
     (folder / "sitecustomize.py").write_text(start)
     path = os.pathsep.join([str(folder), os.path.join(sys.prefix, "pictures")])
     return os.environ | {"PYTHONPATH": path, "VLLM_PLUGINS": ""}
-
-
-def make_own_code(folder, arch):
-    """A tiny model whose class lies next to its weights."""
-    path = Path(make_tiny_model(folder, arch))
-    (path / "configuration_own.py").write_text(
-        "from transformers import Qwen2Config\n\n\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
-    )
-    (path / "modeling_own.py").write_text(
-        "from transformers import Qwen2ForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
-        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
-    )
-    config = json.loads((path / "config.json").read_text())
-    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
-    config["auto_map"] = {
-        "AutoConfig": "configuration_own.OwnConfig",
-        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
 
 
 def make_learner(folder, scheme, kind):

@@ -1,6 +1,7 @@
 """Trainings with sharded masters: weights, metrics, publications and refusals. Run by shards.py."""
 
 import hashlib
+import json
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from sharded_runs import (
     assert_skips_updates,
     assert_trained_the_same,
     bits,
+    content,
     launched,
     make_model,
     published,
@@ -77,6 +79,22 @@ def a_trainer_trains_what_it_trains_with_whole_masters(folder):
         assert_only_the_sender_holds_a_gathered_layer(trainer, published(ddp.model, torch.bfloat16))
 
 
+def a_class_of_its_own_is_saved_with_its_code(folder):
+    options = {"arch": "own/qwen2", "trust_remote_code": True, "max_steps": 1}
+    [ddp] = train(folder, "own-ddp", **options)
+    for trainer in train(folder, "own-fsdp", launch={}, **options):
+        assert_trained_the_same(trainer, ddp)
+        trainer.save_model(saved := f"{folder}/own-fsdp/saved")
+        dist.barrier()
+        code = Path(folder, "own/qwen2/modeling_own.py").read_bytes()
+        for written in (saved, trainer.export_dir):
+            assert Path(written, "modeling_own.py").read_bytes() == code
+            assert json.loads(Path(written, "config.json").read_text())["auto_map"] == {
+                "AutoConfig": "configuration_own.OwnConfig",
+                "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+            }
+
+
 def a_mixture_trains_what_it_trains_with_whole_masters(folder):
     """One process holds three of five experts, whose layers are computed again in backward."""
     options = {"arch": "qwen3_moe", "max_steps": 2, "gradient_checkpointing": True}
@@ -99,6 +117,12 @@ def masters_on_the_host_train_what_they_train_on_the_device(folder):
         assert_trained_the_same(trainer, ddp)
         assert trainer.accelerator.state.fsdp_plugin.cpu_offload is not None
         assert_publishes(trainer, ddp)
+        trainer.save_model(f"{folder}/offload/saved")
+        dist.barrier()
+        saved, expected = (
+            Path(folder, of, "model.safetensors") for of in ("offload/saved", "offload-ddp/checkpoint-2")
+        )
+        assert content(saved) == content(expected)
         masters = [whole(p.detach()) for p in trainer.model.parameters()]
         assert all(row["step/skipped"] == 0 for row in trainer.state.log_history if "step/skipped" in row)
     resume = f"{folder}/offload/checkpoint-1"

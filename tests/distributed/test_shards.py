@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shards import AFTER, CLAIMS, NIGHTLY
-from testing_utils import make_tiny_mixture, make_tiny_model
+from testing_utils import make_own_code, make_tiny_mixture, make_tiny_model
 from testing_utils.hub_stand_in import StandInHub, environment, local_files, pushed_files
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 
@@ -37,6 +37,7 @@ def said(folder, hub, warm, request):
     for arch in ("qwen2", "gemma"):
         make_tiny_model(folder, arch)
     make_tiny_mixture(folder, num_experts=5)
+    make_own_code(folder / "own")
     if any("pictures" in claim for claim in asked):
         make_tiny_picture_model(folder, "qwen2_5_vl")
     launch = [sys.executable, Path(__file__).with_name("shards.py"), folder, *asked]

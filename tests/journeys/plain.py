@@ -21,8 +21,9 @@ def complete_with_transformers(export, prompts, num_tokens):
         # PEFT reads the shape of `weight`, which compressed-tensors makes in the first forward.
         model(torch.tensor([prompts[0]]))
         model = PeftModel.from_pretrained(model, str(Path(export, "adapter")))
-    # Random models end their answers anywhere.
-    options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+    # Random models end their answers anywhere, and `min_new_tokens` would forbid the end.
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": num_tokens, "do_sample": False}
     outputs = [model.generate(input_ids=torch.tensor([prompt]), **options)[0] for prompt in prompts]
     return [output[len(prompt) :].tolist() for output, prompt in zip(outputs, prompts, strict=True)]
 

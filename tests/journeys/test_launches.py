@@ -13,7 +13,7 @@ pytestmark = [
     *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
 ]
 LAUNCHES = sorted(path.stem for path in CONFIGURATIONS.iterdir())
-WRAPPED = {"ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine", "fsdp2": "FSDPQwen3ForCausalLM"}
+WRAPPED = {"ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine", "fsdp2": "Qwen3ForCausalLM"}
 SHARDS = ("fsdp2", "deepspeed_zero3")
 LORA = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}
 

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
+from transformers import AutoModelForImageTextToText
 
+from testing_utils.pictures import make_picture_config
 from trl_qarl.quantization.storage import is_sharded, num_elements, shapes_of, storage_of
 from trl_qarl.sharding import sharded_by
-from trl_qarl.sharding.fsdp2 import MasterShard
+from trl_qarl.sharding.fsdp2 import MasterShard, choose_units
 from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
 
 
@@ -52,3 +55,13 @@ def test_the_forward_computes_in_bfloat16_and_returns_float32():
 )
 def test_who_shards_is_said_by_name(state, expected):
     assert sharded_by(SimpleNamespace(state=SimpleNamespace(**state))) == expected
+
+
+def test_a_model_that_lacks_a_layer_of_its_class_is_sharded():
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(make_picture_config("gemma3"))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    choose_units(plugin, model)
+    plugin.set_auto_wrap_policy(model)
+    found = {cls.__name__ for cls in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]}
+    assert {"Gemma3DecoderLayer", "SiglipEncoderLayer"} <= found

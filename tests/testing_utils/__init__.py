@@ -123,6 +123,26 @@ def make_tiny_model(directory, arch: str = "llama", dtype: str = "float32", seed
     return str(path)
 
 
+def make_own_code(folder, arch: str = "qwen2") -> str:
+    """A tiny model whose class lies next to its weights."""
+    path = Path(make_tiny_model(folder, arch))
+    (path / "configuration_own.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    (path / "modeling_own.py").write_text(
+        "from transformers import Qwen2ForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
 def make_tiny_export(masters: str, directory) -> str:
     """Export the model in `masters` with INT4 weights into `directory/w4a16` and return that folder."""
     import torch

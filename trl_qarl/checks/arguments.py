@@ -279,8 +279,12 @@ def _problems_of_ahead(args: Any, train_dataset: Any, others: Mapping[str, Any])
         yield f"{said} pictures, and the dataset has a column {min(pictures)!r}. Leave out one of them."
 
 
+def _model_arguments(args: Any) -> dict[str, Any]:
+    return {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+
+
 def _config_of(model: str, args: Any) -> Any:
-    given = args.model_init_kwargs or {}
+    given = _model_arguments(args)
     names = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
     return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})
 
@@ -302,7 +306,7 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
     if is_low_bit(getattr(config, "quantization_config", None)):
         # Its tensors tell which layers are in low bits.
         return
-    model, given = None, args.model_init_kwargs or {}
+    model, given = None, _model_arguments(args)
     attention = given.get("attn_implementation")
     try:
         model = skeleton(config, bool(given.get("trust_remote_code")), attention)

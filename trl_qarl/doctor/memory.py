@@ -276,7 +276,8 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() != "true" or not isinstance(model, str):
         return
     try:
-        shapes = shapes_of(model, bool((args.model_init_kwargs or {}).get("trust_remote_code")), "model")
+        own_code = (args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code)
+        shapes = shapes_of(model, bool(own_code), "model")
     except ValueError:
         # Loading it reports this.
         return

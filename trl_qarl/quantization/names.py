@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightTransform, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 
 from ..replacing import replaced
 from .experts import QuantizedExperts, matrices_of_experts, problem_of_experts
@@ -45,8 +45,8 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def architecture(model: nn.Module) -> str:
-    """Return the name of the base model's class, without the prefix of the class that FSDP2 derives from it."""
-    return type(base_model(model)).__name__.removeprefix("FSDP")
+    """Return the name of the base model's class."""
+    return type(base_model(model)).__name__
 
 
 def has_tower(model: nn.Module) -> bool:
@@ -132,15 +132,6 @@ def stacks_experts(module: nn.Module) -> bool:
     return isinstance(module, QuantizedExperts) or problem_of_experts(module) is None
 
 
-def _conversions_of_releases(model: PreTrainedModel) -> list[WeightTransform]:
-    """Return transformers' conversions of names, which it looks up by the class: FSDP2 derives another one."""
-    name = architecture(model)
-    cls = next((cls for cls in type(model).__mro__ if cls.__name__ == name), type(model))
-    of_its_class = object.__new__(cls)
-    vars(of_its_class).update(vars(model))
-    return get_model_conversion_mapping(of_its_class, add_legacy=False)
-
-
 def find_checkpoint_names(
     model: nn.Module, modules: Mapping[str, nn.Module], is_release: bool = True
 ) -> CheckpointNames:
@@ -164,7 +155,7 @@ def find_checkpoint_names(
     found = CheckpointNames()
     shapes = {f"{name}.{leaf}": shape for name, m in modules.items() for leaf, shape in shapes_of(m).items()}
     # Otherwise transformers reverts those that it used to load the model.
-    conversions = _conversions_of_releases(model) if is_release else None
+    conversions = get_model_conversion_mapping(model, add_legacy=False) if is_release else None
     releasing = replaced(model, _weight_conversions=conversions or None) if is_release else nullcontext()
     with releasing:
         for name, tensor in base_state_dict(model).items():

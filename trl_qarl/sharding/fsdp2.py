@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, StateDictType
@@ -282,6 +282,15 @@ def shard_low_bit(model: nn.Module) -> int:
     return num_weights
 
 
+def keep_class_names(model: nn.Module) -> None:
+    """Give the classes that FSDP2 derives the names of the former ones, by which transformers finds names of tensors
+    (`get_model_conversion_mapping`) and a model's own code (`custom_object_save`)."""
+    for derived in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
+        former = derived.__mro__[2]
+        for name in ("__module__", "__name__", "__qualname__"):
+            setattr(derived, name, getattr(former, name))
+
+
 def check_units(model: nn.Module) -> None:
     """Raise `ValueError` if a unit that FSDP2 gathers is only a part of a decoder layer."""
     inventory = Inventory.of(model)
@@ -296,6 +305,15 @@ def check_units(model: nn.Module) -> None:
             )
 
 
+def choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Have accelerate shard by those classes of layers that `model` has. It refuses a class that names others, too, as
+    Gemma 3's does for a head of the tower that its releases lack (1.15)."""
+    if plugin.transformer_cls_names_to_wrap is None:
+        present = {type(module).__name__ for module in model.modules()}
+        named = getattr(model, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = [name for name in named if name in present]
+
+
 def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
     """Have models gather low-bit weights once `accelerator.prepare` shards them, and call `then` with each."""
     prepare_whole = accelerator.prepare
@@ -307,6 +325,7 @@ def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], No
         prepared = prepare_whole(*args, **kwargs)
         for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
             if isinstance(each, FSDPModule):
+                keep_class_names(each)
                 check_units(each)
                 count = shard_low_bit(each)
                 _gather_head(each)

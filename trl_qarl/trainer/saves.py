@@ -164,6 +164,9 @@ class SavesRuns(PushesPolicy):
         token = self.args.hub_token
         # transformers would write it into training_args.bin, which others may read.
         self.args.hub_token = None
+        # transformers leaves out a tied tensor by its address, and FSDP2 gathers a copy of it (5.17).
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", ())
+        state_dict = state_dict and {name: tensor for name, tensor in state_dict.items() if name not in tied}
         try:
             with name_disk_errors(folder):
                 super()._save(output_dir, state_dict)

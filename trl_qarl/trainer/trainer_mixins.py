@@ -28,7 +28,7 @@ from ..replacing import replaced
 from ..rollout.ahead import Pending, Prefetcher
 from ..rollout.failures import all_or_none
 from ..sharding import sharded_by
-from ..sharding.fsdp2 import shard_when_prepared
+from ..sharding.fsdp2 import choose_units, shard_when_prepared
 from ..telemetry.recorder import Recorder
 from .policy import Policy
 from .scoring import ScoringPlan
@@ -47,6 +47,7 @@ class PreparesPolicy(_BaseTrainer):
         self.swap_report, self.numerics = self.policy.swap_report, self.policy.numerics
         check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})
         if self.is_fsdp_enabled:
+            choose_units(self.accelerator.state.fsdp_plugin, self.model)
             shard_when_prepared(self.accelerator, self._prepare_sharded)
         elif self.args.gradient_dtype == "bfloat16":
             round_gradients(self.accelerator, self.model)

@@ -57,6 +57,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
             "'run.yaml' is no option, nor the value of one. Write `--config run.yaml`.",
         ),
         (f"{TRAIN} --num_processes 1 more", "'more' is no option, nor the value of one. Remove it."),
+        (f"{TRAIN} --reward_funcs no_such_module.reward", "'no_such_module'"),
         (f"{TRAIN} --reward_funcs my.py:right", "'my.py:right' is no dotted import path. Write it as `my.right`."),
         (f"{TRAIN} --reward_funcs ./my/rewards.py", "Write it as `my.rewards.FUNCTION`."),
         (f"{TRAIN} --dataset_name=problems.jsonl", "'problems.jsonl'"),

@@ -1,6 +1,6 @@
 """
-The code of every card is run as its reader would run it: in the folder next to the export, with plain transformers and
-plain vLLM, in a process that cannot import trl_qarl.
+The code of every card is run as its reader would run it: in the folder next to the export, with plain transformers, in
+a process that cannot import trl_qarl. tests/journeys has the commands, and plain vLLM.
 """
 
 import json

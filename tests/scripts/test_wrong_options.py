@@ -70,6 +70,8 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         (TRAIN.replace("--model_name_or_path a/model", ""), "`--model_name_or_path`"),
         ("vllm-serve --model FOLDER --group_size 7", "group_size=7 is not supported"),
         ("vllm-serve --model FOLDER --tensor-parallel-size 0", "--tensor-parallel-size=0 must be at least 1."),
+        ("vllm-serve --model FOLDER --port=0", "--port=0 is not a port"),
+        ("vllm-serve --model FOLDER --port=65536", "--port=65536 is not a port"),
         ("vllm-serve --model ./nowhere", "trl-qarl: error: --model ./nowhere: "),
     ],
 )

@@ -1,28 +1,12 @@
-"""Requests for slices, and DeepSpeed's settings; two processes train with it in distributed/zero.py."""
+"""Conversions of shards, and the names of what shards; tests/distributed trains with both."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-from trl_qarl.quantization.storage import is_sharded, num_elements, shapes_of, storage_of
 from trl_qarl.sharding import sharded_by
 from trl_qarl.sharding.fsdp2 import MasterShard
-from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
-
-
-def test_a_sliced_parameter_keeps_its_shape_and_is_sharded():
-    layer = nn.Linear(4, 2)
-    assert not is_sharded(layer)
-    parameter = layer.weight
-    parameter.ds_tensor, parameter.ds_shape = torch.arange(4.0), torch.Size((2, 4))
-    parameter.ds_status = SimpleNamespace(name="AVAILABLE")
-    parameter.data = torch.empty(0)
-    assert is_sharded(layer) and isinstance(storage_of(parameter), Slices) and storage_of(layer.bias).is_whole
-    assert shapes_of(layer) == {"weight": (2, 4), "bias": (2,)} and num_elements(layer.parameters()) == 10
-    assert storage_of(parameter).local(parameter) is parameter.ds_tensor
-    assert storage_of(parameter).value(parameter) is parameter and storage_of(parameter).rows(parameter) == range(2)
 
 
 def test_a_shard_of_masters_is_converted_like_a_tensor():
@@ -30,15 +14,6 @@ def test_a_shard_of_masters_is_converted_like_a_tensor():
     assert shard.to("cpu") is shard and shard.to(torch.float32) is shard
     for converted in (shard.to(torch.bfloat16), shard.to(dtype=torch.bfloat16), shard.to("cpu", torch.bfloat16)):
         assert type(converted) is torch.Tensor and converted.dtype is torch.bfloat16
-
-
-def test_the_forward_computes_in_bfloat16_and_returns_float32():
-    model, x = nn.Linear(8, 8), torch.ones(2, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(x)
-    compute_in_bfloat16(model)
-    assert expected.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
-    assert model(x).dtype is torch.float32 and torch.equal(model(x), expected.float())
 
 
 @pytest.mark.parametrize(

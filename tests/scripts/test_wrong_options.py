@@ -72,7 +72,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         ("vllm-serve --model FOLDER --tensor-parallel-size 0", "--tensor-parallel-size=0 must be at least 1."),
         ("vllm-serve --model FOLDER --port=0", "--port=0 is not a port"),
         ("vllm-serve --model FOLDER --port=65536", "--port=65536 is not a port"),
-        ("vllm-serve --model ./nowhere", "trl-qarl: error: --model ./nowhere: "),
+        ("vllm-serve --model ./nowhere", "trl-qarl: error: ./nowhere is not a folder."),
     ],
 )
 def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkeypatch, capsys, command, message):

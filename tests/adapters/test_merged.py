@@ -240,6 +240,12 @@ def test_reference_policy_is_the_low_bit_base(run, tiny_model):
         assert not torch.equal(logits(trainer.model), expected)
 
 
+def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, tiny_model, tmp_path):
+    _, _, folder = run
+    with pytest.raises(ValueError, match="lora_mode=.merged. there, .adapter. here"):
+        make(tiny_model, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+
+
 def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
     trainer, _, folder = run
     assert run_export(folder, tmp_path / "command") == 0

@@ -27,6 +27,8 @@ from sharded_runs import (
     train,
     weights_of,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.optim.subclass_4bit import OptimState4bit
@@ -35,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from testing_utils import make_problems, make_tiny_model, make_trainer, spread
 from testing_utils.live_bytes import LiveBytes, give_completions
 from trl_qarl.adapters.tensors import iter_adapter_tensors
-from trl_qarl.bitwise.attach import has_engine_numerics
+from trl_qarl.bitwise.attach import attach_engine_numerics, has_engine_numerics
 from trl_qarl.bitwise.cpu import has_engine_kernels
 from trl_qarl.bitwise.exact import describe_difference
 from trl_qarl.bitwise.modules import operation_of
@@ -197,6 +199,18 @@ def engine_numerics_beside_an_adapter_or_a_reference(folder):
                 operations = filter(None, map(operation_of, trainer.ref_model.modules()))
                 assert not any(operation.keeps_products for operation in operations)
                 assert max(row["kl"] for row in rows if "kl" in row) > 0
+
+
+def operations_are_put_into_sharded_modules(folder):
+    """FSDP2 gives each module that it manages another class."""
+    sharded, plain = make_model(folder), make_model(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (sharded.model.embed_tokens, [sharded.model.norm, sharded.lm_head], sharded):
+        fully_shard(module, mesh=mesh)
+    for model in (sharded, plain):
+        attach_engine_numerics(model)
+    ours, theirs = ([type(operation_of(module)) for module in model.modules()] for model in (sharded, plain))
+    assert type(sharded.lm_head) is not type(plain.lm_head) and ours == theirs and len(set(ours)) > 5
 
 
 ENGINE = {"numerics": "engine", "bf16": True, "max_steps": 2}

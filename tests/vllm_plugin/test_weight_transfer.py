@@ -19,6 +19,7 @@ from testing_utils.engines import (
 from trl_qarl import export_checkpoint, load_engine
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.sync.publisher import Publisher
+from trl_qarl.wire.fingerprint import fingerprint
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -366,3 +367,22 @@ def test_amx_does_not_round_activations_of_int4_weights(tmp_path, monkeypatch):
     # The plugin's kernel runs in the place of vLLM's, which would round.
     assert other.check_engine()["use_w4a8"] is False
     assert other.publish("0")["publish/canary_abs_logp"] == right < 1e-2
+
+
+@pytest.mark.parametrize(("parts", "is_refused"), [(["gate_proj", "up_proj"], False), (["o_proj"], True)], ids=str)
+def test_a_shard_is_not_compared_with_one_of_its_parts(parts, is_refused):
+    """With two ranks, half of each part of a fused tensor has the shape of the first part."""
+    from trl_qarl.vllm_plugin.weight_transfer import AuditedReload
+
+    scales = {part: torch.rand(4, 1) for part in parts}
+    layer = torch.nn.Module()
+    layer.weight_scale = torch.nn.Parameter(torch.cat([scale[: 4 // len(parts)] for scale in scales.values()]) + 1)
+    reload = AuditedReload.__new__(AuditedReload)
+    reload.model = torch.nn.ModuleDict({"layer": layer})
+    reload._engine_name = lambda name: name
+    reload._owned = {"layer.weight_scale": [f"{part}.weight_scale" for part in parts]}
+    reload._filled, reload._processed, reload._before = {}, {}, {}
+    expected = {f"{part}.weight_scale": fingerprint(scale) for part, scale in scales.items()}
+    reload._arrived = expected
+    problems = reload._live_problems(expected, {"layer.weight_scale": fingerprint(layer.weight_scale)})
+    assert bool(problems) is is_refused

@@ -81,6 +81,7 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
     (tmp_path / "empty.json").touch()
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("started"))
     lines = refused(capsys, *command.replace("FOLDER", tiny_model).split()).splitlines(keepends=True)
     assert re.match(r"trl-qarl( [\w-]+)?: error: ", lines[-1]) and message in lines[-1]
     assert len(lines) == 1 or not message.startswith("trl-qarl: error: ")

@@ -102,9 +102,14 @@ def masters(tmp_path_factory):
 @pytest.fixture(scope="module")
 def export(masters, tmp_path_factory):
     """A low-bit export of `masters`."""
-    from testing_utils import make_tiny_export
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return make_tiny_export(masters, tmp_path_factory.mktemp("export"))
+    from trl_qarl import export_checkpoint, prepare_model
+
+    model, folder = AutoModelForCausalLM.from_pretrained(masters), tmp_path_factory.mktemp("export") / "w4a16"
+    prepare_model(model, "w4a16", scale_dtype=torch.float32)
+    return str(export_checkpoint(model, folder, AutoTokenizer.from_pretrained(masters), torch.float32))
 
 
 @pytest.fixture(scope="module")

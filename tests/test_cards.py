@@ -114,11 +114,15 @@ def learned(tmp_path_factory):
 def read(learned, warm):
     """The folder, in which a process has run the Python code of all cards."""
     folder, logits = learned
-    named = [name for name in logits if blocks(folder / name, "python")]
-    (folder / "runner.py").write_text(RUNNER)
-    command = warm.start([sys.executable, "runner.py", *named], os.environ, log := folder / "log", folder, "plain")
-    assert command.wait(900) == 0, log.read_text()[-3000:]
+    run_code_of(warm, folder, *[name for name in logits if blocks(folder / name, "python")])
     return folder, logits
+
+
+def run_code_of(warm, folder, *names):
+    """Run the Python code of cards in a process that cannot import trl_qarl."""
+    (folder / "runner.py").write_text(RUNNER)
+    command = warm.start([sys.executable, "runner.py", *names], os.environ, log := folder / "log", folder, "plain")
+    assert command.wait(900) == 0, log.read_text()[-3000:]
 
 
 @pytest.mark.slow
@@ -172,15 +176,14 @@ def test_command_of_the_masters_card_exports_the_policy(tiny_model, tmp_path, mo
 
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, hidden):
+def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, warm):
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     options = {"scheme": "bf16", "bf16": False, "max_steps": 1, "learning_rate": 1e-2}
     trainer = make_trainer(tiny_model, tmp_path / "out", peft_config=lora(), quantization_config=bits, **options)
     trainer.train()
     trainer.export_model(tmp_path / "export")
-    runner = [sys.executable, "-c", RUNNER, "export"]
-    done = subprocess.run(runner, cwd=tmp_path, env=hidden, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and not (tmp_path / "export.error").exists(), (tmp_path / "export.error").read_text()
+    run_code_of(warm, tmp_path, "export")
+    assert not (error := tmp_path / "export.error").exists(), error.read_text()
     with torch.no_grad():
         theirs = trainer.model.eval()(TOKENS).logits
     assert (torch.load(tmp_path / "export.logits") - theirs).abs().max() < 1e-5

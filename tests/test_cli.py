@@ -69,14 +69,6 @@ def test_reader_that_has_gone_is_no_traceback():
     assert (result.returncode, result.stderr) == (141, "")
 
 
-def test_options_unknown_to_the_script_go_to_accelerate(launched, train_argv):
-    assert main(["train", "--num_processes", "2", *train_argv, "--mixed_precision", "bf16"]) == 0
-    (args,) = launched
-    assert (args.num_processes, args.mixed_precision) == (2, "bf16")
-    assert (args.module, args.training_script) == (True, "trl_qarl.scripts.train")
-    assert args.training_script_args == train_argv
-
-
 def test_a_launch_in_other_precision_is_refused_before_it_starts(launched, train_argv, tmp_path, capsys):
     file = tmp_path / "launch.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "NO", "mixed_precision": "bf16", "use_cpu": True}))

@@ -3,8 +3,8 @@ Code and commands of the pages, executed with a tiny model and a file of this ma
 one update. What a page assumes (`trainer`, a dataset, a reward) is made by the block before it, or here.
 
 Not run here: what installs, needs a GPU or other machines (`pip`, `docker`, `ssh`, `make`, several nodes), llama.cpp,
-lm-evaluation-harness (tests/test_lm_eval.py) and GGUF (tests/checkpoint/test_gguf.py), servers (tests/journeys,
-tests/test_cards.py), and the engine of a page, `load_engine` (tests/engines/test_in_process.py).
+lm-evaluation-harness (tests/test_lm_eval.py) and GGUF (tests/checkpoint/test_gguf.py), servers (tests/journeys), and
+the engine of a page, `load_engine` (tests/engines/test_in_process.py).
 """
 
 import json

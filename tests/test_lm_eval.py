@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from testing_utils import complete_greedily
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 lm_eval = pytest.importorskip("lm_eval.__main__", reason="needs lm-eval")
@@ -36,7 +35,10 @@ def write_task(folder, rows):
 def test_the_harness_scores_the_export_as_it_completes(export, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     questions = ["1 + 1 =", "a much longer question than the first:"]
-    answers = [complete_greedily(export, questions[0], 6), "no"]
+    tokenizer, model = AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export)
+    ids = tokenizer(questions[0], return_tensors="pt")["input_ids"]
+    completion = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    answers = [tokenizer.decode(completion, skip_special_tokens=True), "no"]
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     write_task(tasks, [{"question": q, "answer": a} for q, a in zip(questions, answers, strict=True)])

@@ -165,12 +165,6 @@ def test_what_engine_numerics_cannot_do_is_refused(tmp_path, options, message):
 
 
 @pytest.mark.parametrize("numerics", ["engine", "exact"])
-@pytest.mark.parametrize("options", [{}, {"scheme": "bf16"}, {"scheme": "w8a16"}], ids=str)
-def test_what_it_can_do_passes(tmp_path, numerics, options):
-    assert config(tmp_path, use_vllm=False, numerics=numerics, **options).numerics == numerics
-
-
-@pytest.mark.parametrize("numerics", ["engine", "exact"])
 def test_only_exact_numerics_are_refused_on_a_gpu(tmp_path, monkeypatch, numerics):
     args = config(tmp_path, use_vllm=False)
     monkeypatch.setattr(cuda, "reason_against_installation", lambda: None)

@@ -260,14 +260,6 @@ def test_long_sequences_agree_in_every_bit_while_weights_change(tmp_path, arch, 
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
 
 
-@pytest.mark.xdist_group("warm_servers")
-def test_a_server_in_another_process_agrees_too(tmp_path, monkeypatch, warm):
-    trainer = make_trainer(tmp_path, "qwen3_moe", scheme="w4a16", **warm.serve(monkeypatch))
-    trainer.train()
-    assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
-    assert min(logged(trainer, "rollout/mean_length")) > 20
-
-
 @pytest.mark.parametrize("stop", [None, ["a", "b", "c", "d"]])
 def test_an_engine_makes_text_only_for_stop_strings(tmp_path, stop):
     trainer = make_trainer(tmp_path, generation_kwargs=stop and {"stop": stop})

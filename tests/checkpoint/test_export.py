@@ -134,12 +134,7 @@ def experts_of(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [
-        *((arch, "w4a16") for arch in MIXTURES),
-        ("qwen3_moe", "w8a8"),
-        ("mixtral", "w8a16"),
-        ("mixtral", "fp8"),
-    ],
+    [*((arch, "w4a16") for arch in MIXTURES), ("qwen3_moe", "w8a8"), ("mixtral", "w8a16"), ("mixtral", "fp8")],
 )
 def test_exports_of_mixtures_load_the_learners_weights(tmp_path, arch, name):
     model = make_mixture(arch)

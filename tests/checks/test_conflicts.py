@@ -4,7 +4,6 @@ import pytest
 
 from testing_utils.trainings import config
 from trl_qarl.checks.conflicts import CONFLICTS, problems_of_conflicts
-from trl_qarl.checks.problems import quote_options
 
 
 ALL_SERVER = {"use_vllm": True, "vllm_mode": "server"}
@@ -20,9 +19,7 @@ def test_a_conflict_is_refused_with_reason_and_way_out(tmp_path, row):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, ALL_SERVER, ALL_SERVER | {"rollout_ahead": 1}, ALL_SERVER | {"vllm_server_host": "[::1]"}],
-    ids=str,
+    "options", [{}, ALL_SERVER, ALL_SERVER | {"rollout_ahead": 1}, ALL_SERVER | {"vllm_server_host": "[::1]"}], ids=str
 )
 def test_no_conflict_is_found_in_what_works(tmp_path, options):
     assert not [*problems_of_conflicts(config(tmp_path, **options))]
@@ -50,8 +47,3 @@ def test_no_conflict_is_found_in_what_works(tmp_path, options):
 def test_further_values_of_a_conflict_are_refused(tmp_path, options, quoted):
     with pytest.raises(ValueError, match=quoted):
         config(tmp_path, **options)
-
-
-def test_options_are_quoted_with_their_values(tmp_path):
-    made = config(tmp_path, use_vllm=True)
-    assert quote_options(made, "use_vllm", "vllm_mode") == "use_vllm=True, vllm_mode='colocate'"

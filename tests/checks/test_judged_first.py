@@ -330,13 +330,6 @@ def test_schedules_without_their_options_are_named(tmp_path):
     arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.0})
 
 
-def test_layers_dataset_and_rewards_are_judged_before_loading(tiny_model, tmp_path, not_loaded):
-    args = arguments(tmp_path, scheme={"re:.*no_such_layer": "w4a16"})
-    found = problems(tiny_model, spread, args, Dataset.from_dict({"question": ["1"] * 16}))
-    starts = ["The training dataset needs a `prompt` column", "scheme: pattern 're:.*no_such_layer'"]
-    assert [p.startswith(s) for p, s in zip(found, starts, strict=True)] == [True] * 2, found
-
-
 def test_a_checkpoint_of_another_launch_is_found_before_loading(tiny_model, tmp_path, not_loaded):
     folder = tmp_path / "checkpoint-2"
     marker.begin(folder)

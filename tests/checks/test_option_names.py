@@ -6,7 +6,7 @@ import pytest
 
 from testing_utils.trainings import config
 from trl_qarl import QaRLConfig
-from trl_qarl.checks.names import OF_THE_TRAINER, REMOVED, RENAMED, misspelled
+from trl_qarl.checks.names import OF_THE_TRAINER, REMOVED, RENAMED
 from trl_qarl.checks.problems import Problems
 from trl_qarl.scripts.train import known_options
 
@@ -55,15 +55,3 @@ def test_the_value_of_a_renamed_option_is_checked_too(tmp_path):
         "warmup_steps",
         "mismatch_cap",
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("torch_dtype", "torch_compile"),
-        ("max_prompt_length", "max_completion_length"),
-        ("overwrite_output_dir", "output_dir"),
-    ],
-)
-def test_a_distant_name_is_not_suggested(name, known):
-    assert misspelled(name, [known]) is None and misspelled(f"{known}s", [known]) == known

@@ -15,6 +15,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import yaml
 
 from testing_utils import make_tiny_config, make_tiny_tokenizer
@@ -24,6 +25,10 @@ from trl_qarl.engines.server_process import free_port
 
 FOLDER = Path(__file__).parent
 CONFIGURATIONS = FOLDER.parents[1] / "examples" / "accelerate_configs"
+MARKS = [
+    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
+    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
+]
 # As in conftest.py.
 PICTURES = [os.path.join(sys.prefix, "pictures")]
 NEAR = 0.6

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from journeys import CONFIGURATIONS, RECIPE
+from journeys import CONFIGURATIONS, MARKS, RECIPE
 from test_docs import blocks, commands_of, shell_commands
 from test_launches import LORA
 
@@ -20,10 +20,7 @@ from trl_qarl.engines.server_process import free_port
 from trl_qarl.quantization.plan import get_plan
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 ROOT = CONFIGURATIONS.parents[1]
 TINY = RECIPE | {
     "reward_funcs": "rewards.digits",

@@ -4,15 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from journeys import MARKS
 
 from trl_qarl.engines.server_process import free_port
 from trl_qarl.quantization.schemes import SCHEMES
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 # On a CPU: the other schemes run there with our kernels only.
 IN_PLAIN_VLLM = ("w4a16", "w8a8", "fp8", "bf16")
 # vLLM's CPU kernel for it quantizes activations otherwise.

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from journeys import MARKS
 
 
 sys.path.append(str(Path(__file__).parent / "zoo"))
@@ -12,10 +13,7 @@ from families import EXPORT_FAILS, FAMILIES, LOOSE, LORA_FAILS, OTHERWISE, REFUS
 from zoo import EXACT, LARGEST, dtype_of, train, visit
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 OFTEN = ("deepseek_v3", "qwen3_5_text", "smollm3", "gpt2")
 SHORTLY = (
     "falcon_h1",

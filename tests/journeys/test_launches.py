@@ -3,15 +3,12 @@
 import json
 
 import pytest
-from journeys import CONFIGURATIONS, two_processes
+from journeys import CONFIGURATIONS, MARKS, two_processes
 
 from testing_utils.trainings import EXPERTS, assert_equal
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 LAUNCHES = sorted(path.stem for path in CONFIGURATIONS.iterdir())
 WRAPPED = {"ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine", "fsdp2": "Qwen3ForCausalLM"}
 SHARDS = ("fsdp2", "deepspeed_zero3")

@@ -4,15 +4,13 @@ import re
 import sys
 
 import pytest
+from journeys import MARKS
 from test_launches import LORA
 
 from testing_utils.hub_stand_in import environment, fails_at, local_files, pushed_files
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 PUSHES = {"push_to_hub": True, "hub_model_id": "someone/policy", "hub_always_push": True}
 
 

@@ -7,12 +7,10 @@ import json
 import sys
 
 import pytest
+from journeys import MARKS
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 
 SCRIPT = """
 import json
@@ -83,40 +81,6 @@ def test_a_copied_script_is_mended_once_and_deploys(user):
     # What a laptop cannot do is not the script's fault: GPUs, and an engine beside every other test.
     write_script(user, mended | {"use_vllm": False, "learning_rate": 1e-2})
     user.run(sys.executable, "train.py")
-    user.assert_deployed("policy", engines=("transformers",))
-
-
-TRLS_SCRIPT = """
-import json
-from datasets import load_dataset
-from rewards import digits
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
-from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer
-
-script_args, training_args, model_args = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
-dataset = load_dataset("json", data_files=script_args.dataset_name, split="train")
-trainer = GRPOTrainer(
-    model=model_args.model_name_or_path,
-    reward_funcs=[digits],
-    args=training_args,
-    train_dataset=dataset,
-    peft_config=get_peft_config(model_args),
-)
-trainer.train()
-trainer.save_model(training_args.output_dir)
-trainer.export_model("policy")
-"""
-
-
-@pytest.mark.nightly
-def test_a_script_in_the_form_of_trls_examples_trains_lora(user):
-    (user.folder / "train.py").write_text(TRLS_SCRIPT)
-    words = (
-        "--model_name_or_path model --dataset_name problems.json --output_dir out --learning_rate 3e-2 --max_steps 2"
-    )
-    words += " --max_completion_length 4 --per_device_train_batch_size 1 --gradient_accumulation_steps 2"
-    words += " --num_generations 2 --use_peft --lora_target_modules q_proj v_proj --log_completions --report_to none"
-    user.run(sys.executable, "train.py", *words.split())
     user.assert_deployed("policy", engines=("transformers",))
 
 

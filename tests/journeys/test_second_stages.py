@@ -5,15 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from journeys import MARKS
 from safetensors.torch import load_file
 
 from testing_utils.trainings import assert_equal
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 GPTQ = Path(__file__).parents[1] / "checkpoint" / "llm_compressor" / "gptq"
 
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from journeys import MARKS
 from test_engines import ENGINE, train_killed_and_resumed
 
 from testing_utils.pictures import make_picture_model, make_picture_processor
@@ -10,10 +11,7 @@ from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.engines.pictures import placeholders_of
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import trl
+from journeys import MARKS
 from test_scripts import MAKES_REWARD_MODEL
 
 from testing_utils import make_tiny_tokenizer
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 
 
-pytestmark = [
-    *(pytest.mark.distributed, pytest.mark.slow, pytest.mark.vllm),
-    *(pytest.mark.xdist_group("journeys"), pytest.mark.timeout(900)),
-]
+pytestmark = MARKS
 
 WORDS = "--model_name_or_path model --output_dir out --learning_rate 3e-2 --max_steps 2 --num_generations 2 "
 WORDS += "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --steps_per_generation 1 --report_to none "

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from testing_utils.trainings import config
-from trl_qarl.objectives.registry import OBJECTIVES, find_objective, get_objective
-from trl_qarl.objectives.tbpo import TBPO
+from trl_qarl.objectives.registry import OBJECTIVES, get_objective
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
@@ -53,18 +52,6 @@ def test_an_objective_of_your_own_is_named_by_its_place(my_losses, kwargs):
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_loss_types_are_kept(tmp_path, loss_type):
     assert config(tmp_path, loss_type=loss_type).loss_type == loss_type
-
-
-@pytest.mark.parametrize("correction", [True, False])
-def test_trls_correction_is_off_under_tbpo_only(tmp_path, correction):
-    options = {"vllm_importance_sampling_correction": correction}
-    assert config(tmp_path, **options).vllm_importance_sampling_correction is False
-    assert config(tmp_path, loss_type="grpo", **options).vllm_importance_sampling_correction is correction
-
-
-def test_tbpo_is_ours_and_the_other_names_are_trls():
-    assert type(find_objective("tbpo")) is TBPO
-    assert {find_objective(name) for name in OBJECTIVES if name != "tbpo"} == {None}
 
 
 def test_gspo_is_trls_grpo_with_sequence_ratios(tmp_path):

@@ -245,7 +245,7 @@ OTHER_LAYOUTS = {
             **dict(zip(("num_layers", "moe_topk", "n_routed_experts", "zero_expert_num"), (1, 2, 4, 2), strict=True)),
         },
         "interface",
-    ),
+    )
 }
 
 

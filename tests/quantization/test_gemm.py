@@ -30,13 +30,7 @@ IN_FEATURES = {
     "w4a8-int8": [32, 96, 384],
 }
 WEIGHTS = {name: "INT4" for name in IN_FEATURES if name.startswith("w4")}
-WEIGHTS |= {
-    "w8a16": "INT8",
-    "mxfp4a16": "MXFP4",
-    "nvfp4a16": "NVFP4",
-    "fp8": "E4M3",
-    "w4a8": "E4M3",
-}
+WEIGHTS |= {"w8a16": "INT8", "mxfp4a16": "MXFP4", "nvfp4a16": "NVFP4", "fp8": "E4M3", "w4a8": "E4M3"}
 PACKED = dict.fromkeys(("w4a16", "w4a8-int8"), "aten::_weight_int4pack_mm_for_cpu")
 PACKED["w8a16"] = "aten::_weight_int8pack_mm"
 

@@ -4,23 +4,6 @@ from trl_qarl.quantization.schemes import get_scheme
 
 
 @pytest.mark.parametrize(
-    ("name", "group_size", "allowed"),
-    [*(("w4a16", size, r"\[32, 64, 128\]") for size in (0, 16, 48, 256, -1)), ("w4a8", 64, "128")],
-)
-def test_unsupported_group_size_names_the_allowed_ones(name, group_size, allowed):
-    with pytest.raises(ValueError, match=rf"group_size={group_size} .*{allowed}"):
-        get_scheme(name, group_size)
-
-
-@pytest.mark.parametrize(
-    ("requested", "in_features", "used"),
-    [(128, 1536, 128), (128, 576, 64), (128, 96, 32), (64, 1536, 64), (32, 1536, 32), (64, 96, 32)],
-)
-def test_group_size_falls_back_to_the_next_smaller_divisor(requested, in_features, used):
-    assert get_scheme("w4a16", requested).group_size_for(in_features) == used
-
-
-@pytest.mark.parametrize(
     ("name", "group_size", "in_features", "allowed"),
     [
         ("w4a16", 64, 100, "64, 32"),

@@ -42,8 +42,7 @@ OFTEN = ("smolvlm", "qwen3_vl")
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.nightly) for kind in KINDS],
+    scope="module", params=[pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.nightly) for kind in KINDS]
 )
 def kind(request):
     return request.param

@@ -14,7 +14,6 @@ from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
 from trl_qarl.checkpoint import marker
 from trl_qarl.checks.problems import raise_problems
-from trl_qarl.checks.resume import resume_option
 from trl_qarl.cli import main
 from trl_qarl.options import own_options
 from trl_qarl.scripts import train
@@ -62,35 +61,8 @@ def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
     assert accuracy is accuracy_reward
     assert punishment.__name__ == "soft_overlong_punishment_reward"
     assert constant(["", ""]) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["accuracy"], "'accuracy'"),
-        (["no_such_module.reward"], "'no_such_module'"),
-        (["testing_utils.no_such_reward"], "'no_such_reward'"),
-        ([], "No reward"),
-    ],
-)
-def test_bad_reward_function_raises(names, message):
-    with pytest.raises(ValueError, match=message):
-        train.get_reward_funcs(names)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("true", True),
-        ("True", True),
-        ("last", True),
-        ("false", None),
-        (None, None),
-        ("run/checkpoint-3", "run/checkpoint-3"),
-    ],
-)
-def test_resume_from_checkpoint_accepts_words_and_paths(value, expected):
-    assert resume_option(value) == expected
+    with pytest.raises(ValueError, match="'no_such_reward'"):
+        train.get_reward_funcs(["testing_utils.no_such_reward"])
 
 
 def test_a_plan_survives_command_checkpoint_and_export(train_argv, tmp_path, capsys):

@@ -166,13 +166,6 @@ def test_ranks_that_split_a_group_are_refused(tmp_path, capsys):
     assert main([*command, "--group_size", "32", "--tensor-parallel-size", "2"]) == 0
 
 
-@pytest.mark.parametrize("port", [0, -1, 65536, 99999])
-def test_a_number_that_is_no_port_starts_no_server(tmp_path, capsys, monkeypatch, port):
-    monkeypatch.setattr(vllm_serve.os, "execve", lambda *args: pytest.fail("started"))
-    said = refused(capsys, "vllm-serve", "--model", str(tmp_path), f"--port={port}")
-    assert f"--port={port} is not a port" in said
-
-
 def test_a_folder_for_all_users_takes_no_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(vllm_serve.os, "execve", lambda *args: pytest.fail("started"))
     shared = tmp_path / "shared"

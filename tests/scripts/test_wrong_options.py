@@ -57,6 +57,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
             "'run.yaml' is no option, nor the value of one. Write `--config run.yaml`.",
         ),
         (f"{TRAIN} --num_processes 1 more", "'more' is no option, nor the value of one. Remove it."),
+        (f"{TRAIN} --reward_funcs no_such_module.reward", "'no_such_module'"),
         (f"{TRAIN} --reward_funcs my.py:right", "'my.py:right' is no dotted import path. Write it as `my.right`."),
         (f"{TRAIN} --reward_funcs ./my/rewards.py", "Write it as `my.rewards.FUNCTION`."),
         (f"{TRAIN} --dataset_name=problems.jsonl", "'problems.jsonl'"),
@@ -69,6 +70,8 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         (TRAIN.replace("--model_name_or_path a/model", ""), "`--model_name_or_path`"),
         ("vllm-serve --model FOLDER --group_size 7", "group_size=7 is not supported"),
         ("vllm-serve --model FOLDER --tensor-parallel-size 0", "--tensor-parallel-size=0 must be at least 1."),
+        ("vllm-serve --model FOLDER --port=0", "--port=0 is not a port"),
+        ("vllm-serve --model FOLDER --port=65536", "--port=65536 is not a port"),
         ("vllm-serve --model ./nowhere", "trl-qarl: error: ./nowhere is not a folder."),
     ],
 )
@@ -78,6 +81,7 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
     (tmp_path / "empty.json").touch()
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("started"))
     lines = refused(capsys, *command.replace("FOLDER", tiny_model).split()).splitlines(keepends=True)
     assert re.match(r"trl-qarl( [\w-]+)?: error: ", lines[-1]) and message in lines[-1]
     assert len(lines) == 1 or not message.startswith("trl-qarl: error: ")

@@ -9,23 +9,9 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from testing_utils.pictures import make_picture_config
-from trl_qarl.quantization.storage import is_sharded, num_elements, shapes_of, storage_of
 from trl_qarl.sharding import sharded_by
 from trl_qarl.sharding.fsdp2 import MasterShard, choose_units
-from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
-
-
-def test_a_sliced_parameter_keeps_its_shape_and_is_sharded():
-    layer = nn.Linear(4, 2)
-    assert not is_sharded(layer)
-    parameter = layer.weight
-    parameter.ds_tensor, parameter.ds_shape = torch.arange(4.0), torch.Size((2, 4))
-    parameter.ds_status = SimpleNamespace(name="AVAILABLE")
-    parameter.data = torch.empty(0)
-    assert is_sharded(layer) and isinstance(storage_of(parameter), Slices) and storage_of(layer.bias).is_whole
-    assert shapes_of(layer) == {"weight": (2, 4), "bias": (2,)} and num_elements(layer.parameters()) == 10
-    assert storage_of(parameter).local(parameter) is parameter.ds_tensor
-    assert storage_of(parameter).value(parameter) is parameter and storage_of(parameter).rows(parameter) == range(2)
+from trl_qarl.sharding.zero3 import compute_in_bfloat16
 
 
 def test_a_shard_of_masters_is_converted_like_a_tensor():

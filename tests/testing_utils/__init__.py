@@ -143,20 +143,6 @@ def make_own_code(folder, arch: str = "qwen2") -> str:
     return str(path)
 
 
-def make_tiny_export(masters: str, directory) -> str:
-    """Export the model in `masters` with INT4 weights into `directory/w4a16` and return that folder."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from trl_qarl import export_checkpoint, prepare_model
-
-    model = AutoModelForCausalLM.from_pretrained(masters)
-    prepare_model(model, "w4a16", scale_dtype=torch.float32)
-    return str(
-        export_checkpoint(model, Path(directory) / "w4a16", AutoTokenizer.from_pretrained(masters), torch.float32)
-    )
-
-
 def run_export(model, output_dir, *options: str) -> int:
     """Run `trl-qarl export` in this process and return its exit code."""
     from trl_qarl.cli import main
@@ -173,23 +159,6 @@ def refused(capsys, command: str, *argv: str) -> str:
     with pytest.raises(SystemExit, match="2"):
         main([command, *argv])
     return capsys.readouterr().err
-
-
-def complete_greedily(folder: str, prompt: str, num_tokens: int, model=None) -> str:
-    """Greedy completion of `model`, by default the one in the folder of its tokenizer, token by token, without
-    `generate`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, loaded = AutoTokenizer.from_pretrained(folder), model or AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    length = ids.shape[1]
-    for _ in range(num_tokens):
-        with torch.no_grad():
-            ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], 1)
-        if ids[0, -1] == tokenizer.eos_token_id:
-            break
-    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
 
 
 def set_engine_environment(patch) -> None:

@@ -17,12 +17,7 @@ SIGNED = {s.grid.num_bits: name for name, s in SCHEMES.items() if s.nests}
 """Schemes with signed scales by their bits: each nests in those of more."""
 
 
-RECORD = {
-    "scheme": "w4a16",
-    "group_size": 128,
-    "exclude_modules": None,
-    "scale_dtype": "bfloat16",
-}
+RECORD = {"scheme": "w4a16", "group_size": 128, "exclude_modules": None, "scale_dtype": "bfloat16"}
 """Record that a run of `w4a16` writes next to its masters."""
 
 

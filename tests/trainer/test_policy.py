@@ -5,51 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer import grpo_trainer
+from transformers import AutoTokenizer
 
 from testing_utils import make_problems, make_trainer
 from testing_utils.trainings import SIGNED, lora
 from trl_qarl import QaRLConfig
 from trl_qarl.quantization.swap import quantized_layers, restore_model
 from trl_qarl.trainer.policy import Policy
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """Steps on models during the construction of a trainer, in order."""
-    found = []
-
-    def note(owner, name, step):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: found.append(step) or original(*args, **kwargs))
-
-    note(Policy, "load", "load")
-    note(Policy, "prepare", "prepare")
-    note(Policy, "attach_numerics", "numerics")
-    note(grpo_trainer, "get_peft_model", "adapter")
-    note(grpo_trainer, "add_fused_lm_head", "head")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("start", "options", "expected"),
-    [
-        ("name", {}, ["load", "prepare", "head", "numerics"]),
-        ("instance", {}, ["prepare", "head", "numerics"]),
-        ("name", {"beta": 0.1}, ["load", "prepare", "load", "head", "head", "numerics", "numerics"]),
-        ("adapter", {}, ["load", "adapter", "prepare", "head", "numerics"]),
-        ("adapter", {"beta": 0.1, "lora_mode": "merged"}, ["load", "adapter", "prepare", "head", "numerics"]),
-    ],
-    ids=["name", "instance", "reference", "adapter", "merged"],
-)
-def test_a_policy_is_prepared_between_adapter_and_reference(tiny_model, tmp_path, steps, start, options, expected):
-    peft_config = lora() if start == "adapter" else None
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32") if start == "instance" else tiny_model
-    trainer = make_trainer(model, tmp_path, peft_config=peft_config, **options)
-    assert steps == expected
-    assert trainer.policy.model is trainer.model and trainer.policy.has_adapter == (start == "adapter")
-    assert (trainer.swap_report, trainer.numerics) == (trainer.policy.swap_report, trainer.policy.numerics)
 
 
 def test_an_adapter_folder_is_loaded_with_given_arguments(tiny_model, tmp_path, caplog):

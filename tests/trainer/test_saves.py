@@ -417,7 +417,7 @@ def test_an_adapter_is_resumed_by_its_own_configuration(tiny_model, tmp_path):
     ):
         given = options | {"lora_mode": changed.pop("lora_mode", "adapter")}
         with pytest.raises(ValueError, match=named):
-            make(tiny_model, tmp_path, peft_config=lora(**changed), resume_from_checkpoint="true", **given)
+            make(tiny_model, tmp_path, peft_config=lora(**changed), resume_from_checkpoint="True", **given)
     with pytest.raises(ValueError, match=r"\(an adapter there, none here\)"):
         make(tiny_model, tmp_path, resume_from_checkpoint="true", **options)
     with pytest.raises(ValueError, match=r"\(an adapter there, none here\)"):

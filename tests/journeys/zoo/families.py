@@ -236,13 +236,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_dt_rank": 8,
     },
-    "axk1": {
-        **_EXPERTS,
-        **_LATENT,
-        **_GROUPS,
-        "head_dim": 32,
-        "num_key_value_heads": 2,
-    },
+    "axk1": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
     "cohere2_moe": {
         **_EIGHT,
         "intermediate_size": 64,

@@ -1,4 +1,4 @@
-"""Cards and pushes of a trainer."""
+"""Cards that a trainer writes, and its pushes to the Hub."""
 
 import logging
 from collections.abc import Callable

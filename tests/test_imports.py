@@ -88,7 +88,7 @@ def test_the_trainers_side_does_not_import_what_runs_in_vllm(graph):
     assert importers and all(module.startswith("trl_qarl.vllm_plugin") for module in importers)
 
 
-@pytest.mark.parametrize("command", ["vllm_serve", "doctor", "estimate", "export", "report"])
+@pytest.mark.parametrize("command", ["vllm_serve", "doctor", "estimate", "report"])
 def test_a_command_that_does_not_train_loads_no_trainer(command):
     """TRL's clients and trainers import vLLM and PEFT, which takes seconds."""
     files = module_files(ROOT)

@@ -21,6 +21,21 @@ def module_files(root):
     return files
 
 
+def imports_of(module, path, files, at_start=False):
+    """What a module imports: in functions and for type checkers too, or `at_start`, when it is itself imported."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if at_start else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            source = ".".join(filter(None, (base, node.module)))
+            # `from .folder import name` may mean a module of the folder or a name in its `__init__.py`.
+            names = {f"{source}.{alias.name}" for alias in node.names}
+            yield from {name if name in files else source for name in names}
+
+
 def import_graph(root):
     """
     `{module: modules it imports}`, at the top, within functions and for type checkers alike.
@@ -28,21 +43,7 @@ def import_graph(root):
     The package itself is left out: it offers public names of all modules, loaded on first use, and its version.
     """
     files = module_files(root)
-    graph = {}
-    for module, path in files.items():
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        imported = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-                source = ".".join(filter(None, (base, node.module)))
-                # `from .folder import name` may mean a module of the folder or a name in its `__init__.py`.
-                imported |= {
-                    f"{source}.{alias.name}" if f"{source}.{alias.name}" in files else source for alias in node.names
-                }
-        graph[module] = (imported & set(files)) - {module, root.name}
+    graph = {name: {*imports_of(name, path, files)} & files.keys() - {name, root.name} for name, path in files.items()}
     del graph[root.name]
     return graph
 
@@ -85,6 +86,21 @@ def test_protocol_and_run_files_import_nothing_of_the_package(graph):
 def test_the_trainers_side_does_not_import_what_runs_in_vllm(graph):
     importers = {module for module, imported in graph.items() if any("vllm_plugin" in other for other in imported)}
     assert importers and all(module.startswith("trl_qarl.vllm_plugin") for module in importers)
+
+
+@pytest.mark.parametrize("command", ["vllm_serve", "doctor", "estimate", "report"])
+def test_a_command_that_does_not_train_loads_no_trainer(command):
+    """TRL's clients and trainers import vLLM and PEFT, which takes seconds."""
+    files = module_files(ROOT)
+    seen, waiting = {}, [(f"trl_qarl.scripts.{command}", None)]
+    for module, importer in waiting:
+        if module not in seen:
+            seen[module] = importer
+            # The command's own functions run; those of what it imports may not.
+            found = imports_of(module, files[module], files, at_start=importer is not None) if module in files else ()
+            waiting += [(name, module) for name in found]
+    heavy = {name: importer for name, importer in seen.items() if name.split(".")[0] in ("trl", "vllm", "peft")}
+    assert len(seen) > 10 and not heavy
 
 
 def test_no_class_is_assigned():

@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM
 from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
 from trl_qarl.bitwise.cpu import has_engine_kernels
-from trl_qarl.engines.server import ServerEngine, cpu_weights_variable
+from trl_qarl.bitwise.low_bit import choose_cpu_weights
+from trl_qarl.engines.server import ServerEngine
 from trl_qarl.engines.server_command import build_server_command
 from trl_qarl.engines.server_process import ServerProcess, free_port
 from trl_qarl.engines.spec import EngineSpec
 from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
 pytest.importorskip("vllm")
@@ -41,7 +43,7 @@ def two_servers(tmp_path_factory, warm):
             port = free_port()
             spec, options = EngineSpec.of(model, torch.bfloat16), ["--max-model-len", "128", "--seed", seed]
             argv, environment = build_server_command(spec, port=port, on_cpu=True, vllm_args=options)
-            environment |= cpu_weights_variable(model, 2, is_trained=True)
+            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, 2, is_trained=True)
             process = processes[f"http://127.0.0.1:{port}"] = ServerProcess(argv, environment, folder / f"{port}.log")
             process.token = token
             stack.callback(process.stop)

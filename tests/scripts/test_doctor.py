@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from testing_utils import make_tiny_config, refused
+from testing_utils import make_tiny_config, path_without, refused
 from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import QUANTIZED
 from trl_qarl._version import __version__
@@ -66,7 +66,8 @@ def broken_torchvision(tmp_path, monkeypatch):
     (tmp_path / "torchvision" / "__init__.py").write_text(error)
     (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
     (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    others = path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), others]))
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from trl_qarl import QaRLTrainer
 from trl_qarl.engines.client import QaRLClient
 from trl_qarl.engines.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
 from trl_qarl.forward import FORWARD_KEYS
-from trl_qarl.hub import PushesPolicy
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.trainer.pushes import PushesPolicy
 from trl_qarl.trainer.saves import SavesRuns
 from trl_qarl.trainer.trainer_mixins import PreparesPolicy, ScoresRollouts
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import make_problems, make_tiny_model, make_vllm_trainer, spread, stop_at
+from testing_utils import make_problems, make_tiny_model, make_vllm_trainer, save_at, spread, stop_at
 from testing_utils.trainings import arguments, assert_equal, lora, make, parameters, rows
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.files import hold
@@ -25,12 +25,12 @@ WITHIN = {"save_strategy": "steps", "save_steps": 3, "steps_per_generation": 4, 
 
 
 class Orders:
-    """Three epochs of three generation batches with two updates each, all saved, and runs that go on from them."""
+    """Three epochs of three generation batches with two updates each, saved at `steps`, and runs that go on there."""
 
-    def __init__(self, model, folder, is_streamed=False, **options):
-        self.model, self.folder = model, folder
+    def __init__(self, model, folder, steps, is_streamed=False, **options):
+        self.model, self.folder, self.steps = model, folder, steps
         self.problems = make_problems(6).to_iterable_dataset() if is_streamed else make_problems(6)
-        self.options = {"max_steps": 18, **SAVING, **options}
+        self.options = {"max_steps": 18, **options}
         self.whole, self.order = self.run(folder, None)
 
     def run(self, folder, checkpoint):
@@ -40,7 +40,8 @@ class Orders:
             seen.append(sorted(set(prompts)))
             return spread(completions)
 
-        trainer = make(self.model, folder, reward=note, train_dataset=self.problems, **self.options)
+        objects = {"train_dataset": self.problems, "callbacks": [save_at(*self.steps)]}
+        trainer = make(self.model, folder, reward=note, **objects, **self.options)
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer, seen
 
@@ -55,12 +56,13 @@ class Orders:
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_shuffled", "is_streamed"), [(True, False), (False, False), (True, True)])
 def test_a_run_resumed_in_any_epoch_sees_the_same_prompts(tiny_model, tmp_path, is_shuffled, is_streamed):
-    orders = Orders(tiny_model, tmp_path, is_streamed, shuffle_dataset=is_shuffled)
+    # At the end of an epoch, within its first generation batch, and between that and the next.
+    steps = (8,) if not is_shuffled else (7, 14) if is_streamed else (6, 13)
+    orders = Orders(tiny_model, tmp_path, steps, is_streamed, shuffle_dataset=is_shuffled)
     epochs = [orders.order[start : start + 3] for start in (0, 3, 6)]
     assert all(len(set(map(str, epoch))) == 3 for epoch in epochs)
     assert len(set(map(str, epochs))) == (3 if is_shuffled else 1)
-    # At the end of an epoch, within its first generation batch, and between that and the next.
-    for step in (8,) if not is_shuffled else (7, 14) if is_streamed else (6, 13):
+    for step in steps:
         orders.check(step)
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import cache
 from inspect import formatannotation
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -83,19 +84,12 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
 
     Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
     """
-    hints, own = get_type_hints(type(config)), own_options(type(config), inherited)
-    for name in type(config).__dataclass_fields__:
-        hint, value = hints[name], getattr(config, name)
-        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kinds = [OptimizerNames] if name == "optim" else [kind for kind in allowed if _is_enum(kind)]
+    for name, hint, allowed, kinds in _options_to_look_at(type(config), inherited):
+        value = getattr(config, name)
         if kinds:
             known = [*(MUONS if name == "optim" else ()), *(member.value for kind in kinds for member in kind)]
             if value not in known:
                 yield name, f"{name}={value!r} is unknown. Choose one of {known}."
-            continue
-        # A number that a command line may give as text is looked at too.
-        simple = {*allowed} - {str, NoneType}
-        if name not in own and name != "output_dir" and not (simple and _SIMPLE.issuperset(simple)):
             continue
         numbers = [number for number in (value if isinstance(value, list | tuple) else [value]) if _is_float(number)]
         if any(map(math.isnan, numbers)):
@@ -108,6 +102,21 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
             yield name, f"{name}={value!r} must be finite. Give a smaller number, or leave it out."
         elif problem := _problem_of_range(name, value):
             yield name, problem
+
+
+@cache
+def _options_to_look_at(cls: type, inherited: type) -> list[tuple[str, Any, tuple[Any, ...], list[Any]]]:
+    """Return name, annotation, allowed types and enumerations of options."""
+    hints, own, found = get_type_hints(cls), own_options(cls, inherited), []
+    for name in cls.__dataclass_fields__:
+        hint = hints[name]
+        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [OptimizerNames] if name == "optim" else [kind for kind in allowed if _is_enum(kind)]
+        # A number that a command line may give as text is looked at too.
+        simple = {*allowed} - {str, NoneType}
+        if kinds or name in own or name == "output_dir" or (simple and _SIMPLE.issuperset(simple)):
+            found.append((name, hint, allowed, kinds))
+    return found
 
 
 def _is_enum(kind: Any) -> bool:

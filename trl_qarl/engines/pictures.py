@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl.generation.vllm_client import parse_logprobs, pil_to_base64
 
 from ..models import family_of, with_fact
 from ..quantization.names import architecture, has_tower
@@ -197,6 +196,8 @@ def picture_request(model: str, prompt: list[int], pictures: Sequence[Any] | Non
         "sampling_params": {**sampling, "output_kind": 2},
     }
     if pictures:
+        from trl.generation.vllm_client import pil_to_base64  # imports vLLM
+
         # Processors drop transparency; the server would put a white background behind it.
         encoded = [pil_to_base64(picture.convert("RGB")) for picture in pictures]
         body["content_parts"] = [{"type": "image_url", "url": f"data:image/png;base64,{data}"} for data in encoded]
@@ -213,6 +214,8 @@ def complete_prompts(
 ) -> dict[str, Any]:
     """Have a server complete prompts by [`picture_request`], which `post` sends to [`PICTURE_PATH`]. Return a result
     like that of TRL's client, with the server's prompts."""
+    from trl.generation.vllm_client import parse_logprobs  # imports vLLM
+
     num_each = sampling["n"]
 
     def draw(place: int, **changed: Any) -> dict[str, Any]:

@@ -141,11 +141,6 @@ def start_command(args, spec: EngineSpec) -> str:
     return shlex.join(argv)
 
 
-def cpu_weights_variable(model: nn.Module, *args, **kwargs) -> dict[str, str]:
-    """Return [`~trl_qarl.bitwise.low_bit.choose_cpu_weights`] as a variable for the environment of a server."""
-    return {CPU_WEIGHTS_VARIABLE: choose_cpu_weights(model, *args, **kwargs)}
-
-
 def server_process(args, spec: EngineSpec, model: nn.Module, chunk_bytes: int) -> ServerProcess:
     """Return the server of `vllm_server_autostart=True`, not yet started, for the learner `model` of a [`QaRLConfig`]
     that sends chunks of at most `chunk_bytes`."""
@@ -170,5 +165,5 @@ def server_process(args, spec: EngineSpec, model: nn.Module, chunk_bytes: int) -
         vllm_args=vllm_args,
     )
     if on_cpu:
-        environment |= cpu_weights_variable(model, 1 + has_engine_numerics(model), is_trained=True)
+        environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, 1 + has_engine_numerics(model), is_trained=True)
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

@@ -9,7 +9,7 @@ from typing import Any
 from ..engines.server_command import LOCAL_HOSTS, build_server_command, tensor_parallel_size
 from ..quantization.plan import plan_of
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from ..wire.protocol import TRANSFER_DIR_VARIABLE
+from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
 from .command_line import add_plan_options, check_folder, configuration_errors
 
@@ -78,9 +78,9 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         import torch
 
         from ..adapters.tensors import arguments_for
+        from ..bitwise.low_bit import choose_cpu_weights
         from ..doctor.memory import shapes_of
         from ..engines.pictures import engine_arguments
-        from ..engines.server import cpu_weights_variable
         from ..engines.spec import EngineSpec
         from ..sync.publisher import check_ranks, largest_chunk
 
@@ -106,7 +106,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
         if not torch.cuda.is_available():
-            environment |= cpu_weights_variable(model)
+            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model)
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
     token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))
     environment[TOKEN_FILE_VARIABLE] = token_file

@@ -27,13 +27,13 @@ from ..checkpoint.load import load_renamed
 from ..checkpoint.scales import write_scales
 from ..checks.launch import check_resumed_launch
 from ..checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
-from ..hub import PushesPolicy
 from ..quantization.names import base_model, is_peft_model
 from ..quantization.storage import is_sharded, num_elements, storage_of
 from ..replacing import replaced
 from ..rollout.ahead import Prefetcher
 from ..rollout.failures import all_or_none
 from ..sharding.fsdp2 import whole_state
+from .pushes import PushesPolicy
 
 
 logger = logging.getLogger(__name__)

@@ -27,6 +27,13 @@ def is_adapter_folder(name_or_path: Any) -> bool:
     return isinstance(name_or_path, (str, Path)) and (Path(name_or_path) / ADAPTER_CONFIG_NAME).is_file()
 
 
+def base_of(adapter_folder: str) -> str | None:
+    """Return the name of the model that an adapter's configuration names, from which TRL takes the tokenizer."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(adapter_folder).base_model_name_or_path
+
+
 def adapter_tensors(model: "PeftModel") -> dict[str, torch.Tensor]:
     """Return the trained adapter with the names in `adapter_model.safetensors`, detached. `model` must not be wrapped
     by accelerate."""

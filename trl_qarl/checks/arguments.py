@@ -14,7 +14,7 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import AutoConfig
 
-from ..adapters.tensors import is_adapter_folder
+from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.files import check_writable
 from ..checkpoint.load import is_low_bit, method_of, skeleton
 from ..quantization.names import base_model, is_peft_model
@@ -29,7 +29,6 @@ from .batches import fit_generation_batch
 from .configuration import check_optimizer, low_precision_masters
 from .content import (
     PICTURE_COLUMNS,
-    base_of,
     columns_among,
     error_of_call,
     evaluates,

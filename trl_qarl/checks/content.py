@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
-from ..adapters.tensors import is_adapter_folder
+from ..adapters.tensors import base_of, is_adapter_folder
 from .batches import problems_of_dataset
 from .names import is_no_folder
 
@@ -149,13 +149,6 @@ def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "proces
             f"{model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
             f"as `{name}`."
         )
-
-
-def base_of(adapter_folder: str) -> str | None:
-    """Return the name of the model that an adapter's configuration names, from which TRL takes the tokenizer."""
-    from peft import PeftConfig
-
-    return PeftConfig.from_pretrained(adapter_folder).base_model_name_or_path
 
 
 def problem_of_end(processing_class: Any) -> str | None:

@@ -18,9 +18,8 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from ..adapters.tensors import is_adapter_folder
+from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.load import skeleton
-from ..checks.content import base_of
 from ..optimizers.eight_bits import block_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of

@@ -107,7 +107,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         try:
             engines = [self._connect_to(url, number, clients) for number, url in enumerate(urls)]
             self._use(engines[0] if len(engines) == 1 else Servers(engines))
-            if self.max_completion_length > (context := self.description["max_model_len"]):
+            context = self.description.get("max_model_len")
+            if context is not None and self.max_completion_length > context:
                 raise ValueError(
                     f"max_completion_length={self.max_completion_length} is more than the server's context of {context} tokens, so it would "
                     "refuse each request. Lower it, or start a server with a larger `--max-model-len` (`vllm_max_model_length`)."

@@ -131,6 +131,13 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path, capsys, file, text, names)
     assert names in line and file in line and not (tmp_path / "report.html").exists()
 
 
+def test_the_suffix_of_a_picture_decides_its_format(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    report(tmp_path / "report.png", run)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG") and "report.png" in capsys.readouterr().out
+    assert "Format 'txt' is not supported" in refused(capsys, tmp_path / "report.txt", run)
+
+
 def test_missing_matplotlib_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("trl_qarl.scripts.report.find_spec", lambda name: None)
     assert '".[report]"' in refused(capsys, tmp_path / "report.html", write_run(tmp_path / "run"))

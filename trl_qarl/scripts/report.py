@@ -94,7 +94,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--output",
         metavar="FILE",
         default="report.html",
-        help="page to write; default: %(default)s",
+        help="page, or picture such as report.png, to write; default: %(default)s",
     )
     return parser
 
@@ -111,13 +111,17 @@ def main(args: Namespace) -> None:
 
 
 def write_report(run_dirs: Iterable[str | Path], output: Path) -> list[Run]:
-    """Write the page about runs in directories, and return the runs. `ValueError` is raised for a directory without
-    metrics, and without matplotlib."""
+    """Write the page about runs in directories, or their drawings alone in the format of another suffix, such as
+    `.png`, and return the runs. `ValueError` is raised for a directory without metrics, for a format that matplotlib
+    does not write, and without matplotlib."""
     if find_spec("matplotlib") is None:
         raise ValueError(f"A report needs matplotlib: {install_hint('report')}.")
     runs = [read_run(Path(folder)) for folder in run_dirs]
-    file = io.StringIO()
-    _draw(runs).savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    figure, file = _draw(runs), io.StringIO()
+    if output.suffix.lower() not in ("", ".htm", ".html"):
+        figure.savefig(output, dpi=120)
+        return runs
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = file.getvalue()
     columns = ("run", *_SETTINGS, "step", "final reward")
     cells = [

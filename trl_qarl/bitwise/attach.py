@@ -15,7 +15,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from ..models import family_of
 from ..quantization.gemm import low_bit_linear
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model
+from ..quantization.names import base_model, class_of
 from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
@@ -25,7 +25,6 @@ from .modules import (
     EngineOperation,
     LoraOperation,
     cache_of,
-    class_of,
     operation_for,
     operation_of,
     register_attention,

@@ -19,13 +19,13 @@ from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_model
+from ..quantization.names import base_model, class_of
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .expert_products import EXPERT_FEATURES
-from .modules import LoraOperation, class_of, operation_for, rope_types
+from .modules import LoraOperation, operation_for, rope_types
 
 
 COVERED_CLASSES = with_fact("engine_layers")

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.activations import SiLUActivation
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..quantization.names import adapted_layers
+from ..quantization.names import adapted_layers, class_of
 from ..quantization.storage import weight_version
 from ..token_row import Segments
 from . import expert_products as experts
@@ -59,12 +58,6 @@ class EngineOperation:
     def __signature__(self) -> inspect.Signature:
         """Signature of the class's forward, which `generate` inspects."""
         return inspect.signature(MethodType(type(self.module).forward, self.module))
-
-
-def class_of(module: nn.Module) -> type:
-    """Return the class of a module, or its former class if FSDP2 manages it."""
-    # torch derives a class from `FSDPModule` and the former class.
-    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
 
 
 def operation_of(module: nn.Module) -> EngineOperation | None:

@@ -112,6 +112,7 @@ def problems_of_arguments(
         quantization_config = loaded if is_nf4(loaded) else None
     yield from problems_of_quantized_base(args, quantization_config, has_adapter)
     rewards, processing_class = others.get("reward_funcs") or [], others.get("processing_class")
+    rewards = rewards if isinstance(rewards, list) else [rewards]
     inputs = train_dataset, eval_dataset, rewards, processing_class, environment_factory, others.get("tools")
     yield from problems_of_content(args, model, *inputs)
     yield from _problems_of_rewards(args, rewards, others.get("reward_processing_classes"))
@@ -157,8 +158,7 @@ def problems_of_arguments(
     yield from fit_generation_batch(args, train_dataset)
 
 
-def _problems_of_rewards(args: Any, rewards: Any, tokenizers: Any) -> Iterator[str]:
-    rewards = rewards if isinstance(rewards, list) else [rewards]
+def _problems_of_rewards(args: Any, rewards: list[Any], tokenizers: Any) -> Iterator[str]:
     number = "is 1 reward function" if len(rewards) == 1 else f"are {len(rewards)} reward functions"
     tokenizers = [tokenizers] if tokenizers is not None and not isinstance(tokenizers, list) else tokenizers
     if tokenizers is not None and len(tokenizers) != len(rewards):
@@ -200,11 +200,10 @@ def problems_of_absence(
         yield "There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards."
 
 
-def _problems_of_metric(metric: str, eval_dataset: Any, rewards: Any) -> Iterator[str]:
+def _problems_of_metric(metric: str, eval_dataset: Any, rewards: list[Any]) -> Iterator[str]:
     """Yield a problem of a metric for the best checkpoint that no evaluation has, unless a reward may log it."""
     losses = [f"{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["loss"]
     name = metric.removeprefix("eval_")
-    rewards = rewards if isinstance(rewards, list) else [rewards]
     functions = [reward for reward in rewards if callable(reward) and not isinstance(reward, nn.Module)]
     may_be_logged = any("log_metric" in inspect.signature(function).parameters for function in functions)
     if not ("/" in name or name in (*_METRICS, *losses) or may_be_logged):

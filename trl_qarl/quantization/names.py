@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -42,6 +43,12 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model itself, or the one inside a `PeftModel`; its adapted layers stay wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def class_of(module: nn.Module) -> type:
+    """Return the class of a module, or its former class if FSDP2 manages it."""
+    # torch derives a class from `FSDPModule` and the former class.
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
 
 
 def architecture(model: nn.Module) -> str:

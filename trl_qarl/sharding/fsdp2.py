@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model, layer_of
+from ..quantization.names import base_model, class_of, layer_of
 from ..quantization.storage import BACKENDS, Storage
 from ..quantization.tensors import LowBitTensor
 from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight, TransposedSource
@@ -285,10 +285,9 @@ def shard_low_bit(model: nn.Module) -> int:
 def keep_class_names(model: nn.Module) -> None:
     """Give the classes that FSDP2 derives the names of the former ones, by which transformers finds names of tensors
     (`get_model_conversion_mapping`) and a model's own code (`custom_object_save`)."""
-    for derived in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
-        former = derived.__mro__[2]
-        for name in ("__module__", "__name__", "__qualname__"):
-            setattr(derived, name, getattr(former, name))
+    for module in model.modules():
+        for name in ("__module__", "__name__", "__qualname__") if isinstance(module, FSDPModule) else ():
+            setattr(type(module), name, getattr(class_of(module), name))
 
 
 def check_units(model: nn.Module) -> None:

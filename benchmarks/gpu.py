@@ -83,7 +83,6 @@ def _pieces_of(name: str, scheme: str, sizes: list[str], step_sizes: list[str]) 
             "5",
         ],
         f"decode-{name}": ["bench", "decode", *sizes, "--schemes", scheme, "--tokens", "1", "16", "64", "256"],
-        f"publish-{name}": ["bench", "publish", *sizes, *pair, "--repeats", "3"],
         f"rollout-{name}": [
             *("bench", "rollout", *step_sizes, *pair, "--repeats", "3"),
             *("--tokens", "1", "32", "128", "--new_tokens", "256"),
@@ -92,8 +91,7 @@ def _pieces_of(name: str, scheme: str, sizes: list[str], step_sizes: list[str]) 
 
 
 def dry_pieces() -> dict[str, list[str]]:
-    """Return the same kinds of pieces with tiny shapes, for any machine. `publish` is last: it starts a server
-    process."""
+    """Return the same kinds of pieces with tiny shapes, for any machine."""
     tiny, few = ["--shapes", "tiny"], ["--repeats", "1"]
     pair = ["--schemes", "bf16", "w4a16"]
     return {
@@ -105,7 +103,6 @@ def dry_pieces() -> dict[str, list[str]]:
             *("--numerics", "engine"),
         ],
         "rollout-tiny-w4a16": ["bench", "rollout", *tiny, *few, *pair, "--tokens", "1", "4", "--new_tokens", "8"],
-        "publish-tiny-w4a16": ["bench", "publish", *tiny, *few, "--schemes", "w4a16"],
     }
 
 

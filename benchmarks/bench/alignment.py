@@ -43,7 +43,7 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
                     open_server(model, dtype)
                     if args.rollout == "server"
                     else open_engine(model, dtype, max_num_seqs=len(TOPICS))
-                ) as (sampler, publisher, *_),
+                ) as (sampler, publisher),
             ):
                 publisher.publish("0")
                 samples = _sample(sampler, path, args.tokens, args.new_tokens)

@@ -32,7 +32,6 @@ LEARNER_MODES = {
 VLLM_MODES = {
     "alignment": "log-probs of learner against engine (needs vLLM)",
     "numerics": "training steps with engine numerics against fast ones (needs vLLM)",
-    "publish": "bytes, seconds and memory of a weight sync (needs vLLM)",
     "rollout": "tokens per second of the engine (needs vLLM)",
 }
 
@@ -89,7 +88,7 @@ def _add_learner_options(parser: ArgumentParser, mode: str, rows: list[int], row
 def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--model_name_or_path", metavar="MODEL", help="default: the quickstart's model")
-    if mode in ("alignment", "publish", "rollout"):
+    if mode in ("alignment", "rollout"):
         _add_shapes(parser)
         _add_number(parser, "--num_layers", "decoder layers, with --shapes")
     _add_choices(parser, "--schemes", list(SCHEMES), "", ["bf16", "w4a16", "w8a8", "fp8"])

@@ -127,8 +127,8 @@ def open_engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
-    """A server in another process: its client, the publisher to it, and the number of its process."""
+def open_server(model, dtype) -> Iterator[tuple[Any, Any]]:
+    """A server in another process: its client and the publisher to it."""
     import torch
 
     from trl_qarl.engines.client import QaRLClient
@@ -157,7 +157,7 @@ def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
             client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
             publisher = Publisher(model, dtype, ServerEngine(client, FileChannel(client)))
             publisher.check_engine()
-            yield client, publisher, server._process.pid
+            yield client, publisher
             client.close_session()
         finally:
             server.stop()

@@ -1,10 +1,8 @@
 """
-The modes of `python -m benchmarks.bench` that need vLLM: `alignment`, `numerics`, `publish` and `rollout`,
-on a real model.
+The modes of `python -m benchmarks.bench` that need vLLM: `alignment`, `numerics` and `rollout`, on a real model.
 
-`rollout` times decoding and the parts of one training step. Its
-engines run side by side in one process, and repeats alternate between them. The others are
-`alignment.py`, `numerics.py` and `publish.py`.
+`rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
+alternate between them. The others are `alignment.py` and `numerics.py`.
 """
 
 import gc
@@ -30,7 +28,6 @@ from .engines import (
 )
 from .machine import forget_peak, peak_bytes, synchronize
 from .numerics import measure_numerics
-from .publish import measure_publish
 from .shapes import write_random_model
 
 
@@ -102,7 +99,6 @@ def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any
 MODES = {
     "alignment": measure_alignment,
     "numerics": _measure_numerics,
-    "publish": measure_publish,
     "rollout": measure_rollout,
 }
 

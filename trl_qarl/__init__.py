@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .trainer.qarl_trainer import QaRLTrainer
 
 
-# Before anything imports transformers, which imports torchao.
+# On import: a call would come after the import of transformers, which imports torchao.
 quiet_torchao()
 
 

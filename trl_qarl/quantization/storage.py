@@ -88,8 +88,8 @@ class Storage:
 _WHOLE = Storage()
 BACKENDS: list[Storage] = []
 """
-Storages of sharded parameters. The modules of [`trl_qarl.sharding`] add theirs when they are imported: no call precedes
-every sharded model, because accelerate, DeepSpeed's `zero.Init` and a user's own code shard models too.
+Storages of sharded parameters. The modules of [`trl_qarl.sharding`] add theirs when they are imported: no call
+precedes every sharded model, because accelerate, DeepSpeed's `zero.Init` and a user's own code shard models too.
 """
 
 

@@ -165,11 +165,13 @@ def differing(names: Iterable[str], theirs: Mapping[str, Any], ours: Mapping[str
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint; `ValueError` names it if it is damaged."""
+    """Read a JSON file of a checkpoint or a model; `ValueError` names it if it is damaged."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Restore it from another checkpoint of the run.") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}). Restore it from another checkpoint of the run, or download it again."
+        ) from error
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

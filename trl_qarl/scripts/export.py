@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +185,16 @@ def _check_push(args: Namespace) -> str | None:
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Read the rows that a training logged, from its output directory or a checkpoint; empty if there are none."""
-    metrics, state = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json")
-    try:
-        if metrics.is_file():
-            return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-        return json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
-    except ValueError:
-        # A killed run may have an incomplete last line; the card then has no results.
-        return []
+    metrics, state, rows = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json"), []
+    if metrics.is_file():
+        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            # A run that was killed, or met a full disk, may have left half a line.
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+    elif state.is_file():
+        with suppress(ValueError):
+            rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    return rows
 
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:

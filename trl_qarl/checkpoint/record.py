@@ -110,7 +110,7 @@ def folder_to_resume(
     if not isinstance(resume_from_checkpoint, str | Path) or not Path(resume_from_checkpoint).is_dir():
         raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
     folder = Path(resume_from_checkpoint)
-    if problem := problem_of(folder, reads_content):
+    if problem := problem_of(folder, reads_content, is_named=True):
         if inside := last_complete_checkpoint(folder, reads_content):
             raise ValueError(
                 f"{folder} is a folder of checkpoints. Resume from {inside}, the last complete one in it."

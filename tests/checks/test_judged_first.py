@@ -732,6 +732,26 @@ def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):
     assert (args.eval_strategy, args.save_strategy) == ("no", "no")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [("dataset_name", ["a.json"], "list"), ("model_name_or_path", {"a": 1}, "dict"), ("export_dir", False, "bool")],
+)
+def test_what_is_no_path_in_a_yaml_file_is_named(train_argv, tmp_path, name, value, kind):
+    option = f"--{name}"
+    place = train_argv.index(option) if option in train_argv else len(train_argv)
+    argv = [*train_argv[:place], *train_argv[place + 2 :]]
+    with pytest.raises(Problems) as said:
+        read(tmp_path, argv, f"{name}: {json.dumps(value)}\n")
+    assert said.value.problems[0] == f"--{name}={value!r} is of type {kind}, and must be one text."
+
+
+def test_an_address_that_is_a_number_is_named(tmp_path):
+    with pytest.raises(
+        Problems, match="vllm_server_base_url=8000: a server of `trl-qarl vllm-serve` has no other form"
+    ):
+        arguments(tmp_path, vllm_server_base_url=8000)
+
+
 @pytest.mark.parametrize("option", ["eval_strategy", "eval_on_start"])
 def test_a_missing_split_of_an_evaluation_is_one_problem(train_argv, not_loaded, capsys, option):
     argv = [

@@ -33,6 +33,7 @@ import threading
 import time
 from pathlib import Path
 
+from trl_qarl._version import __version__
 from trl_qarl.vllm_plugin.gate import PublicationGate
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE
 from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH
@@ -190,6 +191,7 @@ class Engine:
 
     def qarl_describe(self):
         return {
+            "trl_qarl": __version__,
             "quantization_config": self.quantization_config,
             "dtype": self.dtype,
             "logprobs_mode": "processed_logprobs",

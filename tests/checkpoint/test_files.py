@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from trl_qarl.checkpoint.files import check_free, hold, is_of_the_disk
+from trl_qarl.checkpoint.files import check_free, hold, is_of_the_disk, name_disk_errors
 
 
 HOLDER = """
@@ -85,3 +85,10 @@ def test_errors_of_the_disk_are_told_from_others(tmp_path):
     assert type(caught.value) is Exception and is_of_the_disk(caught.value)
     assert is_of_the_disk(OSError(errno.ENOSPC, "No space left on device"))
     assert not is_of_the_disk(ValueError("has experts in high precision")) and not is_of_the_disk(Exception("?"))
+
+
+def test_a_disk_error_without_a_file_names_the_folder(tmp_path):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"), name_disk_errors(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="^cut off$"), name_disk_errors(tmp_path):
+        raise OSError("cut off")

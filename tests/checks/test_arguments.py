@@ -13,7 +13,7 @@ from transformers.models.mamba import modeling_mamba
 from transformers.models.nemotron_h import modeling_nemotron_h
 from trl import GRPOConfig
 
-from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, spread
+from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, refused, spread
 from testing_utils.trainings import EXPERTS, arguments, config, make
 from trl_qarl.checks.model import problems_of_division, problems_of_pictures
 from trl_qarl.quantization.swap import restore_model
@@ -208,6 +208,17 @@ def test_a_missing_tokenizer_is_named_before_loading(tiny_model, tmp_path, monke
         make(str(tmp_path), tmp_path / "run")
     args = arguments(tmp_path / "run")
     QaRLTrainer(str(tmp_path), spread, args, make_problems(), processing_class=make_tiny_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_cut_file_of_json_is_named_before_loading(tiny_model, tmp_path, monkeypatch, capsys, name):
+    path = shutil.copytree(tiny_model, tmp_path / "model") / name
+    path.write_text(path.read_text()[:20])
+    monkeypatch.setattr("trl_qarl.trainer.policy.Policy.load", None)
+    with pytest.raises(ValueError, match=f"model/{name} cannot be read"):
+        make(str(path.parent), tmp_path / "run")
+    options = ["--model_name_or_path", str(path.parent), "--scheme", "w8a8", "--output_dir", str(tmp_path / "out")]
+    assert f"model/{name} cannot be read" in refused(capsys, "export", *options)
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-5, 0.5])

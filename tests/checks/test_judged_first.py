@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, Image, IterableDataset, List
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,10 +24,11 @@ from transformers import (
 )
 
 from testing_utils import make_problems, make_tiny_model, refused, spread
+from testing_utils.pictures import draw
 from testing_utils.trainings import arguments, lora, make
 from trl_qarl.checkpoint import marker
 from trl_qarl.checks.content import check_tokens, problems_of_prompts
-from trl_qarl.checks.model import warn_of_length
+from trl_qarl.checks.model import problems_of_positions, warn_of_length
 from trl_qarl.checks.problems import Problems
 from trl_qarl.scripts import train
 from trl_qarl.scripts.command_line import spell
@@ -429,6 +430,17 @@ REFUSED = {
         {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
         "vllm_tensor_parallel_size=2 must divide the number of processes, 1",
     ),
+    **{
+        f"context of {name}": (
+            {},
+            {"use_vllm": True, "vllm_max_model_length": 513, **mode},
+            "vllm_max_model_length=513 with Qwen2ForCausalLM: vLLM starts no engine with a context beyond the model's, 512",
+        )
+        for name, mode in (
+            ("an engine", {"vllm_mode": "colocate"}),
+            ("a server", {"vllm_mode": "server", "vllm_server_autostart": True}),
+        )
+    },
     "of masters": (
         {"rollout_func": print},
         {"quantize_learner": False},
@@ -455,8 +467,8 @@ def test_an_argument_is_refused_before_loading(tiny_model, tmp_path, not_loaded,
         given = {"peft_config": lora(target_modules=given["peft_config"])}
     args = arguments(**({"output_dir": "out"} | options))
     found = problems("model", **({"reward_funcs": spread, "args": args, "train_dataset": make_problems()} | given))
-    # This model reads no pictures, here or in vLLM, and its template calls no tools.
-    assert text in "".join(found) and len(found) == 1 + 2 * ("column 'image'" in text) + ("with `tools`" in text), (
+    # This model reads no pictures, here or in vLLM, nor has a text a place for them; its template calls no tools.
+    assert text in "".join(found) and len(found) == 1 + 3 * ("column 'image'" in text) + ("with `tools`" in text), (
         found
     )
 
@@ -469,6 +481,55 @@ def test_columns_of_no_pictures_are_named(tiny_model, tmp_path, not_loaded, name
     found = problems(tiny_model, spread, arguments(tmp_path), with_column(name, value))
     assert len(found) == 2 and "the processing class is a tokenizer, which reads none" in found[0]
     assert found[1].startswith(f"The column {name!r} holds {text}. Make it pictures: `dataset.cast_column({name!r}, ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (
+            {"image": [draw(0), None]},
+            "Row 1 of the training dataset has None for its pictures. Give a column 'images'",
+        ),
+        (
+            {"images": [[draw(0)] * 2, [draw(1)]]},
+            "Row 1 of the training dataset does not take its pictures: Number of",
+        ),
+        ({"images": [[draw(0)] * 2, []], "prompt": ["1", "2"]}, "Row 0 of the training dataset has a picture and a"),
+    ],
+    ids=["none", "placeholders", "texts"],
+)
+def test_pictures_that_fit_no_prompt_are_named(tiny_model, tmp_path, not_loaded, rows, text):
+    two = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which?"}]}]
+    one = [{"role": "user", "content": "What?"}]
+    prompts = [two, two] if "images" in rows else [one, one]
+    # The rows that are read come second and last in the file.
+    data = Dataset.from_dict({"prompt": prompts} | rows).select([0, 1])
+    (name,) = data.features.keys() & {"image", "images"}
+    kind = Image() if name == "image" else List(Image())
+    found = problems(tiny_model, spread, arguments(tmp_path), data.cast_column(name, kind))
+    assert sum(text in each for each in found) == 1
+
+
+def test_pictures_that_fit_are_counted_in_order(tiny_model, tmp_path, not_loaded):
+    """Of a dataset whose rows are in another order than in its file."""
+    prompts = [[{"role": "user", "content": [{"type": "image"}] * number}] for number in range(3)]
+    rows = {"prompt": prompts, "images": [[draw(0)] * number for number in range(3)]}
+    data = Dataset.from_dict(rows).cast_column("images", List(Image())).select([2, 0, 1])
+    assert not [each for each in problems(tiny_model, spread, arguments(tmp_path), data) if "Row" in each]
+
+
+def test_a_context_that_vllm_takes_is_not_refused(tiny_model, tmp_path, monkeypatch):
+    model, options = on_meta(tiny_model), {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 1025}
+    # The context of another's server is its own.
+    assert not [*problems_of_positions(model, arguments(tmp_path, **(options | SERVER)))]
+    args = arguments(tmp_path, **options)
+    model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    assert len([*problems_of_positions(model, args)]) == 1
+    model.config.rope_parameters["factor"] = 4.0
+    assert not [*problems_of_positions(model, args)]
+    model.config.rope_parameters["factor"] = 1.0
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert not [*problems_of_positions(model, args)]
 
 
 def test_a_rank_of_zero_says_nothing_of_targets(tiny_model, tmp_path, not_loaded):
@@ -669,6 +730,26 @@ def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tmp_path, monkeypatch):
     (script_args, args, *_), launch, _ = read(tmp_path, argv, text)
     assert (script_args.dataset_name, args.learning_rate, launch) == ("2024", 0.5, ["--num_processes", "1"])
     assert (args.eval_strategy, args.save_strategy) == ("no", "no")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [("dataset_name", ["a.json"], "list"), ("model_name_or_path", {"a": 1}, "dict"), ("export_dir", False, "bool")],
+)
+def test_what_is_no_path_in_a_yaml_file_is_named(train_argv, tmp_path, name, value, kind):
+    option = f"--{name}"
+    place = train_argv.index(option) if option in train_argv else len(train_argv)
+    argv = [*train_argv[:place], *train_argv[place + 2 :]]
+    with pytest.raises(Problems) as said:
+        read(tmp_path, argv, f"{name}: {json.dumps(value)}\n")
+    assert said.value.problems[0] == f"--{name}={value!r} is of type {kind}, and must be one text."
+
+
+def test_an_address_that_is_a_number_is_named(tmp_path):
+    with pytest.raises(
+        Problems, match="vllm_server_base_url=8000: a server of `trl-qarl vllm-serve` has no other form"
+    ):
+        arguments(tmp_path, vllm_server_base_url=8000)
 
 
 @pytest.mark.parametrize("option", ["eval_strategy", "eval_on_start"])

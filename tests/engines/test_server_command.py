@@ -15,10 +15,10 @@ def option(argv, name):
 def test_the_command_holds_everything_a_trainer_needs():
     scheme = {"quant_method": "compressed-tensors"}
     argv, environment = build_server_command(
-        EngineSpec("some/model", scheme), host="10.0.0.7", port=8001, vllm_args=["--max-model-len", "4096"]
+        EngineSpec("some/model", scheme, "float32"), host="10.0.0.7", port=8001, vllm_args=["--max-model-len", "4096"]
     )
     assert argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-    assert option(argv, "--model") == "some/model"
+    assert option(argv, "--model") == "some/model" and option(argv, "--dtype") == "float32"
     assert option(argv, "--host") == "10.0.0.7" and option(argv, "--port") == "8001"
     assert option(argv, "--load-format") == "dummy"
     assert json.loads(option(argv, "--hf-overrides")) == {"quantization_config": scheme}

@@ -46,7 +46,7 @@ def test_no_fault_changes_what_is_learned(tmp_path, warm, scenarios):
     assert {report["name"] for report in reports} == {scenario["name"] for scenario in asked}
     if scenarios is FAMILIES["signals to the trainer"]:
         # Some come after the end.
-        assert {"SIGKILL", "SystemExit", "KeyboardInterrupt"} <= {report["ended"][0] for report in reports}
+        assert {"SIGKILL", "Signaled", "KeyboardInterrupt"} <= {report["ended"][0] for report in reports}
     # Weights that depend on nothing that is drawn are the same whatever a fault does to it.
     assert max(report.get("dropped", 0) for report in reports) < 0.1
     failed = [report for report in reports if report["problems"]]

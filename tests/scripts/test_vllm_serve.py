@@ -42,7 +42,8 @@ def test_a_server_starts_with_the_adapters_rank_and_layers(tmp_path, capsys):
         return capsys.readouterr().out
 
     model = make_tiny_model(tmp_path)
-    command = printed("--model", model, "--max_lora_rank", "8")
+    command = printed("--model", model, "--max_lora_rank", "8", "--dtype", "float32")
+    assert " --dtype float32 " in command
     assert "--lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in command
     # A low-bit checkpoint as the adapter's base: its own scheme counts.
     learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -19,6 +19,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         ("doctor --scheme w8a8 --group_size 32", "has no groups"),
         ("doctor --scheme w4a16 --group_size 7", "group_size=7"),
         ("doctor --group_size 32", "--group_size needs"),
+        ("doctor FOLDER --model FOLDER", "argument --model: not allowed with argument MODEL"),
         ("doctor --scheme int3", "'int3'"),
         ("estimate /nope --gpu_memory 80", "trl-qarl: error: /nope is not a folder."),
         ("estimate . --gpu_memory 80", "trl-qarl: error: MODEL .: "),
@@ -41,6 +42,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
             f"export --model_name_or_path FOLDER --output_dir out --scheme {SIGNED[4]} --bits 8",
             f"--bits 8: precisions=[8] has 8 bits, which no layer of scheme '{SIGNED[4]}' can have",
         ),
+        ("export --model_name_or_path cut --output_dir out --scheme fp8", "cut/config.json cannot be read (Expecting"),
         # Before the model is converted.
         ("export --outptu-dir x", "`--outptu-dir`"),
         (f"{TRAIN} --max_steps ten", "--max_steps: invalid int value: 'ten'"),
@@ -80,6 +82,8 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     # With a wrong option, the dataset is read for what is wrong with it.
     (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
     (tmp_path / "empty.json").touch()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "config.json").write_text('{"model_type": ')
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
     monkeypatch.setattr("os.execve", lambda *_: pytest.fail("started"))
     lines = refused(capsys, *command.replace("FOLDER", tiny_model).split()).splitlines(keepends=True)

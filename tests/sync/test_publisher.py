@@ -13,6 +13,7 @@ from torch import nn
 
 from testing_utils import make_mixture
 from testing_utils.layers import one_layer
+from trl_qarl._version import __version__
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.engines.engine import Channel
 from trl_qarl.engines.in_process import InProcessEngine
@@ -56,6 +57,7 @@ def publisher_to_one_engine(scheme):
     """A publisher of one linear layer, and what its engine says of itself."""
     (model, config), transport = one_layer(scheme, scale_dtype=torch.bfloat16), Recorder()
     engine = {
+        "trl_qarl": __version__,
         "quantization_config": config,
         "dtype": "bfloat16",
         "logprobs_mode": "processed_logprobs",
@@ -97,6 +99,7 @@ def config_of(scheme):
         ("w4a16", config_of("w8a8"), "'int-quantized'"),
         ("w4a16", {"quantization_config": one_layer("w4a16")[1] | {"ignore": ["lm_head"]}}, "'lm_head'"),
         ("bf16", config_of("w4a16"), "'compressed-tensors'"),
+        ("w4a16", {"trl_qarl": "0.0.9"}, f"The engine runs trl_qarl 0.0.9, and this trainer {__version__}"),
         ("w4a16", {"dtype": "float32"}, "dtype: learner 'bfloat16', engine 'float32'"),
         ("w4a16", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
         ("w4a16", {"data_parallel_size": 4}, "data_parallel_size: 1 is .* a mixture of experts, the engine has 4"),

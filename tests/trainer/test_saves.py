@@ -258,6 +258,25 @@ def test_rotation_goes_by_step_not_by_clock(tiny_model, tmp_path, limit):
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == expected
 
 
+def test_a_new_run_goes_on_from_its_own_checkpoints(tiny_model, tmp_path):
+    """In the folder of an earlier one, which has checkpoints of later updates."""
+    options = SAVING | {"max_steps": 4, "save_total_limit": 2}
+    make(tiny_model, tmp_path, **options).train()
+    make(tiny_model, tmp_path, callbacks=[stop_at(2)], seed=1, **options).train()
+    last = str(tmp_path / "checkpoint-2")
+    assert make(tiny_model, tmp_path, seed=1, **options).find_checkpoint(True) == last
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_checkpoint_of_an_earlier_run_is_resumed_by_name(tiny_model, tmp_path):
+    options = SAVING | {"max_steps": 3}
+    make(tiny_model, tmp_path, **options).train()
+    make(tiny_model, tmp_path, callbacks=[stop_at(1)], seed=1, **options).train()
+    resumed = make(tiny_model, tmp_path, **(options | {"max_steps": 4}))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.find_checkpoint(True) == str(tmp_path / "checkpoint-4")
+
+
 def test_resuming_without_any_checkpoint_says_so(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="No complete checkpoint"):
         make(tiny_model, tmp_path).train(resume_from_checkpoint=True)

@@ -120,7 +120,10 @@ def name_disk_errors(folder: Path) -> Iterator[None]:
     the usual reason. torch says "iostream error" or "unexpected pos" instead."""
     try:
         yield
-    except OSError:
+    except OSError as error:
+        # A write to an open file does not name it.
+        if error.errno is not None and error.filename is None:
+            error.filename = str(folder)
         raise
     except Exception as error:
         if not (is_of_the_disk(error) or re.search("iostream error|unexpected pos", str(error))):

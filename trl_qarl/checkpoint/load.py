@@ -42,6 +42,7 @@ from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
 from ..wire.protocol import tensor_name
 from . import gptq
+from .record import read_json
 
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def _quantization_of(name_or_path: str, revision: str | None) -> dict[str, Any] 
     path = cached_file(
         name_or_path, "config.json", revision=revision or "main", _raise_exceptions_for_missing_entries=False
     )
-    return None if path is None else json.loads(Path(path).read_text()).get("quantization_config")
+    return None if path is None else read_json(Path(path)).get("quantization_config")
 
 
 def is_low_bit(described: Any) -> bool:

@@ -22,9 +22,10 @@ from pathlib import Path
 
 BEGUN_FILE = "checkpoint_begun"
 COMPLETE_FILE = "checkpoint_complete"
+EARLIER_FILE = "checkpoint_of_an_earlier_run"
 _TRAINER_STATE_FILE = "trainer_state.json"
 # Users edit the page, and `training_args.bin` is never uploaded; resuming needs neither.
-_NOT_COUNTED = (BEGUN_FILE, COMPLETE_FILE, "README.md", "training_args.bin")
+_NOT_COUNTED = (BEGUN_FILE, COMPLETE_FILE, EARLIER_FILE, "README.md", "training_args.bin")
 _CHUNK = 1 << 24
 _MAX_THREADS = 8
 
@@ -36,7 +37,16 @@ def begin(folder: Path) -> None:
         os.replace(folder / COMPLETE_FILE, folder / BEGUN_FILE)
     except FileNotFoundError:
         (folder / BEGUN_FILE).touch()
+    (folder / EARLIER_FILE).unlink(missing_ok=True)
     _fsync(folder)
+
+
+def leave_behind(first: Path) -> None:
+    """Mark the checkpoints next to the first one of a run as those of an earlier run: they are resumed only by name,
+    and deleted before those of this run."""
+    for folder in first.parent.glob("checkpoint-*"):
+        if folder.is_dir() and folder.name != first.name:
+            (folder / EARLIER_FILE).touch()
 
 
 def complete(folder: Path) -> None:
@@ -64,10 +74,13 @@ def is_complete(folder: str | Path) -> bool:
     return problem_of(folder) is None
 
 
-def problem_of(folder: str | Path, reads_content: bool = False) -> str | None:
+def problem_of(folder: str | Path, reads_content: bool = False, is_named: bool = False) -> str | None:
     """Return the reason why no run can resume from the checkpoint in `folder`, worded to follow "it is", or `None`.
-    With `reads_content` every file is read and compared with its CRC-32, otherwise only the sizes are compared."""
+    With `reads_content` every file is read and compared with its CRC-32, otherwise only the sizes are compared. If the
+    user named it (`is_named`), it may be one of an earlier run."""
     folder = Path(folder)
+    if not is_named and (folder / EARLIER_FILE).exists():
+        return "of an earlier run: name it to resume from it"
     try:
         marks = json.loads((folder / COMPLETE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

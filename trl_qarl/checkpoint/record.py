@@ -110,7 +110,7 @@ def folder_to_resume(
     if not isinstance(resume_from_checkpoint, str | Path) or not Path(resume_from_checkpoint).is_dir():
         raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
     folder = Path(resume_from_checkpoint)
-    if problem := problem_of(folder, reads_content):
+    if problem := problem_of(folder, reads_content, is_named=True):
         if inside := last_complete_checkpoint(folder, reads_content):
             raise ValueError(
                 f"{folder} is a folder of checkpoints. Resume from {inside}, the last complete one in it."
@@ -165,11 +165,13 @@ def differing(names: Iterable[str], theirs: Mapping[str, Any], ours: Mapping[str
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint; `ValueError` names it if it is damaged."""
+    """Read a JSON file of a checkpoint or a model; `ValueError` names it if it is damaged."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Restore it from another checkpoint of the run.") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}). Restore it from another checkpoint of the run, or download it again."
+        ) from error
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -9,16 +9,20 @@ from typing import Any
 
 import trl.rewards
 from datasets import Dataset, Image, IterableDataset
+from pyarrow import compute
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
+from trl.data_utils import prepare_multimodal_messages
 
 from ..adapters.tensors import base_of, is_adapter_folder
+from ..checkpoint.record import read_json
 from .batches import problems_of_dataset
 from .names import is_no_folder
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_READ_AS_JSON = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _PROMPTS = (
     "A prompt is a text, or a list of messages with `role` and `content`, and not empty. Remove such rows: "
     "`dataset.filter(lambda row: row['prompt'])`."
@@ -33,13 +37,53 @@ def has_pictures(*datasets: Any) -> bool:
     return bool(columns_among(PICTURE_COLUMNS, datasets))
 
 
-def _problems_of_pictures(features: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem of each column in which TRL would find no pictures, nor their files."""
+def _problems_of_pictures(dataset: Any, name_of_data: str) -> Iterator[str]:
+    """Yield a problem of each column in which TRL would find no pictures, nor their files, or of the first row whose
+    pictures do not fit its prompt."""
+    features = getattr(dataset, "features", None) or {}
     for name, right in (("image", "Image()"), ("images", "List(Image())")):
         feature = features.get(name, Image())
         found = getattr(feature, "feature", None) if name == "images" and name in features else feature
         if not (getattr(found, "decode", False) or "string" in getattr(found, "dtype", "")):
             yield f"The column {name!r} holds {feature}. Make it pictures: `dataset.cast_column({name!r}, {right})`."
+            return
+    for row, (prompt, number) in enumerate(zip(_prompts_of(dataset), _numbers_of_pictures(dataset), strict=False)):
+        if _is_prompt(prompt) and (problem := _problem_of_number(prompt, number)):
+            yield f"Row {row} of the {name_of_data} dataset {problem}"
+            return
+
+
+def _numbers_of_pictures(dataset: Any) -> list[int | None]:
+    """Return the number of pictures of each row, `None` for a row with `None`, without reading them; nothing for a
+    dataset without a column of them."""
+    # TRL looks for `images` first.
+    name = max(columns_among(PICTURE_COLUMNS, [dataset]), default=None)
+    if name is None or not isinstance(dataset, Dataset):
+        return []
+    # A format of `datasets` would copy the bytes of the pictures.
+    column = dataset.data.column(name)
+    if name == "images":
+        numbers = compute.list_value_length(column)
+    else:
+        numbers = compute.if_else(compute.is_valid(column), 1, None)
+    return (numbers if dataset._indices is None else numbers.take(dataset._indices.column(0))).to_pylist()
+
+
+def _problem_of_number(prompt: Any, number: int | None) -> str | None:
+    """Return why TRL cannot put a number of pictures into a prompt, or `None`."""
+    if number is None:
+        return "has None for its pictures. Give a column 'images' of lists, which are empty in rows without pictures."
+    if isinstance(prompt, str):
+        return (
+            "has a picture and a text as its prompt. Give a list of messages, into which TRL puts it."
+            if number
+            else None
+        )
+    try:
+        prepare_multimodal_messages(prompt, images=[None] * number)
+    except (ValueError, LookupError) as error:
+        return f"does not take its pictures: {error} A message whose content is a text needs no placeholders."
+    return None
 
 
 def columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
@@ -149,6 +193,16 @@ def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "proces
             f"{model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
             f"as `{name}`."
         )
+    yield from problems_of_json(model)
+
+
+def problems_of_json(folder: str) -> Iterator[str]:
+    """Yield a problem of each damaged file of a tokenizer, or of how to generate, which transformers does not name."""
+    for path in filter(Path.is_file, (Path(folder) / name for name in _READ_AS_JSON)):
+        try:
+            read_json(path)
+        except ValueError as error:
+            yield str(error)
 
 
 def problem_of_end(processing_class: Any) -> str | None:
@@ -280,7 +334,8 @@ def problems_of_content(
     yield from problems_of_tokenizer(model, processing_class)
     tools = tools or environment_factory
     yield from _problems_of_template(model, processing_class, args, tools, train_dataset, eval_dataset)
-    yield from _problems_of_pictures(getattr(train_dataset, "features", None) or {})
+    for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
+        yield from _problems_of_pictures(data, name)
     if videos := columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
         yield (
             f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "

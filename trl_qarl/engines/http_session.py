@@ -80,8 +80,8 @@ class CheckedSession(requests.Session):
 def server_urls(given: str | Sequence[str] | None) -> list[str]:
     """Return the addresses in `vllm_server_base_url`, a list or a text that separates them by commas or spaces,
     without the `/v1` of OpenAI's clients."""
-    urls = given.replace(",", " ").split() if isinstance(given, str) else given or ()
-    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+    urls = given if isinstance(given, list | tuple) else str(given or "").replace(",", " ").split()
+    return [str(url).rstrip("/").removesuffix("/v1") for url in urls]
 
 
 def is_local(host: str | None) -> bool:

@@ -12,7 +12,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         description="Print and check versions, hardware and kernels, and whether a model trains with vLLM.",
         epilog="Exit code: 0 without errors, 1 with an error, 2 for invalid options.",
     )
-    parser.add_argument(
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument(
         "model",
         nargs="?",
         # The default of the option below.
@@ -20,7 +21,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         metavar="MODEL",
         help="hub id or folder: says if and how it trains with vLLM; its configuration is read, not its weights",
     )
-    parser.add_argument("--model", metavar="MODEL", help="the same")
+    named.add_argument("--model", metavar="MODEL", help="the same")
     add_plan_options(parser, default=None)
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     parser.add_argument(

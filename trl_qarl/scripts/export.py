@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def main(args: Namespace) -> int:
     from ..checkpoint.export import check_export_dir, export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
     from ..checkpoint.load import is_low_bit_checkpoint
+    from ..checks.content import problems_of_json
+    from ..checks.problems import raise_problems
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -75,6 +78,7 @@ def main(args: Namespace) -> int:
                 f"{args.model_name_or_path} is a low-bit checkpoint already. Name the folder of the masters."
             )
         check_export_dir(args.output_dir)
+        raise_problems(problems_of_json(args.model_name_or_path))
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         model, report, settings = _policy_of_masters(args, hub_kwargs)
         shown = ("loss_type", "quantize_learner", "group_size", "exclude_modules")
@@ -184,14 +188,16 @@ def _check_push(args: Namespace) -> str | None:
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Read the rows that a training logged, from its output directory or a checkpoint; empty if there are none."""
-    metrics, state = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json")
-    try:
-        if metrics.is_file():
-            return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-        return json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
-    except ValueError:
-        # A killed run may have an incomplete last line; the card then has no results.
-        return []
+    metrics, state, rows = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json"), []
+    if metrics.is_file():
+        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            # A run that was killed, or met a full disk, may have left half a line.
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+    elif state.is_file():
+        with suppress(ValueError):
+            rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    return rows
 
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:

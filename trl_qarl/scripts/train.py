@@ -161,7 +161,11 @@ def read_options(
                 problems.append(str(error).replace("DatasetConfig.__init__()", "`datasets`"))
             for name in _PATHS & vars(made).keys():
                 # As transformers does for `output_dir`: a YAML file has no shell, and takes a number for one.
-                if isinstance(value := getattr(made, name), str | int | float):
+                value = getattr(made, name)
+                if isinstance(value, list | dict) or (isinstance(value, bool) and name != "resume_from_checkpoint"):
+                    problems.append(f"--{name}={value!r} is of type {type(value).__name__}, and must be one text.")
+                    setattr(made, name, None)
+                elif value is not None:
                     setattr(made, name, os.path.expanduser(str(value)))
     script_args, config, model_args, mixture = parsed
     of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._version import __version__
 from ..adapters.tensors import adapter_problems, iter_adapter_tensors
 from ..checkpoint.layout import check_finite, iter_checkpoint_layers, quantization_config
 from ..engines.background import BackgroundCall
@@ -77,6 +78,11 @@ class Publisher:
         """Return the engine's description. `ValueError` is raised if the engine does not fit this learner, with both
         values of every setting that differs."""
         theirs = self.engine.describe()
+        if theirs.get("trl_qarl") != __version__:
+            raise ValueError(
+                f"The engine runs trl_qarl {theirs.get('trl_qarl')}, and this trainer {__version__}: kernels, names and messages may differ. "
+                "Install the same version on both sides, and start the server again."
+            )
         inventory = Inventory.of(self.model)
         problems = config_differences(quantization_config(inventory), theirs["quantization_config"])
         ours = {"dtype": str(self.dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs"}

@@ -208,6 +208,8 @@ class SavesRuns(PushesPolicy):
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.complete(folder)
+                if self._last_checkpoint is None:
+                    marker.leave_behind(folder)
         self._last_checkpoint = folder.resolve()
         rotate()
         self._push_saved()
@@ -373,6 +375,8 @@ class SavesRuns(PushesPolicy):
                     held.enter_context(hold(Path(self.args.output_dir, OUTPUT_LOCK)))
             checkpoint = self.find_checkpoint(resume_from_checkpoint)
             self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
+            if checkpoint is not None and self.is_world_process_zero():
+                Path(checkpoint, marker.EARLIER_FILE).unlink(missing_ok=True)
             yield checkpoint
 
     def _version_file(self) -> str:

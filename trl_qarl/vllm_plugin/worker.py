@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.processor import cached_processor_from_config
 
+from .._version import __version__
 from ..bitwise import cuda
 from ..bitwise.low_bit import describe_arithmetic
 from ..wire.describe import PICTURE_OPTIONS, describe_model, describe_pictures, describe_tokenizer
@@ -89,6 +90,7 @@ class WorkerExtension:
             quantization["quant_method"] = "mxfp4"
         tokenizer = cached_tokenizer_from_config(config.model_config)
         return {
+            "trl_qarl": __version__,
             "quantization_config": quantization,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,

@@ -62,6 +62,8 @@ class Family:
       says; `None` if it follows the configuration.
     - `has_longer_window`: whether vLLM's layers with a sliding window see one more token than transformers' (Cohere 2:
       https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/commandr.py).
+    - `initialized_layers`: last components of the names of layers whose `weight`, which a packed one does not have,
+      transformers reads when it loads a model (`_init_weights` of its class, 5.17).
     - `has_compared_pictures`: whether prompts, tensors and log-probs of its pictures were.
     - `gguf`: its architecture in GGUF. For others llama.cpp's conversion changes tensors in ways that are not
       implemented.
@@ -77,6 +79,7 @@ class Family:
     problem_of_float32: str | None = None
     shares_head: bool | None = None
     has_longer_window: bool = False
+    initialized_layers: tuple[str, ...] = ()
     has_compared_pictures: bool = False
     gguf: str | None = None
 
@@ -94,6 +97,12 @@ _ROWS = (
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
     Family("ExaoneMoeForCausalLM", "exaone_moe", vllm_fields=("sliding_windows",)),
+    Family(
+        "FalconForCausalLM",
+        "falcon",
+        initialized_layers=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    ),
+    Family("FalconMambaForCausalLM", "falcon_mamba", initialized_layers=("out_proj",)),
     Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
@@ -113,6 +122,8 @@ _ROWS = (
     Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
+    Family("MambaForCausalLM", "mamba", initialized_layers=("out_proj",)),
+    Family("Mamba2ForCausalLM", "mamba2", initialized_layers=("out_proj",)),
     Family(
         "MiMoV2FlashForCausalLM",
         "mimo_v2_flash",
@@ -135,6 +146,7 @@ _ROWS = (
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
+    Family("NanoChatForCausalLM", "nanochat", initialized_layers=("o_proj",)),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),

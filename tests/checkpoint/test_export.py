@@ -197,6 +197,33 @@ def test_stacked_experts_are_exported_one_by_one_in_low_bits(tmp_path):
             assert torch.equal(loaded, weight.low_bit_weight().to(torch.bfloat16))
 
 
+MAMBA = {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16}
+
+
+@pytest.mark.parametrize(("arch", "fields", "kept"), [("mamba2", MAMBA, "out_proj"), ("nanochat", {}, "o_proj")])
+def test_an_export_has_the_weights_that_transformers_reads(tmp_path, arch, fields, kept):
+    """While it loads them, transformers initializes these layers by their `weight`, which packed ones do not have."""
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
+    report = prepare_model(model, "w4a16")
+    assert {name.rpartition(".")[2] for name in report.skipped} == {kept, "lm_head"}
+    loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(model, tmp_path / "export"))
+    assert_close(loaded, model)
+
+
+@pytest.mark.parametrize(("name", "is_read"), [("w4a16", False), ("w8a8", True)])
+def test_a_card_of_falcon_says_whether_transformers_reads_it(tmp_path, name, is_read):
+    fields = {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False}
+    model = AutoModelForCausalLM.from_config(make_tiny_config("falcon", **fields))
+    prepare_model(model, name)
+    folder = export_checkpoint(model, tmp_path / "export")
+    assert ("transformers cannot read this layout" in (folder / "README.md").read_text()) != is_read
+    if is_read:
+        AutoModelForCausalLM.from_pretrained(folder)
+        return
+    with pytest.raises(AttributeError, match="weight"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_experts_of_a_plan_have_their_own_group(tmp_path):
     model = make_mixture("qwen2_moe")
     plan = {"re:.*experts": "w4a16", "re:.*(shared_expert|attn).*": "w8a16"}

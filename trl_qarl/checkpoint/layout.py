@@ -12,7 +12,7 @@ from torch import nn
 from ..models import IN_FLOAT32, is_router
 from ..quantization.experts import DOWN, QuantizedExperts, is_released_form
 from ..quantization.formats.registry import format_of
-from ..quantization.inventory import Inventory, LayerWeights
+from ..quantization.inventory import Inventory, LayerWeights, fails_in_transformers
 from ..quantization.names import CheckpointNames
 from ..quantization.plan import fused_layers
 from ..quantization.schemes import SCHEMES, QuantScheme
@@ -193,6 +193,8 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
 def loads_in_transformers(inventory: Inventory) -> bool:
     """Return whether transformers can read the checkpoint. For experts it supports only FP8 codes and packed codes
     (5.17), and in models whose checkpoints stack them only those of gpt-oss' releases."""
+    if any(fails_in_transformers(inventory.model, name, scheme) for name, (scheme, _) in inventory.formats.items()):
+        return False
     return all(
         is_released_form(layer.scheme)
         or (

@@ -56,7 +56,6 @@ class Family:
     - `vllm_values`: values of its configuration that vLLM's class has, whatever the configuration says.
     - `problem_of_plain_vllm`: what vLLM's class leaves out where this package is not installed next to it
       ([`trl_qarl.vllm_plugin.corrected_models`]).
-    - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
     - `shares_head`: whether vLLM's class shares the weight of embedding and output head, whatever the configuration
       says; `None` if it follows the configuration.
@@ -75,7 +74,6 @@ class Family:
     vllm_fields: tuple[str, ...] = ()
     vllm_values: Mapping[str, Any] = field(default_factory=dict)
     problem_of_plain_vllm: str | None = None
-    problem_with_vllm: str | None = None
     problem_of_float32: str | None = None
     shares_head: bool | None = None
     has_longer_window: bool = False
@@ -136,12 +134,6 @@ _ROWS = (
             "swa_num_attention_heads",
             "swa_num_key_value_heads",
         ),
-    ),
-    Family(
-        "MiniCPM3ForCausalLM",
-        "minicpm3",
-        problem_with_vllm="vLLM 0.31 gives layers of its latent attention no name (models/minicpm3.py), so a low-bit layer cannot be told from "
-        "others",
     ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),

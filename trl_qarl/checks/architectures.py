@@ -24,7 +24,7 @@ def problems_with_vllm(
     the meta device, and whose layers get these `schemes`, by name."""
     inventory, name = Inventory.of(model), architecture(model)
     family, config = family_of(name), inventory.model.config
-    if problem := family.problem_with_vllm or problem_of_mixture(inventory, schemes):
+    if problem := problem_of_mixture(inventory, schemes):
         yield problem
     if missing := [f"`{field}`" for field in family.vllm_fields if not hasattr(config, field)]:
         yield (

@@ -26,6 +26,7 @@ from vllm.model_executor.models import (
     laguna,
     llama4,
     mamba,
+    minicpm3,
     olmo_hybrid,
     phimoe,
     zamba2,
@@ -40,7 +41,7 @@ from ..replacing import replaced
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
 JambaForCausalLM, OlmoHybridForCausalLM = jamba.JambaForCausalLM, olmo_hybrid.OlmoHybridForCausalLM
-LagunaForCausalLM = laguna.LagunaForCausalLM
+LagunaForCausalLM, MiniCPM3ForCausalLM = laguna.LagunaForCausalLM, minicpm3.MiniCPM3ForCausalLM
 
 
 class BambaForCausalLM(granitemoehybrid.GraniteMoeHybridForCausalLM):
@@ -234,6 +235,24 @@ def _with_bias_of_router(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_weights
 
 
+def _with_name(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate what makes MiniCPM3's attention, and gives `q_a_proj` no name, by which a checkpoint may leave it in
+    high precision."""
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, prefix: str, **kwargs: Any) -> None:
+        make = minicpm3.ReplicatedLinear
+
+        def make_linear(*sizes: int, prefix: str = f"{prefix}.q_a_proj", **options: Any) -> torch.nn.Module:
+            return make(*sizes, prefix=prefix, **options)
+
+        with replaced(minicpm3, ReplicatedLinear=make_linear):
+            init(self, *args, prefix=prefix, **kwargs)
+
+    return __init__
+
+
+minicpm3.MiniCPM3Attention.__init__ = _with_name(minicpm3.MiniCPM3Attention.__init__)
 laguna.LagunaModel.load_weights = _with_bias_of_router(laguna.LagunaModel.load_weights)
 for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
     _model._repack_qkv = _without_shapes(_model._repack_qkv)

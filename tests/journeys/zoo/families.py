@@ -415,7 +415,6 @@ WITHOUT_HEAD_DIM = {"falcon", "zamba2"}
 REFUSED: dict[str, str] = {
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
     "longcat_flash": "interface for the computation of experts",
-    "minicpm3": "no name",
     "deepseek_v32": "sparse attention",
     "gpt2": "Its `Conv1D` is no linear layer",
     "jetmoe": "interface for the computation of experts",

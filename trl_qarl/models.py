@@ -36,9 +36,9 @@ errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/is
 SHARED_BLOCK = "shared_transformer"
 """Component of the names of a block that several layers of Zamba 2 are, which vLLM does not name."""
 
-IN_FLOAT32 = "e_score_correction_bias"
-"""Last component of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16 bits
-do not tell apart."""
+IN_FLOAT32 = ("e_score_correction_bias", "expert_bias")
+"""Last components of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16
+bits do not tell apart."""
 
 
 @dataclass(frozen=True)

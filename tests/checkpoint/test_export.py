@@ -197,6 +197,23 @@ def test_stacked_experts_are_exported_one_by_one_in_low_bits(tmp_path):
             assert torch.equal(loaded, weight.low_bit_weight().to(torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("arch", "leaf", "fields"),
+    [
+        ("glm4_moe", "e_score_correction_bias", {"n_routed_experts": 8, "first_k_dense_replace": 1}),
+        ("lfm2_moe", "expert_bias", {"num_experts": 8, "num_dense_layers": 1, "layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_biases_of_routers_keep_their_bits_in_an_export(tmp_path, arch, leaf, fields):
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **sizes, **fields))
+    biases = {name: tensor.uniform_() for name, tensor in model.state_dict().items() if name.endswith(leaf)}
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    tensors = tensors_of(export_checkpoint(model, tmp_path / "export"))
+    assert biases
+    assert_equal({name: tensors[name] for name in biases}, biases)
+
+
 MAMBA = {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16}
 
 

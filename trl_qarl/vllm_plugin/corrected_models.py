@@ -35,7 +35,7 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
-from ..models import IN_FLOAT32, SHARED_BLOCK
+from ..models import SHARED_BLOCK
 from ..replacing import replaced
 
 
@@ -224,7 +224,7 @@ def _with_bias_of_router(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         def others() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                if name.endswith(f"experts.{IN_FLOAT32}"):
+                if name.endswith("experts.e_score_correction_bias"):
                     experts = model.get_submodule(name.rpartition(".")[0])
                     experts.routed_experts.e_score_correction_bias.data.copy_(tensor)
                 else:

@@ -11,7 +11,6 @@ from ..models import family_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model
 from ..quantization.schemes import QuantScheme
-from ..quantization.storage import shapes_of
 
 
 _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
@@ -81,13 +80,20 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     load_general_plugins()
     name, cls = architecture(model), type(base_model(model))
     if name in ModelRegistry.get_supported_archs():
-        if has_adapter and not supports_lora(ModelRegistry.models[name].load_model_cls()):
+        known = ModelRegistry.models[name]
+        if getattr(known, "module_name", "").startswith("vllm.models."):
+            # A folder for each kind of processor, whose modules import what others do not have.
+            try:
+                known.load_model_cls()
+            except Exception as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                return f"the installed vLLM cannot load its class {name} on this machine ({reason})"
+        if has_adapter and not supports_lora(known.load_model_cls()):
             return f"the installed vLLM's class {name} takes no adapters (`SupportsLoRA`). Set lora_mode='merged'"
         return None
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
     kinds = getattr(base_model(model).config.get_text_config(), "layer_types", None) or ()
-    is_recurrent = any("A_log" in shapes_of(module) for module in Inventory.of(model).modules.values())
-    if is_recurrent or not _ATTENTION.issuperset(kinds):
+    if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
     return None

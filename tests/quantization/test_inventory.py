@@ -144,7 +144,7 @@ def test_experts_that_a_checkpoint_joins_with_others_are_named():
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
     reasons = {why for name, why in reasons_to_skip(Inventory.of(model), None).items() if name.endswith("experts")}
-    assert reasons == {"Ernie4_5_VLMoeExperts: checkpoints hold the matrices of experts in another form"}
+    assert reasons == {"Ernie4_5_VLMoeMoeExperts: checkpoints hold the matrices of experts in another form"}
 
 
 def test_layers_smaller_than_a_group_stay_in_high_precision():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -81,13 +82,10 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     name, cls = architecture(model), type(base_model(model))
     if name in ModelRegistry.get_supported_archs():
         known = ModelRegistry.models[name]
-        if getattr(known, "module_name", "").startswith("vllm.models."):
-            # A folder for each kind of processor, whose modules import what others do not have.
-            try:
-                known.load_model_cls()
-            except Exception as error:
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
-                return f"the installed vLLM cannot load its class {name} on this machine ({reason})"
+        spec = find_spec(getattr(known, "module_name", "vllm"))
+        folders = [Path(spec.origin).parent / kind for kind in ("nvidia", "cpu")]
+        if not torch.cuda.is_available() and [folder.is_dir() for folder in folders] == [True, False]:
+            return f"the installed vLLM has its class {name} for GPUs alone"
         if has_adapter and not supports_lora(known.load_model_cls()):
             return f"the installed vLLM's class {name} takes no adapters (`SupportsLoRA`). Set lora_mode='merged'"
         return None

@@ -83,6 +83,7 @@ class Family:
 
 
 _ROWS = (
+    Family("AfmoeForCausalLM", "afmoe", vllm_fields=("n_group", "route_norm", "score_func", "topk_group")),
     Family("BloomForCausalLM", "bloom", vllm_values={"tie_word_embeddings": True}),
     Family(
         "ApertusForCausalLM",
@@ -113,6 +114,7 @@ _ROWS = (
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
+    Family("GPTBigCodeForCausalLM", "gpt_bigcode", initialized_layers=("c_proj",)),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),

@@ -84,9 +84,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "global_head_dim": 128,
     },
+    "gemma4_unified_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 128,
+        "hidden_size_per_layer_input": 0,
+    },
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
+    "gpt_bigcode": {"n_embd": 128, "n_layer": 2, "n_head": 4},
     "gpt_neox": {},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
     "granite": {
@@ -118,6 +126,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
+    "persimmon": {"num_key_value_heads": 2},
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
     "phi3": {"sliding_window": None},
     "phi3 long": {
@@ -137,6 +146,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     "stablelm": {"partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": None},
+    "youtu": {**_LATENT, "head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "vaultgemma": {"query_pre_attn_scalar": 64, "sliding_window": 16},
     # Hybrids
     "bamba": {
@@ -237,6 +247,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8,
     },
     "axk1": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
+    "afmoe": {
+        **_EIGHT,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mup_enabled": True,
+        "route_scale": 1.5,
+        # Those that releases have for vLLM.
+        "n_group": 1,
+        "route_norm": True,
+        "score_func": "sigmoid",
+        "topk_group": 1,
+    },
     "cohere2_moe": {
         **_EIGHT,
         "intermediate_size": 64,
@@ -486,7 +510,7 @@ step sizes of Nemotron-H and Zamba 2."""
 
 NOTES: dict[str, str] = {
     "exaone_moe": "`sliding_windows` in its config.json",
-    "mimo_v2_flash": "vLLM's fields in its config.json",
+    **dict.fromkeys(("afmoe", "mimo_v2_flash"), "vLLM's fields in its config.json"),
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(
         (

@@ -92,7 +92,9 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
     if getattr(base_model(model), "lm_head", None) is not base_model(model).get_output_embeddings():
-        return f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
+        return (
+            f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
+        )
     kinds = getattr(base_model(model).config.get_text_config(), "layer_types", None) or ()
     if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"

@@ -185,7 +185,8 @@ def find_checkpoint_names(
                 return CheckpointNames()
             [(found.tensors[name], as_stored)] = reverted.items()
             if name in stacked:
-                if as_stored.shape != mark.shape:
+                # Releases of Qwen3-VL's mixture have transposed matrices, and what transformers saves has not.
+                if as_stored.shape not in (mark.shape, mark.mT.shape):
                     return CheckpointNames()
                 found.experts[name] = [matrix for matrices in stacked[name] for matrix in matrices]
     return found

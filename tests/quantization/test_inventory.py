@@ -147,6 +147,18 @@ def test_experts_that_a_checkpoint_joins_with_others_are_named():
     assert reasons == {"Ernie4_5_VLMoeMoeExperts: checkpoints hold the matrices of experts in another form"}
 
 
+@pytest.mark.parametrize("name", ["model.language_model", "language_model.model"], ids=["transformers", "vllm"])
+def test_groups_name_experts_next_to_a_tower_for_both(name):
+    """Groups of two sizes, one for the experts' 64 inputs."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(make_picture_config("qwen3_5_moe"))
+    prepare_model(model, "w4a16")
+    groups = quantization_config(Inventory.of(model))["config_groups"].values()
+    matrix = f"{name}.layers.1.mlp.experts.7.down_proj"
+    targets = [target.removeprefix("re:") for group in groups for target in group["targets"] if "experts" in target]
+    assert [bool(re.fullmatch(target, matrix)) for target in targets].count(True) == 1
+
+
 def test_layers_smaller_than_a_group_stay_in_high_precision():
     model = nn.ModuleDict({"streams": nn.Linear(4, 128), "k_proj": nn.Linear(128, 16)})
     assert prepare_model(model, "w4a16").skipped == {"streams": "fewer than 32 inputs"}

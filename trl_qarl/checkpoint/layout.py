@@ -213,11 +213,18 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     # transformers uses the group with "experts" in an expression for all experts.
     # vLLM gives the layers of MiniMax-M2 transformers' names, not the checkpoint's.
     experts = {each for name in members if (prefix := _prefix_of_experts(name, names)) for each in (prefix, name)}
-    whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
+    whole = [f"re:{each}\\.[0-9]+\\..*" for each in sorted({*map(_expression, experts)})]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
     own = {leaf for name in linears if not (leaf := _leaf(name)).isdigit()} - shared
     whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own)]
     return whole + [each for name in linears if _leaf(name) not in own for each in names.of_both(name)]
+
+
+def _expression(name: str) -> str:
+    """Return an expression for a name. vLLM's classes of pictures and text call `model.language_model` otherwise
+    (`language_model.model`), and leave expressions as they are."""
+    _, inside, rest = name.partition("language_model.")
+    return f".*{re.escape(rest)}" if inside else re.escape(name)
 
 
 def _leaf(name: str) -> str:

@@ -163,6 +163,7 @@ _ROWS = (
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
     Family("Qwen3ForCausalLM", "qwen3", engine_layers="fused", gguf="qwen3"),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused"),
+    Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", vllm_fields=("norm_topk_prob",)),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", has_compared_pictures=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family("SeedOssForCausalLM", "seed_oss", engine_layers="fused"),

@@ -26,7 +26,7 @@ def problems_with_vllm(
     family, config = family_of(name), inventory.model.config
     if problem := problem_of_mixture(inventory, schemes):
         yield problem
-    if missing := [f"`{field}`" for field in family.vllm_fields if not hasattr(config, field)]:
+    if missing := [f"`{field}`" for field in family.vllm_fields if not hasattr(config.get_text_config(), field)]:
         yield (
             f"the config.json of {name} lacks {', '.join(missing)}, which vLLM 0.31's class reads and transformers' does not have. Use a "
             "release's config.json, or add the fields"

@@ -510,6 +510,7 @@ step sizes of Nemotron-H and Zamba 2."""
 
 NOTES: dict[str, str] = {
     "exaone_moe": "`sliding_windows` in its config.json",
+    "qwen3_vl_moe": "`norm_topk_prob` in its config.json",
     **dict.fromkeys(("afmoe", "mimo_v2_flash"), "vLLM's fields in its config.json"),
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(

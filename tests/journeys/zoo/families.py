@@ -490,7 +490,8 @@ ADAPTED: dict[str, str] = {
     **dict.fromkeys(WITH_TOWER, r".*(language_model|text_model)\.layers\..*_proj"),
     # PEFT refuses adapters of `out_proj` in these.
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
-    "nemotron_h moe": r".*\.[qkvo]_proj",
+    **dict.fromkeys(("afmoe", "nemotron_h moe"), r".*\.[qkvo]_proj"),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), r".*language_model.*(self_attn|linear_attn)\.\w*proj\w*"),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), r".*\.in_proj"),
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
@@ -501,6 +502,9 @@ LORA_FAILS: dict[str, str] = {
         "takes no adapters",
     ),
     "zamba2": "takes no adapters",
+    "gpt_bigcode": "could not be wrapped",
+    # vLLM's backend for transformers' classes fuses other parts of latent attention than its own classes.
+    "youtu": "must match the existing size",
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 

@@ -454,12 +454,14 @@ _MIXTURES = [
 _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
-    **{(family, "vllm"): "No WNA16 MoE backend" for family in _MIXTURES},
+    **{(family, "vllm"): "No WNA16 MoE backend" for family in (*_MIXTURES, "qwen3_5_moe", "qwen3_vl_moe")},
     ("gpt_oss mxfp4a16", "vllm"): "No MXFP4 MoE backend",
     # Their loaders reorder `weight_shape` by heads.
     **dict.fromkeys((("bloom", "vllm"), ("gpt_neox", "vllm")), "is invalid for input of size 2"),
     ("falcon_h1", "vllm"): _SIZES,
     ("laguna", "vllm"): _SIZES,
+    # Without a name it is no layer of a group of several.
+    ("minicpm3", "vllm"): "q_a_proj.weight_packed",
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,

@@ -34,7 +34,7 @@ nightly:  ## run what `make test` leaves out: further cases of what it proves, f
 	.ci/setup .venv-test $(TEST_EXTRAS)
 	.venv-test/bin/python -m pytest $(PARALLEL) -m "nightly and not gpu" --durations=25 $(ARGS)
 
-models:  ## train a tiny model of each family with vLLM and write docs/models.md; ARGS="olmo2 glm4" prints some
+models:  ## train a tiny model of each family with vLLM and write docs/models.md; ARGS="olmo2 glm4" makes some rows
 	.ci/setup .venv-test $(TEST_EXTRAS)
 	.venv-test/bin/python tests/journeys/zoo/zoo.py $(ARGS)
 

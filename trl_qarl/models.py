@@ -36,9 +36,9 @@ errors add up over the tokens (https://github.com/microsoft/onnxruntime-genai/is
 SHARED_BLOCK = "shared_transformer"
 """Component of the names of a block that several layers of Zamba 2 are, which vLLM does not name."""
 
-IN_FLOAT32 = "e_score_correction_bias"
-"""Last component of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16 bits
-do not tell apart."""
+IN_FLOAT32 = ("e_score_correction_bias", "expert_bias")
+"""Last components of the names of routers' biases, which vLLM keeps in float32: they decide between scores that 16
+bits do not tell apart."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,13 @@ class Family:
     - `vllm_values`: values of its configuration that vLLM's class has, whatever the configuration says.
     - `problem_of_plain_vllm`: what vLLM's class leaves out where this package is not installed next to it
       ([`trl_qarl.vllm_plugin.corrected_models`]).
-    - `problem_with_vllm`: the reason why vLLM cannot run it, with the upstream issue.
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
     - `shares_head`: whether vLLM's class shares the weight of embedding and output head, whatever the configuration
       says; `None` if it follows the configuration.
     - `has_longer_window`: whether vLLM's layers with a sliding window see one more token than transformers' (Cohere 2:
       https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/commandr.py).
+    - `initialized_layers`: last components of the names of layers whose `weight`, which a packed one does not have,
+      transformers reads when it loads a model (`_init_weights` of its class, 5.17).
     - `has_compared_pictures`: whether prompts, tensors and log-probs of its pictures were.
     - `gguf`: its architecture in GGUF. For others llama.cpp's conversion changes tensors in ways that are not
       implemented.
@@ -73,15 +74,16 @@ class Family:
     vllm_fields: tuple[str, ...] = ()
     vllm_values: Mapping[str, Any] = field(default_factory=dict)
     problem_of_plain_vllm: str | None = None
-    problem_with_vllm: str | None = None
     problem_of_float32: str | None = None
     shares_head: bool | None = None
     has_longer_window: bool = False
+    initialized_layers: tuple[str, ...] = ()
     has_compared_pictures: bool = False
     gguf: str | None = None
 
 
 _ROWS = (
+    Family("AfmoeForCausalLM", "afmoe", vllm_fields=("n_group", "route_norm", "score_func", "topk_group")),
     Family("BloomForCausalLM", "bloom", vllm_values={"tie_word_embeddings": True}),
     Family(
         "ApertusForCausalLM",
@@ -94,6 +96,12 @@ _ROWS = (
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
     Family("ExaoneMoeForCausalLM", "exaone_moe", vllm_fields=("sliding_windows",)),
+    Family(
+        "FalconForCausalLM",
+        "falcon",
+        initialized_layers=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    ),
+    Family("FalconMambaForCausalLM", "falcon_mamba", initialized_layers=("out_proj",)),
     Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
@@ -106,6 +114,7 @@ _ROWS = (
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
+    Family("GPTBigCodeForCausalLM", "gpt_bigcode", initialized_layers=("c_proj",)),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
@@ -113,6 +122,8 @@ _ROWS = (
     Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
+    Family("MambaForCausalLM", "mamba", initialized_layers=("out_proj",)),
+    Family("Mamba2ForCausalLM", "mamba2", initialized_layers=("out_proj",)),
     Family(
         "MiMoV2FlashForCausalLM",
         "mimo_v2_flash",
@@ -126,15 +137,10 @@ _ROWS = (
             "swa_num_key_value_heads",
         ),
     ),
-    Family(
-        "MiniCPM3ForCausalLM",
-        "minicpm3",
-        problem_with_vllm="vLLM 0.31 gives layers of its latent attention no name (models/minicpm3.py), so a low-bit layer cannot be told from "
-        "others",
-    ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
+    Family("NanoChatForCausalLM", "nanochat", initialized_layers=("o_proj",)),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
@@ -157,6 +163,7 @@ _ROWS = (
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
     Family("Qwen3ForCausalLM", "qwen3", engine_layers="fused", gguf="qwen3"),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused"),
+    Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", vllm_fields=("norm_topk_prob",)),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", has_compared_pictures=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family("SeedOssForCausalLM", "seed_oss", engine_layers="fused"),

@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
 from testing_utils import MIXTURES, make_mixture, make_tiny_config, make_tiny_model, run_export
 from testing_utils.layers import assert_close
@@ -195,6 +195,50 @@ def test_stacked_experts_are_exported_one_by_one_in_low_bits(tmp_path):
         for leaf, weight in experts.quantized_weights.items():
             loaded = ours.get_submodule(path).quantized_weights[leaf].low_bit_weight()
             assert torch.equal(loaded, weight.low_bit_weight().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("arch", "leaf", "fields"),
+    [
+        ("glm4_moe", "e_score_correction_bias", {"n_routed_experts": 8, "first_k_dense_replace": 1}),
+        ("lfm2_moe", "expert_bias", {"num_experts": 8, "num_dense_layers": 1, "layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_biases_of_routers_keep_their_bits_in_an_export(tmp_path, arch, leaf, fields):
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **sizes, **fields))
+    biases = {name: tensor.uniform_() for name, tensor in model.state_dict().items() if name.endswith(leaf)}
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    tensors = tensors_of(export_checkpoint(model, tmp_path / "export"))
+    assert biases
+    assert_equal({name: tensors[name] for name in biases}, biases)
+
+
+MAMBA = {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16}
+
+
+@pytest.mark.parametrize(("arch", "fields", "kept"), [("mamba2", MAMBA, "out_proj"), ("nanochat", {}, "o_proj")])
+def test_an_export_has_the_weights_that_transformers_reads(tmp_path, arch, fields, kept):
+    """While it loads them, transformers initializes these layers by their `weight`, which packed ones do not have."""
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
+    report = prepare_model(model, "w4a16")
+    assert {name.rpartition(".")[2] for name in report.skipped} == {kept, "lm_head"}
+    loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(model, tmp_path / "export"))
+    assert_close(loaded, model)
+
+
+@pytest.mark.parametrize(("name", "is_read"), [("w4a16", False), ("w8a8", True)])
+def test_a_card_of_falcon_says_whether_transformers_reads_it(tmp_path, name, is_read):
+    sizes = {"vocab_size": 260, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(FalconConfig(**sizes))
+    prepare_model(model, name)
+    folder = export_checkpoint(model, tmp_path / "export")
+    assert ("transformers cannot read this layout" in (folder / "README.md").read_text()) != is_read
+    if is_read:
+        AutoModelForCausalLM.from_pretrained(folder)
+        return
+    with pytest.raises(AttributeError, match="weight"):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_experts_of_a_plan_have_their_own_group(tmp_path):

@@ -106,6 +106,9 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
         ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_layer_indices": [1]}, None),
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
+        ("biogpt", {}, "only if the output head is `lm_head`"),
+        ("xlstm", {"num_heads": 2}, "only if all its layers attend"),
+        ("kimi_linear", {"layer_types": ["full_attention"] * 2}, "has its class KimiLinearForCausalLM for GPUs alone"),
         ("solar_open", {"n_routed_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2}, None),
     ],
 )

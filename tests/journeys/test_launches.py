@@ -12,6 +12,14 @@ pytestmark = MARKS
 LAUNCHES = sorted(path.stem for path in CONFIGURATIONS.iterdir())
 WRAPPED = {"ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine", "fsdp2": "Qwen3ForCausalLM"}
 SHARDS = ("fsdp2", "deepspeed_zero3")
+# The values that vLLM's class has.
+PHIMOE = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "lm_head_bias": True,
+    "router_aux_loss_coef": 0.0,
+}
 LORA = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}
 
 
@@ -77,11 +85,17 @@ def test_a_launch_resumes_with_another_number_of_processes(user, first, then):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", [("qwen3_moe", EXPERTS), ("gemma", {})], ids=["experts", "tied"])
+@pytest.mark.parametrize(
+    "model", [("qwen3_moe", EXPERTS), ("gemma", {}), ("phimoe", PHIMOE)], ids=["experts", "tied", "biased head"]
+)
 def test_parts_of_other_models_are_read(user, model):
     arch, overrides = model
     user.make_model(arch, **overrides)
+    # PhiMoE's router has noise.
+    user.write_recipe(disable_dropout=True)
     user.launch("fsdp2")
+    if arch != "phimoe":
+        user.assert_deployed("out/w4a16", engines=("transformers",))
     for source in ("out", "out/checkpoint-3"):
         user.run("trl-qarl", "export", "--model_name_or_path", source, "--output_dir", "again")
         assert_equal(user.tensors_of("again"), user.tensors_of("out/w4a16"))

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from testing_utils.layers import LAYERS, tiny
 from testing_utils.pictures import make_picture_config
 from trl_qarl.checkpoint.layout import quantization_config
-from trl_qarl.quantization.inventory import Inventory
+from trl_qarl.quantization.inventory import Inventory, reasons_to_skip
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.names import base_model, base_modules, base_state_dict, is_adapted, layer_of
 from trl_qarl.quantization.precisions import set_precision
@@ -136,6 +136,27 @@ def test_blocks_that_layers_share_stay_in_high_precision():
         {"k_proj": nn.Linear(128, 16), "shared_transformer": nn.ModuleDict({"0": nn.Linear(128, 64)})}
     )
     assert prepare_model(model, "w4a16").skipped == {"shared_transformer.0": "block that several layers share"}
+
+
+def test_experts_that_a_checkpoint_joins_with_others_are_named():
+    """ERNIE 4.5 VL's experts of text are in one list with those of pictures."""
+    config = AutoConfig.for_model("ernie4_5_vl_moe", text_config={"num_hidden_layers": 2})
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    reasons = {why for name, why in reasons_to_skip(Inventory.of(model), None).items() if name.endswith("experts")}
+    assert reasons == {"Ernie4_5_VLMoeMoeExperts: checkpoints hold the matrices of experts in another form"}
+
+
+@pytest.mark.parametrize("name", ["model.language_model", "language_model.model"], ids=["transformers", "vllm"])
+def test_groups_name_experts_next_to_a_tower_for_both(name):
+    """Groups of two sizes, one for the experts' 64 inputs."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(make_picture_config("qwen3_5_moe"))
+    prepare_model(model, "w4a16")
+    groups = quantization_config(Inventory.of(model))["config_groups"].values()
+    matrix = f"{name}.layers.1.mlp.experts.7.down_proj"
+    targets = [target.removeprefix("re:") for group in groups for target in group["targets"] if "experts" in target]
+    assert [bool(re.fullmatch(target, matrix)) for target in targets].count(True) == 1
 
 
 def test_layers_smaller_than_a_group_stay_in_high_precision():

@@ -15,7 +15,7 @@ from testing_utils import SPECIAL_TOKENS, make_tiny_tokenizer, make_trainer, spr
 KINDS = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma4", "mistral3", "qwen3_5")
 """Classes whose pictures were compared with vLLM's."""
 
-KINDS_OF_TEXT = ("gemma3",)
+KINDS_OF_TEXT = ("gemma3", "qwen3_5_moe")
 """Further classes, compared on text alone."""
 
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision: .ci/setup")
@@ -58,6 +58,7 @@ _NAMES = {
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
 }
 
 
@@ -95,7 +96,10 @@ def make_picture_config(kind: str):
         tower |= {"patch_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         rope |= {"mrope_interleaved": True}
         text |= {"head_dim": 32}
-        if kind == "qwen3_5":
+        if kind.endswith("moe"):
+            text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+            text |= {"shared_expert_intermediate_size": 64}
+        if kind.startswith("qwen3_5"):
             # vLLM's kernels for CPUs have heads of 128 only.
             tower.pop("deepstack_visual_indexes")
             rope |= {"partial_rotary_factor": 0.25, "mrope_section": [8, 4, 4]}

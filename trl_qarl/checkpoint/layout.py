@@ -12,7 +12,7 @@ from torch import nn
 from ..models import IN_FLOAT32, is_router
 from ..quantization.experts import DOWN, QuantizedExperts, is_released_form
 from ..quantization.formats.registry import format_of
-from ..quantization.inventory import Inventory, LayerWeights
+from ..quantization.inventory import Inventory, LayerWeights, fails_in_transformers
 from ..quantization.names import CheckpointNames
 from ..quantization.plan import fused_layers
 from ..quantization.schemes import SCHEMES, QuantScheme
@@ -193,6 +193,8 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
 def loads_in_transformers(inventory: Inventory) -> bool:
     """Return whether transformers can read the checkpoint. For experts it supports only FP8 codes and packed codes
     (5.17), and in models whose checkpoints stack them only those of gpt-oss' releases."""
+    if any(fails_in_transformers(inventory.model, name, scheme) for name, (scheme, _) in inventory.formats.items()):
+        return False
     return all(
         is_released_form(layer.scheme)
         or (
@@ -211,11 +213,18 @@ def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) 
     # transformers uses the group with "experts" in an expression for all experts.
     # vLLM gives the layers of MiniMax-M2 transformers' names, not the checkpoint's.
     experts = {each for name in members if (prefix := _prefix_of_experts(name, names)) for each in (prefix, name)}
-    whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
+    whole = [f"re:{each}\\.[0-9]+\\..*" for each in sorted({*map(_expression, experts)})]
     linears = [name for name in members if not _prefix_of_experts(name, names)]
     own = {leaf for name in linears if not (leaf := _leaf(name)).isdigit()} - shared
     whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own)]
     return whole + [each for name in linears if _leaf(name) not in own for each in names.of_both(name)]
+
+
+def _expression(name: str) -> str:
+    """Return an expression for a name. vLLM's classes of pictures and text call `model.language_model` otherwise
+    (`language_model.model`), and leave expressions as they are."""
+    _, inside, rest = name.partition("language_model.")
+    return f".*{re.escape(rest)}" if inside else re.escape(name)
 
 
 def _leaf(name: str) -> str:

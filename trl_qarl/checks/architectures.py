@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,7 +12,6 @@ from ..models import family_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model
 from ..quantization.schemes import QuantScheme
-from ..quantization.storage import shapes_of
 
 
 _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
@@ -24,9 +24,9 @@ def problems_with_vllm(
     the meta device, and whose layers get these `schemes`, by name."""
     inventory, name = Inventory.of(model), architecture(model)
     family, config = family_of(name), inventory.model.config
-    if problem := family.problem_with_vllm or problem_of_mixture(inventory, schemes):
+    if problem := problem_of_mixture(inventory, schemes):
         yield problem
-    if missing := [f"`{field}`" for field in family.vllm_fields if not hasattr(config, field)]:
+    if missing := [f"`{field}`" for field in family.vllm_fields if not hasattr(config.get_text_config(), field)]:
         yield (
             f"the config.json of {name} lacks {', '.join(missing)}, which vLLM 0.31's class reads and transformers' does not have. Use a "
             "release's config.json, or add the fields"
@@ -81,13 +81,21 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     load_general_plugins()
     name, cls = architecture(model), type(base_model(model))
     if name in ModelRegistry.get_supported_archs():
-        if has_adapter and not supports_lora(ModelRegistry.models[name].load_model_cls()):
+        known = ModelRegistry.models[name]
+        spec = find_spec(getattr(known, "module_name", "vllm"))
+        folders = [Path(spec.origin).parent / kind for kind in ("nvidia", "cpu")]
+        if not torch.cuda.is_available() and [folder.is_dir() for folder in folders] == [True, False]:
+            return f"the installed vLLM has its class {name} for GPUs alone"
+        if has_adapter and not supports_lora(known.load_model_cls()):
             return f"the installed vLLM's class {name} takes no adapters (`SupportsLoRA`). Set lora_mode='merged'"
         return None
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
+    if getattr(base_model(model), "lm_head", None) is not base_model(model).get_output_embeddings():
+        return (
+            f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
+        )
     kinds = getattr(base_model(model).config.get_text_config(), "layer_types", None) or ()
-    is_recurrent = any("A_log" in shapes_of(module) for module in Inventory.of(model).modules.values())
-    if is_recurrent or not _ATTENTION.issuperset(kinds):
+    if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
     return None

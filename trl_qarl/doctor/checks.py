@@ -15,6 +15,7 @@ from torch import nn
 from ..bitwise.availability import obstacle_of_model
 from ..bitwise.rows import reason_to_pad
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
+from ..checks.model import problems_of_body, problems_of_experts
 from ..engines.gpu_kernels import RELEASES, Gpu, choose_kernels
 from ..packages import install_hint, installed
 from ..quantization.gemm import has_fast_bf16
@@ -179,10 +180,17 @@ def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str
     """Say if and how a run of `model`, which may be on the meta device, trains with vLLM: exactly, with fast numerics,
     not with vLLM, or not at all."""
     name, on_cpu = architecture(model), not torch.cuda.is_available()
+    # Of options, those with which a training is judged by default.
+    args = Namespace(
+        router_aux_loss_coef=None, is_quantized=plan.is_quantized, push_to_hub=False, use_vllm=True, scheme=plan.name
+    )
     try:
-        schemes, _ = assign_schemes(model, plan, exclude_modules)
+        schemes, skipped = assign_schemes(model, plan, exclude_modules)
+        refusals = [*problems_of_body(model), *problems_of_experts(model, args, schemes, skipped)]
     except ValueError as error:
-        return Diagnosis("error", f"{name} is refused: {error}")
+        refusals = [str(error)]
+    if refusals:
+        return Diagnosis("error", f"{name} is refused: {refusals[0]}")
     own = "it trains with rollouts of the learner itself (use_vllm=False)"
     dtypes = [torch.bfloat16, torch.float32] if has_fast_bf16() or not on_cpu else [torch.float32, torch.bfloat16]
     problems = {dtype: [*problems_with_vllm(model, dtype, on_cpu, schemes)] for dtype in dtypes}

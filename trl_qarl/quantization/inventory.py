@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, SHARED_BLOCK, is_router
+from ..models import MIN_INPUTS, MIN_RECURRENT_OUTPUTS, RECURRENT_STEPS, SHARED_BLOCK, family_of, is_router
 from .experts import (
     DOWN,
     QuantizedExperts,
@@ -23,6 +23,7 @@ from .experts import (
     matrices_of_experts,
     problem_of_experts,
 )
+from .formats.registry import format_of
 from .linear import is_plain
 from .names import (
     CheckpointNames,
@@ -204,6 +205,12 @@ def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, i
     if isinstance(module, nn.Linear):
         return scheme, scheme.group_size_for(module.in_features)
     return experts_format(module, scheme)
+
+
+def fails_in_transformers(model: nn.Module, name: str, scheme: QuantScheme) -> bool:
+    """Return whether transformers cannot load a model in which the layer of this name has this scheme."""
+    is_read = name.rpartition(".")[2] in family_of(architecture(model)).initialized_layers
+    return is_read and "weight" not in format_of(scheme.container).checkpoint_names
 
 
 def layers_outside_decoder(inventory: Inventory) -> dict[str, str]:

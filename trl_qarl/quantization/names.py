@@ -172,7 +172,11 @@ def find_checkpoint_names(
                 mark = torch.arange(len(experts) * len(experts[0])).view(len(experts), -1, 1)
             else:
                 mark = torch.empty(shapes.get(name, tensor.shape), device="meta")
-            reverted = revert_weight_conversion(model, {name: mark})
+            try:
+                reverted = revert_weight_conversion(model, {name: mark})
+            except ValueError:
+                # A checkpoint joins it with others, such as ERNIE 4.5 VL's experts of text with those of pictures.
+                return CheckpointNames()
             if name in stacked and len(reverted) == mark.numel() and name not in reverted:
                 places = {int(matrix): of.removesuffix(".weight") for of, matrix in reverted.items()}
                 found.experts[name] = [places[place] for place in sorted(places)]
@@ -181,7 +185,8 @@ def find_checkpoint_names(
                 return CheckpointNames()
             [(found.tensors[name], as_stored)] = reverted.items()
             if name in stacked:
-                if as_stored.shape != mark.shape:
+                # Releases of Qwen3-VL's mixture have transposed matrices, and what transformers saves has not.
+                if as_stored.shape not in (mark.shape, mark.mT.shape):
                     return CheckpointNames()
                 found.experts[name] = [matrix for matrices in stacked[name] for matrix in matrices]
     return found

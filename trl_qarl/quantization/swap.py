@@ -20,7 +20,14 @@ from .experts import QuantizedExperts, has_stacked_matrices, is_released_form
 from .fixed_scales import FixedScale, attach_fixed_scales, check_scale_dtype, fixed_scales, fixed_schemes
 from .formats.registry import format_of
 from .gemm import low_bit_linear
-from .inventory import Inventory, layer_format, layers_outside_decoder, reasons_to_skip, split_experts
+from .inventory import (
+    Inventory,
+    fails_in_transformers,
+    layer_format,
+    layers_outside_decoder,
+    reasons_to_skip,
+    split_experts,
+)
 from .linear import QuantizedLinear
 from .names import base_model
 from .plan import QuantPlan, check_fused, fused_layers, get_plan
@@ -152,6 +159,11 @@ def assign_schemes(
         schemes = fixed_schemes(schemes, scales)
         check_scale_dtype(schemes, scales, scale_dtype or next(model.parameters()).dtype)
     schemes = _in_released_form(schemes, candidates, reasons, plan)
+    unread = {name for name, scheme in schemes.items() if fails_in_transformers(model, name, scheme)}
+    # A plan of patterns may name them. Falcon has no others.
+    if plan.is_uniform and not scales and unread != schemes.keys():
+        reasons |= dict.fromkeys(unread, "transformers reads its weight to load it")
+        schemes = {name: scheme for name, scheme in schemes.items() if name not in unread}
     chosen = {name: candidates[name] for name in schemes}
     if not chosen:
         why = f"{len(candidates)} linear layers, all skipped ({'; '.join(sorted(set(reasons.values())))})"

@@ -35,6 +35,7 @@ _CORRECTED_MODELS = {
     "LagunaForCausalLM": "LagunaForCausalLM",
     "Llama4ForCausalLM": "Llama4ForCausalLM",
     "MambaForCausalLM": "MambaForCausalLM",
+    "MiniCPM3ForCausalLM": "MiniCPM3ForCausalLM",
     "OlmoHybridForCausalLM": "OlmoHybridForCausalLM",
     # transformers' name, and that of releases.
     "PhimoeForCausalLM": "PhimoeForCausalLM",

@@ -26,6 +26,7 @@ from vllm.model_executor.models import (
     laguna,
     llama4,
     mamba,
+    minicpm3,
     olmo_hybrid,
     phimoe,
     zamba2,
@@ -34,13 +35,13 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
-from ..models import IN_FLOAT32, SHARED_BLOCK
+from ..models import SHARED_BLOCK
 from ..replacing import replaced
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
 JambaForCausalLM, OlmoHybridForCausalLM = jamba.JambaForCausalLM, olmo_hybrid.OlmoHybridForCausalLM
-LagunaForCausalLM = laguna.LagunaForCausalLM
+LagunaForCausalLM, MiniCPM3ForCausalLM = laguna.LagunaForCausalLM, minicpm3.MiniCPM3ForCausalLM
 
 
 class BambaForCausalLM(granitemoehybrid.GraniteMoeHybridForCausalLM):
@@ -223,7 +224,7 @@ def _with_bias_of_router(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         def others() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                if name.endswith(f"experts.{IN_FLOAT32}"):
+                if name.endswith("experts.e_score_correction_bias"):
                     experts = model.get_submodule(name.rpartition(".")[0])
                     experts.routed_experts.e_score_correction_bias.data.copy_(tensor)
                 else:
@@ -234,6 +235,24 @@ def _with_bias_of_router(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_weights
 
 
+def _with_name(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate what makes MiniCPM3's attention, and gives `q_a_proj` no name, by which a checkpoint may leave it in
+    high precision."""
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, prefix: str, **kwargs: Any) -> None:
+        make = minicpm3.ReplicatedLinear
+
+        def make_linear(*sizes: int, prefix: str = f"{prefix}.q_a_proj", **options: Any) -> torch.nn.Module:
+            return make(*sizes, prefix=prefix, **options)
+
+        with replaced(minicpm3, ReplicatedLinear=make_linear):
+            init(self, *args, prefix=prefix, **kwargs)
+
+    return __init__
+
+
+minicpm3.MiniCPM3Attention.__init__ = _with_name(minicpm3.MiniCPM3Attention.__init__)
 laguna.LagunaModel.load_weights = _with_bias_of_router(laguna.LagunaModel.load_weights)
 for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
     _model._repack_qkv = _without_shapes(_model._repack_qkv)

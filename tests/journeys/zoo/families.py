@@ -84,9 +84,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "global_head_dim": 128,
     },
+    "gemma4_unified_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 128,
+        "hidden_size_per_layer_input": 0,
+    },
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
+    "gpt_bigcode": {"n_embd": 128, "n_layer": 2, "n_head": 4},
     "gpt_neox": {},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
     "granite": {
@@ -118,6 +126,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
+    "persimmon": {"num_key_value_heads": 2},
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
     "phi3": {"sliding_window": None},
     "phi3 long": {
@@ -237,6 +246,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8,
     },
     "axk1": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
+    "afmoe": {
+        **_EIGHT,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mup_enabled": True,
+        "route_scale": 1.5,
+        # Those that releases have for vLLM.
+        "n_group": 1,
+        "route_norm": True,
+        "score_func": "sigmoid",
+        "topk_group": 1,
+    },
     "cohere2_moe": {
         **_EIGHT,
         "intermediate_size": 64,
@@ -406,8 +429,8 @@ SCHEMES = {"gpt_oss mxfp4a16": "mxfp4a16"}
 """Schemes other than `w4a16`; the model is saved in them too, as it is released."""
 
 # vLLM keeps Apertus' activation in it, and has kernels for CPUs of the others' linear attention, which in float32 are
-# ours.
-IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text"}
+# ours. Of Qwen3.5's mixture it rounds routes too, which hides other differences.
+IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_text"}
 
 # Their configuration computes it from the other sizes.
 WITHOUT_HEAD_DIM = {"falcon", "zamba2"}
@@ -415,7 +438,6 @@ WITHOUT_HEAD_DIM = {"falcon", "zamba2"}
 REFUSED: dict[str, str] = {
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
     "longcat_flash": "interface for the computation of experts",
-    "minicpm3": "no name",
     "deepseek_v32": "sparse attention",
     "gpt2": "Its `Conv1D` is no linear layer",
     "jetmoe": "interface for the computation of experts",
@@ -431,12 +453,14 @@ _MIXTURES = [
 _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
-    **{(family, "vllm"): "No WNA16 MoE backend" for family in _MIXTURES},
+    **{(family, "vllm"): "No WNA16 MoE backend" for family in (*_MIXTURES, "qwen3_5_moe")},
     ("gpt_oss mxfp4a16", "vllm"): "No MXFP4 MoE backend",
     # Their loaders reorder `weight_shape` by heads.
     **dict.fromkeys((("bloom", "vllm"), ("gpt_neox", "vllm")), "is invalid for input of size 2"),
     ("falcon_h1", "vllm"): _SIZES,
     ("laguna", "vllm"): _SIZES,
+    # Without a name it is no layer of a group of several.
+    ("minicpm3", "vllm"): "q_a_proj.weight_packed",
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
     ("lfm2", "vllm"): "support only width of 4",
     ("mamba2", "vllm"): _SIZES,
@@ -447,11 +471,8 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     **{(family, "vllm"): "no attribute 'data'" for family in ("falcon_mamba", "jamba", "mamba")},
     ("olmo_hybrid", "vllm"): "no attribute 'set_allocator'",
     ("zamba2", "vllm"): "not divisible by group_size",
-    # transformers 5.17 reads `weight` of a layer, which a low-bit one does not have, such as in modeling_mamba.py.
-    **{
-        (family, "transformers"): "no attribute 'weight'"
-        for family in ("falcon", "falcon_mamba", "mamba", "mamba2", "nanochat")
-    },
+    # transformers 5.17 reads `weight` of all its linear layers, which packed ones do not have (`_init_weights`).
+    ("falcon", "transformers"): "no attribute 'weight'",
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
     ("gpt_oss", "transformers"): "random values",
@@ -470,7 +491,8 @@ ADAPTED: dict[str, str] = {
     **dict.fromkeys(WITH_TOWER, r".*(language_model|text_model)\.layers\..*_proj"),
     # PEFT refuses adapters of `out_proj` in these.
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
-    "nemotron_h moe": r".*\.[qkvo]_proj",
+    **dict.fromkeys(("afmoe", "nemotron_h moe"), r".*\.[qkvo]_proj"),
+    "qwen3_5_moe": r".*language_model.*(self_attn|linear_attn)\.\w*proj\w*",
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), r".*\.in_proj"),
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
@@ -481,6 +503,7 @@ LORA_FAILS: dict[str, str] = {
         "takes no adapters",
     ),
     "zamba2": "takes no adapters",
+    "gpt_bigcode": "could not be wrapped",
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 
@@ -490,7 +513,7 @@ step sizes of Nemotron-H and Zamba 2."""
 
 NOTES: dict[str, str] = {
     "exaone_moe": "`sliding_windows` in its config.json",
-    "mimo_v2_flash": "vLLM's fields in its config.json",
+    **dict.fromkeys(("afmoe", "mimo_v2_flash"), "vLLM's fields in its config.json"),
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(
         (

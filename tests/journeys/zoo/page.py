@@ -1,10 +1,10 @@
 """docs/models.md: a row for each family of the zoo."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from families import NOTES
+from families import FAMILIES, NOTES
 
 
 BEGIN, END = "<!-- begin: families -->", "<!-- end: families -->"
@@ -36,13 +36,16 @@ def row(family: str, dtype: str, visit) -> str:
     return f"| {family} | {dtype} | {' | '.join(cells)} |"
 
 
-def write(path: Path, rows: Sequence[str], versions: Mapping[str, str]) -> None:
-    """Replace the table of the page."""
+def write(path: Path, rows: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    """Replace the rows of families in the table of the page. The others stay if they were made with the same
+    versions."""
     from torch.backends.cpu import get_cpu_capability
 
     text = path.read_text()
     head = "| family | dtype | numerics | mismatch | in high precision, next to the output head | transformers | vLLM | GGUF |"
     made = ", ".join(f"{name} {value}" for name, value in versions.items())
-    table = [f"Made on a CPU ({get_cpu_capability()}) with {made}.", "", head, "|---" * 8 + "|", *rows]
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n" + "\n".join(table) + f"\n{END}{after}")
+    made = f"Made on a CPU ({get_cpu_capability()}) with {made}."
+    before, table, after = re.split(f"{BEGIN}|{END}", text)
+    known = {line.split(" | ")[0][2:]: line for line in table.splitlines() if made in table} | rows
+    lines = [made, "", head, "|---" * 8 + "|", *(known[family] for family in FAMILIES if family in known)]
+    path.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")

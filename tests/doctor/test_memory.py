@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import re
 import runpy
@@ -255,6 +256,15 @@ def test_a_sleeping_engine_leaves_its_memory_to_updates():
     assert on_gpu(parts | {"engine": 8}) == 32
     assert on_gpu(parts | {"engine": 8}, is_asleep=True) == 24
     assert on_gpu(parts | {"engine": 30, "host masters": 5}, is_asleep=True) == 34
+
+
+def test_pinned_blocks_are_powers_of_two(tiny_model):
+    """Masters and rounded gradients of an unquantized model, in three processes, which pin the same number of rows."""
+    run = MemorySettings(3, gradient_bytes=2)
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("bf16"), run)["fsdp2_offload"]
+    shards = [-(-len(p) // 3) * p[0].numel() for p in shapes_of(tiny_model).parameters()]
+    blocks = [2 ** math.ceil(math.log2(size * number)) for number in shards for size in (4, 2)]
+    assert parts["host masters"] + parts["host gradients"] + parts["host rounding"] == 3 * sum(blocks)
 
 
 def test_too_little_host_memory_is_named_before_loading(tiny_model, tmp_path, monkeypatch):

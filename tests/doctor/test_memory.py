@@ -219,9 +219,16 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
     assert cli.main([*command, "--gpu_memory", str(memory_of_gpu), "--vllm_gpu_memory_utilization", "0.9"]) == 0
     out = capsys.readouterr().out
     assert "Launch with fsdp2 on 3 GPUs, 3 of the GPUs, and a server on 5:" in out
-    serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --data-parallel-size 5"
+    serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --max-model-len 64 --data-parallel-size 5"
     assert f"CUDA_VISIBLE_DEVICES=3,4,5,6,7 {serve}\n" in out
     assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
+
+
+@pytest.mark.parametrize(("tokens", "length"), [("64", 64), ("4096", 512)])
+def test_engines_take_no_longer_sequences_than_learners(tiny_model, capsys, tokens, length):
+    """512 are the longest of this model."""
+    assert cli.main(["estimate", tiny_model, "--gpu_memory", "4", "--tokens", tokens]) == 0
+    assert f"--vllm_max_model_length {length} ..." in capsys.readouterr().out
 
 
 def test_a_mixture_has_several_servers(tmp_path, capsys):
@@ -231,7 +238,7 @@ def test_a_mixture_has_several_servers(tmp_path, capsys):
     assert cli.main([*command, "--host_memory", "0.02", "--gpu_memory", str(1.101 * on_gpu(learner) / 1e9)]) == 0
     out = capsys.readouterr().out
     assert "Launch with fsdp2 on 6 GPUs, 6 of the GPUs, and 2 servers on 2:" in out
-    serve = f"trl-qarl vllm-serve --model {mixture} --scheme w4a16 --port"
+    serve = f"trl-qarl vllm-serve --model {mixture} --scheme w4a16 --max-model-len 64 --port"
     assert f"CUDA_VISIBLE_DEVICES=6 {serve} 8000 --seed 0\n  CUDA_VISIBLE_DEVICES=7 {serve} 8001 --seed 1\n" in out
     assert "--vllm_server_base_url http://127.0.0.1:8000,http://127.0.0.1:8001 ..." in out
 

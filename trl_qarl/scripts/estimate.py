@@ -131,7 +131,9 @@ def main(args: Namespace) -> int:
     # Those of experts and routers are refused.
     is_mixture = any(p.ndim > 2 for p in model.parameters())
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if is_mixture else ["all-linear"]
-    print(*_commands(args, best, targets), sep="\n")
+    # A micro-batch has whole sequences. By default an engine needs keys and values of the longest that a model takes.
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or args.tokens
+    print(*_commands(args, best, targets, str(min(args.tokens, longest))), sep="\n")
     if args.write:
         import yaml
 
@@ -247,8 +249,9 @@ def _server(model, num_left: int, served: float) -> tuple[int, int, int] | None:
     return (count, 1, fitting[0]) if inventory.stacked_experts or inventory.experts else (1, count, fitting[0])
 
 
-def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[str]:
-    """Yield the commands of servers, if there are any here, and of the learner, which has the first GPUs."""
+def _commands(args: Namespace, layout: _Layout, targets: list[str], length: str) -> Iterator[str]:
+    """Yield the commands of servers, if there are any here, and of the learner, which has the first GPUs. Engines take
+    sequences of this `length`."""
     scheme = args.scheme if isinstance(args.scheme, str) else json.dumps(args.scheme)
     options = ["--scheme", scheme]
     for option in ("group_size", "exclude_modules"):
@@ -257,7 +260,7 @@ def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[
     prefix, urls = "", []
     if layout.server is not None:
         servers, replicas, ranks = layout.server
-        argv = ["trl-qarl", "vllm-serve", "--model", args.model, *options]
+        argv = ["trl-qarl", "vllm-serve", "--model", args.model, *options, "--max-model-len", length]
         argv += ["--max_lora_rank", str(engine_rank(args.lora_r))] if args.use_peft else []
         argv += ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
         argv += ["--data-parallel-size", str(replicas)] if replicas > 1 else []
@@ -278,6 +281,7 @@ def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[
         argv += ["--vllm_mode", "server", *(["--vllm_server_base_url", ",".join(urls)] if urls else [])]
     else:
         argv += ["--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", f"{args.vllm_gpu_memory_utilization:g}"]
+        argv += ["--vllm_max_model_length", length]
         argv += ["--vllm_enable_sleep_mode", "true"] if layout.is_asleep else []
     yield f"  {prefix}{shlex.join(argv)} ..."
 

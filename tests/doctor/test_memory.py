@@ -224,6 +224,14 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
     assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
 
 
+def test_masters_that_cannot_be_sharded_are_not(tmp_path, capsys):
+    mixture = make_tiny_mixture(tmp_path, "gpt_oss")
+    command = ["estimate", mixture, "--gpus", "2", "--gpu_memory", "10", "--tokens", "64"]
+    for options, is_sharded in (([], False), (["--use_peft"], True)):
+        assert cli.main([*command, *options]) == 0
+        assert (" fsdp2 0" in capsys.readouterr().out) == is_sharded
+
+
 @pytest.mark.parametrize(("tokens", "length"), [("64", 64), ("4096", 512)])
 def test_engines_take_no_longer_sequences_than_learners(tiny_model, capsys, tokens, length):
     """512 are the longest of this model."""

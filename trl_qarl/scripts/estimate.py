@@ -16,7 +16,7 @@ from .command_line import add_plan_options, check_folder, configuration_errors
 
 _GB = 10**9
 _NOT_COUNTED = (
-    "Not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of kernels and gaps of the allocator on a GPU; keys and "
+    "Not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of kernels, activations of a vision tower and gaps of the allocator on a GPU; keys and "
     "values of an engine beyond its share; about 3 GB of host memory for each process. The layout below has a tenth in reserve, if one does."
 )
 
@@ -203,12 +203,19 @@ class _Layout:
 
 
 def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> Iterator[_Layout]:
-    """Yield layouts, those without offload first, each launch in the order of `LAUNCHES`. DDP takes no gradients in
-    bfloat16."""
+    """Yield layouts that are not refused, those without offload first, each launch in the order of `LAUNCHES`. DDP
+    takes no gradients in bfloat16."""
     from ..doctor.memory import LAUNCHES, on_gpu, on_host
+    from ..quantization.inventory import Inventory
+    from ..quantization.weight import TransposedSource
+
+    # Shards of transposed masters are no rows of low-bit weights, which are rows themselves in a frozen base.
+    is_transposed = any(isinstance(weight.source, TransposedSource) for _, weight in Inventory.of(model).weights())
+    can_shard = args.use_peft or not is_transposed
 
     def without_refused(launches: Iterable[str], num_gpus: int) -> list[str]:
-        return [name for name in launches if name != "ddp" or num_gpus == 1 or args.gradient_dtype == "float32"]
+        can_round = num_gpus == 1 or args.gradient_dtype == "float32"
+        return [name for name in launches if (can_round if name == "ddp" else can_shard)]
 
     engine = found["ddp"]["engine"]
     servers = {n: _server(model, n, served / _GB / args.gpu_memory) for n in range(1, args.gpus)}

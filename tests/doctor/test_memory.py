@@ -33,6 +33,7 @@ from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.quantization.versions import kept_version
+from trl_qarl.scripts import estimate
 
 
 ROOT = Path(__file__).parents[2]
@@ -222,6 +223,14 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
     serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --max-model-len 64 --data-parallel-size 5"
     assert f"CUDA_VISIBLE_DEVICES=3,4,5,6,7 {serve}\n" in out
     assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
+
+
+def test_the_learner_gets_what_a_server_cannot_use(tiny_model, monkeypatch, capsys):
+    """A server on two of five GPUs."""
+    monkeypatch.setattr(estimate, "_server", lambda model, num_left, served: (1, 1, 2) if num_left >= 2 else None)
+    command = ["estimate", tiny_model, "--gpus", "5", "--gpu_memory", "1", "--tokens", "64"]
+    assert cli.main(command) == 0
+    assert re.findall(r"(\d) of the GPUs", capsys.readouterr().out) == ["3"]
 
 
 def test_masters_that_cannot_be_sharded_are_not(tmp_path, capsys):

@@ -134,6 +134,8 @@ def main(args: Namespace) -> int:
     # A micro-batch has whole sequences. By default an engine needs keys and values of the longest that a model takes.
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or args.tokens
     print(*_commands(args, best, targets, str(min(args.tokens, longest))), sep="\n")
+    if args.use_peft:
+        print("Each process loads the base, here in float32: --dtype bfloat16 loads it in half the host memory.")
     if args.write:
         import yaml
 
@@ -229,7 +231,8 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
                 yield _Layout(launch, place, args.gpus, *sizes, None, is_asleep, not engine or served < engine)
         for number, parts in enumerate(found_split, 1):
             server = servers[args.gpus - number]
-            if server is None:
+            # The learner also gets GPUs that a server cannot use.
+            if server is None or server == servers.get(args.gpus - number - 1):
                 continue
             several = f"{server[0]} servers" if server[0] > 1 else "a server"
             place = f"{number} of the GPUs, and {several} on {math.prod(server)}"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import weakref
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -53,6 +54,22 @@ def same(ours, theirs):
 
 
 @contextmanager
+def pinning():
+    """Plays pinned memory, which needs a GPU: a copy that is remembered."""
+    pinned = set()
+
+    def pin(tensor, device=None):
+        block = (copy := tensor.clone()).untyped_storage()
+        pinned.add(block._cdata)
+        weakref.finalize(block, pinned.discard, block._cdata)
+        return copy
+
+    is_pinned = lambda tensor, device=None: tensor.untyped_storage()._cdata in pinned  # noqa: E731
+    with patch.object(torch.Tensor, "pin_memory", pin), patch.object(torch.Tensor, "is_pinned", is_pinned):
+        yield
+
+
+@contextmanager
 def launched(replicas=1, **options):
     """Environment as `accelerate launch` makes it of the shipped configuration for FSDP2, but for these options. Each
     of the `replicas` has all shards."""
@@ -70,8 +87,7 @@ def launched(replicas=1, **options):
         with (
             patch.dict(os.environ, environment),
             patch.object(PartialState, "_prepare_backend", backend),
-            # Pinning needs a GPU.
-            patch.object(CPUOffloadPolicy.__init__, "__defaults__", (False,)),
+            pinning(),
         ):
             yield
     finally:

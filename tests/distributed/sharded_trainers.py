@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -115,7 +116,9 @@ def masters_on_the_host_train_what_they_train_on_the_device(folder):
     [ddp] = train(folder, "offload-ddp", **options)
     for trainer in train(folder, "offload", launch={"offload_params": True}, **options):
         assert_trained_the_same(trainer, ddp)
-        assert trainer.accelerator.state.fsdp_plugin.cpu_offload is not None
+        assert trainer.accelerator.state.fsdp_plugin.cpu_offload.pin_memory
+        codes = [part for weight in weights_of(trainer.model) for part in weight.low_bit_weight().parts()]
+        assert all(tensor.is_pinned() for tensor in (*codes, *(p.to_local() for p in trainer.model.parameters())))
         assert_publishes(trainer, ddp)
         trainer.save_model(f"{folder}/offload/saved")
         dist.barrier()
@@ -342,6 +345,7 @@ def replicas_of_shards_train_what_they_train_with_whole_masters(folder):
         for trainer in train(folder, f"replicas-{optim}", launch=launch, **options):
             assert_trained_the_same(trainer, ddp)
             assert_publishes(trainer, ddp)
+            assert_only_the_sender_holds_a_gathered_layer(trainer, published(ddp.model, torch.bfloat16))
             masters = [whole(p.detach()) for p in trainer.model.parameters()]
         resume = f"{folder}/replicas-{optim}/checkpoint-2"
         for trainer in train(folder, f"replicas-{optim}-resumed", resume=resume, launch=launch, **options):
@@ -485,6 +489,12 @@ def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
         }
         for name, size in measured.items():
             assert world * size == pytest.approx(parts[name], rel=1e-3), name
+        codes = [part for weight in weights_of(trainer.model) for part in weight.low_bit_weight().parts()]
+        shards = [p.to_local() for p in trainer.model.parameters()]
+        # Gradients are as large as masters. torch pins powers of two.
+        blocks = sum(2 ** math.ceil(math.log2(tensor.nbytes)) for tensor in (*shards, *shards, *codes))
+        names = ("host masters", "host gradients", "host low-bit weights", "host rounding")
+        assert world * blocks == sum(parts[name] for name in names)
 
 
 def torchao_steps_in_4_bits(folder):

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import re
 import runpy
@@ -32,6 +33,7 @@ from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.quantization.versions import kept_version
+from trl_qarl.scripts import estimate
 
 
 ROOT = Path(__file__).parents[2]
@@ -214,9 +216,32 @@ def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsy
     assert cli.main([*command, "--gpu_memory", str(memory_of_gpu), "--vllm_gpu_memory_utilization", "0.9"]) == 0
     out = capsys.readouterr().out
     assert "Launch with fsdp2 on 3 GPUs, 3 of the GPUs, and a server on 5:" in out
-    serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --data-parallel-size 5"
+    serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --max-model-len 64 --data-parallel-size 5"
     assert f"CUDA_VISIBLE_DEVICES=3,4,5,6,7 {serve}\n" in out
     assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
+
+
+def test_the_learner_gets_what_a_server_cannot_use(tiny_model, monkeypatch, capsys):
+    """A server on two of five GPUs."""
+    monkeypatch.setattr(estimate, "_server", lambda model, num_left, served: (1, 1, 2) if num_left >= 2 else None)
+    command = ["estimate", tiny_model, "--gpus", "5", "--gpu_memory", "1", "--tokens", "64"]
+    assert cli.main(command) == 0
+    assert re.findall(r"(\d) of the GPUs", capsys.readouterr().out) == ["3"]
+
+
+def test_masters_that_cannot_be_sharded_are_not(tmp_path, capsys):
+    mixture = make_tiny_mixture(tmp_path, "gpt_oss")
+    command = ["estimate", mixture, "--gpus", "2", "--gpu_memory", "10", "--tokens", "64"]
+    for options, is_sharded in (([], False), (["--use_peft"], True)):
+        assert cli.main([*command, *options]) == 0
+        assert (" fsdp2 0" in capsys.readouterr().out) == is_sharded
+
+
+@pytest.mark.parametrize(("tokens", "length"), [("64", 64), ("4096", 512)])
+def test_engines_take_no_longer_sequences_than_learners(tiny_model, capsys, tokens, length):
+    """512 are the longest of this model."""
+    assert cli.main(["estimate", tiny_model, "--gpu_memory", "4", "--tokens", tokens]) == 0
+    assert f"--vllm_max_model_length {length} ..." in capsys.readouterr().out
 
 
 def test_a_mixture_has_several_servers(tmp_path, capsys):
@@ -226,7 +251,7 @@ def test_a_mixture_has_several_servers(tmp_path, capsys):
     assert cli.main([*command, "--host_memory", "0.02", "--gpu_memory", str(1.101 * on_gpu(learner) / 1e9)]) == 0
     out = capsys.readouterr().out
     assert "Launch with fsdp2 on 6 GPUs, 6 of the GPUs, and 2 servers on 2:" in out
-    serve = f"trl-qarl vllm-serve --model {mixture} --scheme w4a16 --port"
+    serve = f"trl-qarl vllm-serve --model {mixture} --scheme w4a16 --max-model-len 64 --port"
     assert f"CUDA_VISIBLE_DEVICES=6 {serve} 8000 --seed 0\n  CUDA_VISIBLE_DEVICES=7 {serve} 8001 --seed 1\n" in out
     assert "--vllm_server_base_url http://127.0.0.1:8000,http://127.0.0.1:8001 ..." in out
 
@@ -251,6 +276,15 @@ def test_a_sleeping_engine_leaves_its_memory_to_updates():
     assert on_gpu(parts | {"engine": 8}) == 32
     assert on_gpu(parts | {"engine": 8}, is_asleep=True) == 24
     assert on_gpu(parts | {"engine": 30, "host masters": 5}, is_asleep=True) == 34
+
+
+def test_pinned_blocks_are_powers_of_two(tiny_model):
+    """Masters and rounded gradients of an unquantized model, in three processes, which pin the same number of rows."""
+    run = MemorySettings(3, gradient_bytes=2)
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("bf16"), run)["fsdp2_offload"]
+    shards = [-(-len(p) // 3) * p[0].numel() for p in shapes_of(tiny_model).parameters()]
+    blocks = [2 ** math.ceil(math.log2(size * number)) for number in shards for size in (4, 2)]
+    assert parts["host masters"] + parts["host gradients"] + parts["host rounding"] == 3 * sum(blocks)
 
 
 def test_too_little_host_memory_is_named_before_loading(tiny_model, tmp_path, monkeypatch):

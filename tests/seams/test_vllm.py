@@ -9,8 +9,10 @@ import inspect
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 pytest.importorskip("vllm")
@@ -75,9 +77,26 @@ def test_reload_skips_a_mutable_set_of_tensors():
     import trl_qarl.vllm_plugin.worker  # noqa: F401
 
     assert isinstance(meta.SKIP_TENSORS, set) and "bias" not in meta.SKIP_TENSORS
-    assert "materialize_meta_tensor(" in inspect.getsource(meta.materialize_layer)
     for function in (meta.capture_layer_to_meta, meta.restore_layer_on_meta, meta.materialize_layer):
         assert "not in SKIP_TENSORS" in inspect.getsource(function)
+
+
+def test_only_gpt_oss_experts_are_reloaded_into_zeros(monkeypatch):
+    """Of the memory that a reload gives a layer, kernels read all, and a loader fills all but gpt-oss' padding."""
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    import trl_qarl.vllm_plugin.worker  # noqa: F401
+
+    assert "    materialize_layer(layer, info)" in inspect.getsource(layerwise._layerwise_process)
+    used = lambda size, stride, dtype, requires_grad: torch.full(size, 7, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(torch, "empty_strided", used)
+    for method, value in ((object.__new__(GptOssMxfp4MoEMethod), 0), (object(), 7)):
+        layer = torch.nn.Module()
+        layer.quant_method = method
+        layer.weight = torch.nn.Parameter(torch.empty(4, 8, dtype=torch.uint8, device="meta"), requires_grad=False)
+        layerwise.materialize_layer(layer, SimpleNamespace(restore_device=torch.device("cpu")))
+        assert torch.equal(layer.weight, torch.full((4, 8), value, dtype=torch.uint8))
 
 
 def test_unquantized_layers_look_their_product_up_each_time():

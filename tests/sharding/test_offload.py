@@ -1,7 +1,6 @@
 """Masters in host memory, on fake tensors of a GPU that is not there: which tensors cross, and what computes where."""
 
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +13,16 @@ from trl_qarl.optimizers.muon import _MuonOfWhole
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import Storage
-from trl_qarl.sharding.fsdp2 import MasterShard
+from trl_qarl.sharding.fsdp2 import FrozenRows, MasterShard, as_bytes
 
 
 class Watch(TorchDispatchMode):
-    """Counts the bytes that cross, by direction, and products of matrices by device."""
+    """Counts the bytes that cross, by direction, and products of matrices by device; keeps what crosses without the
+    host waiting."""
 
     def __init__(self):
         super().__init__()
-        self.moved, self.products = Counter(), Counter()
+        self.moved, self.products, self.sent = Counter(), Counter(), []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
@@ -31,6 +31,7 @@ class Watch(TorchDispatchMode):
             source = args[1] if name == "aten::copy_" else args[0]
             if source.device != output.device:
                 self.moved[source.device.type, output.device.type] += source.numel() * source.itemsize
+                self.sent += [source] if (kwargs or {}).get("non_blocking") else []
         if name in ("aten::mm", "aten::addmm"):
             self.products[output.device.type] += 1
         return output
@@ -74,17 +75,44 @@ def test_muon_multiplies_on_the_accelerator_alone(monkeypatch, in_8_bits):
     assert watch.moved["cuda", "cpu"] == pytest.approx(2 * weight.numel() + momentum, rel=0.02)
 
 
+class Shard(SimpleNamespace):
+    """The part of [`MasterShard`] that a fake tensor cannot have: it has no other class."""
+
+    _sent = MasterShard._sent
+
+    def as_subclass(self, cls):
+        return self.value
+
+
+def send(weight, value, number):
+    """Returns what one of `number` processes gathers with its rows `value` of `weight`."""
+    shard = Shard(value=value, device=value.device, size=None, padded_rows=len(value), weight=weight)
+    sent = MasterShard.to(shard, torch.device("cuda", 0), non_blocking=True)
+    parts, _ = sent.fsdp_pre_all_gather(SimpleNamespace(size=lambda: number))
+    assert {part.device.type for part in parts} == {"cuda"}
+
+
+@pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
-def test_codes_cross_instead_of_masters(scheme):
+def test_codes_cross_instead_of_masters(scheme, number):
     with FakeTensorMode(), Watch() as watch:
         layer = QuantizedLinear.from_linear(torch.nn.Linear(1024, 512, bias=False), SCHEMES[scheme], torch.bfloat16)
-        # A fake tensor has no other class.
-        shard = SimpleNamespace(device=layer.weight.device, size=None, padded_rows=512)
-        shard.weight = layer.quantized_weights["weight"]
-        shard.fsdp_pre_all_gather = partial(MasterShard.fsdp_pre_all_gather, shard)
-        low_bit = shard.weight.low_bit_weight()
-        sent = MasterShard.to(shard, torch.device("cuda", 0), non_blocking=True)
-        parts, _ = sent.fsdp_pre_all_gather(SimpleNamespace(size=lambda: 2))
-    assert {part.device.type for part in parts} == {"cuda"} and low_bit.device.type == "cpu"
+        weight = layer.quantized_weights["weight"]
+        low_bit = weight.low_bit_weight()
+        send(weight, layer.weight, number)
+    assert low_bit.device.type == "cpu"
     assert watch.moved == {("cpu", "cuda"): sum(part.nbytes for part in low_bit.parts())}
     assert watch.moved["cpu", "cuda"] < layer.weight.nbytes / 3.9
+    # No other memory of the host, which would not be pinned.
+    assert [*map(id, watch.sent)] == [*map(id, low_bit.parts())]
+
+
+def test_bytes_of_a_frozen_base_cross_from_their_memory(monkeypatch):
+    # A build of torch for CPUs divides no fake tensors of a GPU into codes and scales.
+    monkeypatch.setattr(FrozenRows, "low_bit", lambda self, rows: SimpleNamespace(parts=lambda: [rows]))
+    with FakeTensorMode(), Watch() as watch:
+        layer = QuantizedLinear.from_linear(torch.nn.Linear(1024, 512), SCHEMES["w4a16"], torch.bfloat16)
+        layer.freeze()
+        as_bytes(layer)
+        send(layer.quantized_weights["weight"], rows := layer.weight.data, 2)
+    assert watch.moved == {("cpu", "cuda"): rows.nbytes} and watch.sent[0] is rows

@@ -24,7 +24,8 @@ from ..optimizers.eight_bits import block_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
-from ..quantization.swap import prepare_model
+from ..quantization.swap import low_bit_bytes, prepare_model
+from ..quantization.weight import QuantizedWeight
 from ..sync.publisher import largest_chunk
 
 
@@ -141,9 +142,11 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: MemorySettings
     if is_offloaded:
         parts = dict.fromkeys(state_of_training, 0)
         parts |= {f"host {name}": size for name, size in state_of_training.items()}
+        of_masters, of_others = _rounding(model, shards, run)
+        parts["host rounding"] = of_masters + of_others
         # One process loads all weights before they are divided.
         loaded = 4 * sum(p.numel() for p in model.parameters()) * (run.num_gpus if run.lora_rank else 1)
-        parts["host loading"] = max(0, loaded - sum(state_of_training.values()) + 4 * held)
+        parts["host loading"] = max(0, loaded - sum(state_of_training.values()) + 4 * held - of_others)
     else:
         parts = {name: size // shards for name, size in state_of_training.items()}
         # Each process of DDP loads the model, and with FSDP2 each one that quantizes a frozen base.
@@ -230,8 +233,38 @@ def _crossing(
     return {"gathered": gathered, "crossing": max(waiting, leaves - gathered - layer_bytes)}
 
 
+def _rounding(model: nn.Module, shards: int, run: MemorySettings) -> tuple[int, int]:
+    """Return the bytes of host memory beyond pinned masters, and beyond gradients and low-bit weights, for all
+    processes. Each process pins as many rows of a tensor as the largest shard has, and torch pins powers of two (2.13,
+    https://github.com/vllm-project/vllm/issues/56410)."""
+    weights = {id(weight.parameter): weight for weight in _quantized_weights(model)}
+
+    def beyond(num_bytes: int, num_rows: int) -> int:
+        largest = num_bytes * -(-num_rows // shards) // num_rows
+        return shards * (1 << (largest - 1).bit_length()) - num_bytes
+
+    of_masters = of_others = 0
+    for parameter in model.parameters():
+        num_rows, number, weight = parameter.shape[:1].numel(), parameter.numel(), weights.get(id(parameter))
+        if run.lora_rank:
+            # Beside those of an adapter, nothing is trained. Codes and scales are rows of bytes.
+            of_masters += beyond(4 * number if weight is None else low_bit_bytes(weight), num_rows)
+            continue
+        of_masters += beyond(4 * number, num_rows)
+        of_others += beyond(run.gradient_bytes * number, num_rows)
+        if weight is not None:
+            codes = number * weight.scheme.container.num_bits // 8
+            sizes = codes, low_bit_bytes(weight) - codes
+            of_others += (1 + run.rollout_ahead) * sum(beyond(size, num_rows) for size in sizes)
+    return of_masters, of_others
+
+
+def _quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
+    return [weight for layer in Inventory.of(model).layers.values() for weight in layer.quantized_weights.values()]
+
+
 def _quantized(model: nn.Module) -> list[torch.Tensor]:
-    return [w.parameter for layer in Inventory.of(model).layers.values() for w in layer.quantized_weights.values()]
+    return [weight.parameter for weight in _quantized_weights(model)]
 
 
 def _sizes_of_layers(model: nn.Module, low_bit_bytes: int) -> tuple[list[tuple[int, int]], int]:

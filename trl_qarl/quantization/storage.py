@@ -61,6 +61,10 @@ class Storage:
         """Return the rows of the whole parameter that this process quantizes, counted through all stacked experts."""
         return range(self.shape(tensor)[:-1].numel())
 
+    def beside(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return `part`, made of `tensor`, in the kind of memory in which this process keeps `tensor`."""
+        return part
+
     def num_copies(self, tensor: torch.Tensor) -> int:
         """Return the number of processes that hold the same part of a sharded parameter."""
         return 1

@@ -168,6 +168,8 @@ class QuantizedWeight:
         # Tensors made in inference mode could not be saved for backward later.
         with torch.inference_mode(False), torch.no_grad():
             low_bit = self.quantize(self.source.value(weight).detach())
+            parts = [storage_of(weight).beside(weight, part) for part in low_bit.parts()]
+            low_bit = LowBitTensor.from_parts(parts, low_bit.scheme, low_bit.orig_dtype)
             if kept is not None and kept.scheme != self.scheme:
                 # Codes of different grids cannot be compared.
                 self.num_flipped_codes = None

@@ -16,7 +16,7 @@ from .command_line import add_plan_options, check_folder, configuration_errors
 
 _GB = 10**9
 _NOT_COUNTED = (
-    "Not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of kernels and gaps of the allocator on a GPU; keys and "
+    "Not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of kernels, activations of a vision tower and gaps of the allocator on a GPU; keys and "
     "values of an engine beyond its share; about 3 GB of host memory for each process. The layout below has a tenth in reserve, if one does."
 )
 
@@ -131,7 +131,11 @@ def main(args: Namespace) -> int:
     # Those of experts and routers are refused.
     is_mixture = any(p.ndim > 2 for p in model.parameters())
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if is_mixture else ["all-linear"]
-    print(*_commands(args, best, targets), sep="\n")
+    # A micro-batch has whole sequences. By default an engine needs keys and values of the longest that a model takes.
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or args.tokens
+    print(*_commands(args, best, targets, str(min(args.tokens, longest))), sep="\n")
+    if args.use_peft:
+        print("Each process loads the base, here in float32: --dtype bfloat16 loads it in half the host memory.")
     if args.write:
         import yaml
 
@@ -201,12 +205,19 @@ class _Layout:
 
 
 def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> Iterator[_Layout]:
-    """Yield layouts, those without offload first, each launch in the order of `LAUNCHES`. DDP takes no gradients in
-    bfloat16."""
+    """Yield layouts that are not refused, those without offload first, each launch in the order of `LAUNCHES`. DDP
+    takes no gradients in bfloat16."""
     from ..doctor.memory import LAUNCHES, on_gpu, on_host
+    from ..quantization.inventory import Inventory
+    from ..quantization.weight import TransposedSource
+
+    # Shards of transposed masters are no rows of low-bit weights, which are rows themselves in a frozen base.
+    is_transposed = any(isinstance(weight.source, TransposedSource) for _, weight in Inventory.of(model).weights())
+    can_shard = args.use_peft or not is_transposed
 
     def without_refused(launches: Iterable[str], num_gpus: int) -> list[str]:
-        return [name for name in launches if name != "ddp" or num_gpus == 1 or args.gradient_dtype == "float32"]
+        can_round = num_gpus == 1 or args.gradient_dtype == "float32"
+        return [name for name in launches if (can_round if name == "ddp" else can_shard)]
 
     engine = found["ddp"]["engine"]
     servers = {n: _server(model, n, served / _GB / args.gpu_memory) for n in range(1, args.gpus)}
@@ -220,7 +231,8 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
                 yield _Layout(launch, place, args.gpus, *sizes, None, is_asleep, not engine or served < engine)
         for number, parts in enumerate(found_split, 1):
             server = servers[args.gpus - number]
-            if server is None:
+            # The learner also gets GPUs that a server cannot use.
+            if server is None or server == servers.get(args.gpus - number - 1):
                 continue
             several = f"{server[0]} servers" if server[0] > 1 else "a server"
             place = f"{number} of the GPUs, and {several} on {math.prod(server)}"
@@ -247,8 +259,9 @@ def _server(model, num_left: int, served: float) -> tuple[int, int, int] | None:
     return (count, 1, fitting[0]) if inventory.stacked_experts or inventory.experts else (1, count, fitting[0])
 
 
-def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[str]:
-    """Yield the commands of servers, if there are any here, and of the learner, which has the first GPUs."""
+def _commands(args: Namespace, layout: _Layout, targets: list[str], length: str) -> Iterator[str]:
+    """Yield the commands of servers, if there are any here, and of the learner, which has the first GPUs. Engines take
+    sequences of this `length`."""
     scheme = args.scheme if isinstance(args.scheme, str) else json.dumps(args.scheme)
     options = ["--scheme", scheme]
     for option in ("group_size", "exclude_modules"):
@@ -257,7 +270,7 @@ def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[
     prefix, urls = "", []
     if layout.server is not None:
         servers, replicas, ranks = layout.server
-        argv = ["trl-qarl", "vllm-serve", "--model", args.model, *options]
+        argv = ["trl-qarl", "vllm-serve", "--model", args.model, *options, "--max-model-len", length]
         argv += ["--max_lora_rank", str(engine_rank(args.lora_r))] if args.use_peft else []
         argv += ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
         argv += ["--data-parallel-size", str(replicas)] if replicas > 1 else []
@@ -278,6 +291,7 @@ def _commands(args: Namespace, layout: _Layout, targets: list[str]) -> Iterator[
         argv += ["--vllm_mode", "server", *(["--vllm_server_base_url", ",".join(urls)] if urls else [])]
     else:
         argv += ["--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", f"{args.vllm_gpu_memory_utilization:g}"]
+        argv += ["--vllm_max_model_length", length]
         argv += ["--vllm_enable_sleep_mode", "true"] if layout.is_asleep else []
     yield f"  {prefix}{shlex.join(argv)} ..."
 

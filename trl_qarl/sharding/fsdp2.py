@@ -61,8 +61,17 @@ class MasterShard(torch.Tensor):
     # With five parameters FSDP would require the padded size of the master (torch 2.13).
     def fsdp_pre_all_gather(self, mesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return the tensors that this process sends, and the metadata to read them."""
-        low_bit = self.weight.low_bit_weight()
-        parts = [_with_rows(tensor, self.padded_rows) for tensor in low_bit.parts()]
+        return self._sent(mesh, self.device)
+
+    def _sent(self, mesh: DeviceMesh, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return [`~MasterShard.fsdp_pre_all_gather`] on `device`. The host waits for no copy from pinned memory, and
+        torch uses such a block again once its copies have ended, also if it is dropped before."""
+        source = self.weight.source
+        if source.is_frozen:
+            low_bit = source.low_bit(self.as_subclass(torch.Tensor).to(device, non_blocking=True))
+        else:
+            low_bit = self.weight.low_bit_weight()
+        parts = [_with_rows(part.to(device, non_blocking=True), self.padded_rows) for part in low_bit.parts()]
         if mesh.size() > 1:
             return tuple(parts), None
         # With one process FSDP takes only the first tensor (torch 2.13,
@@ -94,11 +103,7 @@ class MasterShard(torch.Tensor):
         if device is None or device.type == self.device.type:
             return super().to(*args, **kwargs)
 
-        def fsdp_pre_all_gather(mesh):
-            parts, metadata = self.fsdp_pre_all_gather(mesh)
-            return tuple(part.to(device, non_blocking=True) for part in parts), metadata
-
-        return SimpleNamespace(size=self.size, fsdp_pre_all_gather=fsdp_pre_all_gather)
+        return SimpleNamespace(size=self.size, fsdp_pre_all_gather=lambda mesh: self._sent(mesh, device))
 
 
 class Rows(Storage):
@@ -149,6 +154,11 @@ class Rows(Storage):
         mesh, num_rows = _mesh_of_rows(tensor), tensor.shape[1:-1].numel()
         start = mesh.get_local_rank() * -(-len(tensor) // mesh.size())
         return range(start * num_rows, (start + len(tensor._local_tensor)) * num_rows)
+
+    @override
+    def beside(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        # Pinned as FSDP2 pins masters, so that the host does not wait for copies to the GPU.
+        return part.pin_memory() if tensor._local_tensor.is_pinned() else part
 
     @override
     def num_copies(self, tensor: torch.Tensor) -> int:

@@ -9,7 +9,8 @@ import torch
 import vllm
 from vllm import ir
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import meta
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.processor import cached_processor_from_config
@@ -32,21 +33,22 @@ for _sinks in ("sinks", "attention_sink_bias"):
     meta.SKIP_TENSORS.add(_sinks)
 
 
-def _materialize_zeros(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _with_zeros(materialize: Callable[..., None]) -> Callable[..., None]:
     """Decorate vLLM's step that gives a layer memory before it is reloaded. A loader fills only a part of gpt-oss'
     experts in MXFP4, whose kernels have them padded, and the rest would be what the memory held before."""
 
-    @wraps(make)
-    def materialize(meta_tensor: torch.Tensor) -> torch.Tensor:
-        tensor = make(meta_tensor)
-        tensor.untyped_storage().fill_(0)
-        return tensor
+    @wraps(materialize)
+    def materialize_layer(layer: torch.nn.Module, info: Any) -> None:
+        materialize(layer, info)
+        if isinstance(getattr(layer, "quant_method", None), GptOssMxfp4MoEMethod):
+            for parameter in layer.parameters(recurse=False):
+                parameter.untyped_storage().fill_(0)
 
-    return materialize
+    return materialize_layer
 
 
-if not hasattr(meta.materialize_meta_tensor, "__wrapped__"):
-    meta.materialize_meta_tensor = _materialize_zeros(meta.materialize_meta_tensor)
+if not hasattr(layerwise.materialize_layer, "__wrapped__"):
+    layerwise.materialize_layer = _with_zeros(layerwise.materialize_layer)
 
 
 logger = logging.getLogger(__name__)

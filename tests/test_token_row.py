@@ -35,7 +35,10 @@ def test_calls_of_copies_are_counted_together():
 
 def test_prompts_of_one_completion_are_not_divided():
     layout = Layout.of(IDS[1:], MASK[1:], LABELS[1:])
-    assert layout.input_ids.tolist() == [[1, 2, 3, 21, 22, 4, 5]] and (layout.segments.keys, layout.segments.runs) == (None, ())
+    assert layout.input_ids.tolist() == [[1, 2, 3, 21, 22, 4, 5]] and (layout.segments.keys, layout.segments.runs) == (
+        None,
+        (),
+    )
     assert layout.segments.query_lengths == layout.segments.key_lengths == (5, 2)
 
 

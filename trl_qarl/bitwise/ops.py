@@ -203,28 +203,31 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, output = ctx.saved_tensors
         segments, (scale, window, softcap) = ctx.segments, ctx.options
-        rows, keys, lengths = (query, key, value, grad), segments.keys, (segments.query_lengths, segments.key_lengths)
-        runs, others = segments.runs, None
-        num_shared = sum(prompt.stop - prompt.start for _, prompt in runs)
-        if grad.device.type != "cpu" or window is not None or softcap or num_shared < MIN_SHARED_KEYS * len(runs):
-            runs = ()
+        keys, lengths, others = segments.keys, (segments.query_lengths, segments.key_lengths), None
+        dtype = query.dtype if is_on_gpu(query) or gemm.has_fast_bf16() else torch.float32
+        takes_flash = not is_on_gpu(query) and dtype is torch.bfloat16 and window is None and softcap is None
+        num_shared = sum(prompt.stop - prompt.start for _, prompt in segments.runs)
+        runs = segments.runs if takes_flash and num_shared >= MIN_SHARED_KEYS * len(segments.runs) else ()
         if runs:
             keys, lengths = None, (segments.query_lengths, segments.query_lengths)
             sums = (grad.float() * output.float()).sum(dim=-1, keepdim=True)
             others = torch.full_like(sums, -torch.inf), sums
-        of_prompts = [(queries, prompt, query[queries], key[prompt], value[prompt]) for queries, prompt in runs]
-        for queries, _, *tensors in of_prompts:
-            others[0][queries] = flash(*tensors, is_causal=False, scale=scale)[1].T[..., None]
-        of_query, *of_keys = _grad_segments(*rows, *lengths, keys, ctx.options, others)
-        for queries, prompt, *tensors in of_prompts:
+        of_prompts = []
+        for queries, prompt in runs:
+            tensors = query[queries], key[prompt], value[prompt]
+            options = (len(tensors[0]),), (len(tensors[1]),), False, scale
+            others[0][queries] = flash(*tensors, *options)[1].T[..., None]
+            of_prompts.append((queries, prompt, tensors, options))
+        grads = _grad_segments(query, key, value, grad, *lengths, keys, dtype, ctx.options, others)
+        for queries, prompt, tensors, options in of_prompts:
             total = others[0][queries, :, 0].T
-            added = flash_backward(grad[queries], *tensors, output[queries], total, is_causal=False, scale=scale)
-            for sum_, place, each in zip((of_query, *of_keys), (queries, prompt, prompt), added, strict=True):
+            added = flash_backward(grad[queries], *tensors, output[queries], total, *options)
+            for sum_, place, each in zip(grads, (queries, prompt, prompt), added, strict=True):
                 sum_[place] += each
-        return *(x.to(grad.dtype) for x in (of_query, *of_keys)), *[None] * 4
+        return *(x.to(grad.dtype) for x in grads), *[None] * 4
 
 
-def _grad_segments(query, key, value, grad, query_lengths, key_lengths, keys, options, others):
+def _grad_segments(query, key, value, grad, query_lengths, key_lengths, keys, dtype, options, others):
     """Return the gradients of the attention of [`Segments`] in the shapes of `query`, `key` and `value`, those of keys
     in float32. `others`, if queries also see other keys, are those of [`_grad_attention`], `(queries, heads, 1)` each,
     of which the first one is overwritten."""
@@ -233,10 +236,9 @@ def _grad_segments(query, key, value, grad, query_lengths, key_lengths, keys, op
         keys = torch.arange(len(key), device=key.device)
     places, queries, grads = keys.split(key_lengths), query.split(query_lengths), grad.split(query_lengths)
     others_of = [] if others is None else [x.split(query_lengths) for x in others]
-    grad_query = torch.empty_like(query)
+    grad_query = torch.empty_like(query, dtype=torch.float32 if others else None)
     of_queries = grad_query.split(query_lengths)
     totals = [torch.zeros_like(x, dtype=torch.float32) for x in (key, value)]
-    dtype = query.dtype if is_on_gpu(query) or gemm.has_fast_bf16() else torch.float32
     for group in _similar_lengths(query_lengths, key_lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
         offset = key_lengths[group[0]] - query_lengths[group[0]]
         padded = [
@@ -253,8 +255,9 @@ def _grad_segments(query, key, value, grad, query_lengths, key_lengths, keys, op
             of_queries[i].copy_(_unpad(of_query, query_lengths[i]))
             for total, of_key in zip(totals, of_keys, strict=True):
                 total.index_add_(0, places[i], _unpad(of_key, key_lengths[i]))
-        for i, total in zip(group, rows[0] if rows else (), strict=bool(rows)):
-            others_of[0][i].copy_(_unpad(total, query_lengths[i]))
+        for own, total in zip(others_of[:1], rows[:1], strict=True):
+            for row, i in enumerate(group):
+                own[i].copy_(_unpad(total[row], query_lengths[i]))
     return grad_query, *totals
 
 

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from ..quantization.names import base_model, has_tower
 from ..token_row import Layout
-from .flash import flash, flash_backward, starts_of
+from .flash import joined_attention, starts_of
 from .modules import ATTENTION
 
 
@@ -138,67 +137,6 @@ def _by_lengths(query, key, value, query_lengths, key_lengths, scale, window) ->
     sizes = (-1 if window is None else window - 1, 0)
     output = varlen_attn(*tensors, *starts, *longest, scale=scale, window_size=sizes, enable_gqa=True)
     return output[None]
-
-
-def joined_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: tuple[int, ...],
-    runs: tuple[tuple[slice, slice], ...],
-    scale: float,
-) -> torch.Tensor:
-    """
-    Return the attention `(N, heads, head_dim)` of segments of these `lengths` to themselves and to shared prompts.
-
-    `query` is `(N, heads, head_dim)`, `key` and `value` are `(N, key_heads, head_dim)`, and `runs` are those of a
-    [`~trl_qarl.token_row.Layout`]. A token that sees two sets of keys, with outputs `o` and logarithms `l` of the sums
-    of their exponentials, has the output `(exp(l_1) o_1 + exp(l_2) o_2) / exp(l)` with `exp(l) = exp(l_1) + exp(l_2)`.
-    The gradient of either set is that of its own attention, computed with the joint output and `l`.
-    """
-    return _Joined.apply(query, key, value, lengths, runs, scale)
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, lengths, runs, scale):
-        output, total = flash(query, key, value, lengths, lengths, True, scale)
-        ctx.parts = [(lengths, lengths, True)]
-        queries = keys = None
-        if runs:
-            queries, keys = (_places(each, query.device) for each in zip(*runs, strict=True))
-            sizes = [tuple(part.stop - part.start for part in each) for each in zip(*runs, strict=True)]
-            ctx.parts.append((*sizes, False))
-            tensors = query[queries], key[keys], value[keys]
-            of_prompts, total_of_prompts = flash(*tensors, *sizes, False, scale)
-            own = total[:, queries]
-            joint = torch.logaddexp(own, total_of_prompts)
-            weights = ((each - joint).exp().T[..., None] for each in (own, total_of_prompts))
-            both = zip(weights, (output[queries], of_prompts), strict=True)
-            output[queries] = sum(weight * each.to(weight.dtype) for weight, each in both).to(output.dtype)
-            total[:, queries] = joint
-        ctx.save_for_backward(query, key, value, output, total, queries, keys)
-        ctx.scale = scale
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        query, key, value, output, total, queries, keys = ctx.saved_tensors
-        tensors = grad, query, key, value, output, total
-        own, *of_prompts = ctx.parts
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        grads = [each.to(dtype) for each in flash_backward(*tensors, *own, ctx.scale)]
-        for part in of_prompts:
-            tensors = grad[queries], query[queries], key[keys], value[keys], output[queries], total[:, queries]
-            added = flash_backward(*tensors, *part, ctx.scale)
-            for sum_, places, each in zip(grads, (queries, keys, keys), added, strict=True):
-                sum_.index_add_(0, places, each.to(dtype))
-        return *(each.to(grad.dtype) for each in grads), None, None, None
-
-
-def _places(ranges: tuple[slice, ...], device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(each.start, each.stop) for each in ranges]).to(device)
 
 
 def _with_layouts(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ def test_a_prompt_of_two_completions_occurs_once():
     assert layout.labels.tolist() == [[-100, -100, 11, 12, 21, 22, 23, -100, 31]]
     assert layout.counts.tolist() == [[2, 2, *[1] * 7]]
     assert (layout.segments.query_lengths, layout.segments.key_lengths) == ((2, 2, 3, 2), (2, 4, 5, 2))
-    assert layout.runs == ((slice(2, 7), slice(0, 2)),)
+    assert layout.segments.runs == ((slice(2, 7), slice(0, 2)),)
     assert layout.segments.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8]
     values = layout.unpack(layout.labels.float())
     assert torch.equal(values, LABELS[:, 1:].clamp(min=0).float())
@@ -35,7 +35,10 @@ def test_calls_of_copies_are_counted_together():
 
 def test_prompts_of_one_completion_are_not_divided():
     layout = Layout.of(IDS[1:], MASK[1:], LABELS[1:])
-    assert layout.input_ids.tolist() == [[1, 2, 3, 21, 22, 4, 5]] and (layout.segments.keys, layout.runs) == (None, ())
+    assert layout.input_ids.tolist() == [[1, 2, 3, 21, 22, 4, 5]] and (layout.segments.keys, layout.segments.runs) == (
+        None,
+        (),
+    )
     assert layout.segments.query_lengths == layout.segments.key_lengths == (5, 2)
 
 

@@ -34,6 +34,8 @@ class Segments:
         keys (`torch.Tensor`, *optional*):
             Places of the keys of all segments, one segment after the other, `(sum(key_lengths),)` int64. By default
             they follow each other.
+        runs (`tuple[tuple[slice, slice], ...]`):
+            Places of queries that follow each other and see the same shared prompt, and those of the prompt.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Segments:
         query_lengths: tuple[int, ...],
         key_lengths: tuple[int, ...] | None = None,
         keys: torch.Tensor | None = None,
+        runs: tuple[tuple[slice, slice], ...] = (),
     ):
         self.query_lengths, self.key_lengths, self.keys = query_lengths, key_lengths or query_lengths, keys
+        self.runs = runs
 
     @cached_property
     def places(self) -> tuple[int, ...] | None:
@@ -64,8 +68,6 @@ class Layout:
             Number of times that each token occurs in the batch.
         segments ([`Segments`]):
             The segments of the row. Their `keys` are `None` if every segment sees only itself.
-        runs (`tuple[tuple[slice, slice], ...]`):
-            Places of tokens that follow each other and see the same shared prompt, and those of the prompt.
         scored (`torch.Tensor` of shape `(B, T - 1)`):
             True where the next token of the batch is scored.
         calls (`deque[str]`):
@@ -78,7 +80,6 @@ class Layout:
     labels: torch.Tensor
     counts: torch.Tensor
     segments: Segments
-    runs: tuple[tuple[slice, slice], ...]
     scored: torch.Tensor
     calls: deque[str] = field(default_factory=deque)
 
@@ -136,9 +137,11 @@ class Layout:
             labels=following.flatten()[place][None],
             counts=count[None],
             segments=Segments(
-                tuple(query_lengths), tuple(map(len, keys)), torch.cat(keys).to(ids.device) if starts else None
+                tuple(query_lengths),
+                tuple(map(len, keys)),
+                torch.cat(keys).to(ids.device) if starts else None,
+                tuple(runs),
             ),
-            runs=tuple(runs),
             scored=scored,
         )
 

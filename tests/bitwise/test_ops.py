@@ -80,25 +80,27 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, window, softcap,
     check_gradients(inputs, reference)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_keys_of_several_sequences_have_their_exact_gradient(window, arithmetic):
+@pytest.mark.parametrize(("window", "knows_runs"), [(None, False), (None, True), (20, True)])
+def test_keys_of_several_sequences_have_their_exact_gradient(window, knows_runs, arithmetic):
     """Two prompts of one and of 90 sequences, which see the prompt and themselves, and add to its gradient."""
     if window is not None and not kernels.has_engine_kernels():
         pytest.skip("windows are vLLM's alone")
     generator = torch.Generator().manual_seed(0)
     # The longer prompt fills a block of keys.
     prompts, rests = (31, 150), ((90,), (40, 41, 1, 70, 66, 64, 2, 39, 10) * 10)
-    queries, keys, start = [], [], 0
+    queries, keys, runs, start = [], [], [], 0
     for prompt, lengths in zip(prompts, rests, strict=True):
         shared = list(range(start, start + prompt))
         queries, keys, start = [*queries, prompt], [*keys, shared], start + prompt
+        if knows_runs:
+            runs.append((slice(start, start + sum(lengths)), slice(start - prompt, start)))
         for length in lengths:
             queries, keys = [*queries, length], [*keys, [*shared, *range(start, start + length)]]
             start += length
     index = torch.tensor([place for each in keys for place in each])
     inputs = [torch.randn(start, heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)]
     lengths = tuple(queries), tuple(map(len, keys))
-    output = ops.attention(*inputs, Segments(*lengths, index), 0.125, window)
+    output = ops.attention(*inputs, Segments(*lengths, index, tuple(runs)), 0.125, window)
     of_own_keys = ops.attention(inputs[0], *(x[index] for x in inputs[1:]), Segments(*lengths), 0.125, window)
     assert torch.equal(output, of_own_keys)
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
@@ -127,13 +129,13 @@ class LargestTensor(LiveBytes):
 
 
 def test_attention_memory_is_not_quadratic(arithmetic):
-    lengths = (2048, 2048)
-    inputs = [torch.randn(4096, heads, 32).bfloat16().requires_grad_() for heads in (2, 1, 1)]
+    lengths = (4096, 4096)
+    inputs = [torch.randn(8192, heads, 64).bfloat16().requires_grad_() for heads in (2, 1, 1)]
     with LargestTensor() as largest:
         output = ops.attention(*inputs, Segments(lengths), 0.1)
         output.backward(torch.ones_like(output))
     # The scores of one head of one sequence alone would be 16 times as many as those of a block of queries.
-    assert 0 < largest.numel <= inputs[0].numel() < 2048**2 // 15
+    assert 0 < largest.numel <= inputs[0].numel() < 4096**2 // 15
 
 
 @pytest.mark.parametrize(("size", "is_interleaved"), [(64, False), (32, False), (32, True)])

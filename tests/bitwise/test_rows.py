@@ -9,7 +9,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from testing_utils import MIXTURES, make_tiny_mixture, make_tiny_model
 from testing_utils.learners import make_batch, score
-from trl_qarl.bitwise import rows
+from trl_qarl.bitwise import flash, rows
 from trl_qarl.forward import scoring_forward
 from trl_qarl.token_row import Layout
 
@@ -64,7 +64,7 @@ def test_two_calls_joined_are_attention_to_both_sets_of_keys(dtype, tolerance):
     generator = torch.Generator().manual_seed(0)
     lengths, runs = (30, 5, 41, 7, 12, 20), ((slice(30, 83), slice(0, 30)), (slice(95, 115), slice(83, 95)))
     inputs = [torch.randn(115, heads, 16, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2)]
-    output = rows.joined_attention(*inputs, lengths, runs, 0.3)
+    output = flash.joined_attention(*inputs, lengths, runs, 0.3)
     upstream = torch.randn(output.shape, generator=generator).to(dtype)
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]

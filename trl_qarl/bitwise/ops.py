@@ -13,6 +13,7 @@ Operations round float32 masters to the engine's dtype and pass the gradient str
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..quantization import gemm
 from ..token_row import Segments
 from . import cpu, cuda, portable
+from .flash import flash, flash_backward
 
 
 Product = Callable[..., torch.Tensor]
@@ -35,9 +37,12 @@ LOGIT_ROWS = 1024
 LOGITS_IN_CACHE = 2**18
 """Logits in float32 per thread at a time, so that intermediate results stay in a processor's cache."""
 
-BLOCK_OF_QUERIES, TOKENS_OF_ATTENTION = {"cpu": 64}, {"cpu": 1024}
+BLOCK_OF_QUERIES, TOKENS_OF_ATTENTION = {"cpu": 128}, {"cpu": 1024}
 """Queries per block, and tokens of sequences at a time, of attention's gradient by type of device: a CPU's fit its
 cache. Other devices take 512 and 4,096."""
+
+MIN_SHARED_KEYS = 64
+"""Tokens of shared prompts, on average, from which attention's gradient calls FlashAttention for them."""
 
 
 def backend_of(x: torch.Tensor) -> Any:
@@ -188,38 +193,72 @@ class _Rotate(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, segments, *options):
-        ctx.save_for_backward(query, key, value)
+        output = backend_of(query).attention(query, key, value, segments, *options)
+        ctx.save_for_backward(query, key, value, output)
         ctx.segments, ctx.options = segments, options
-        return backend_of(query).attention(query, key, value, segments, *options)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value = ctx.saved_tensors
-        query_lengths, key_lengths, keys = ctx.segments.query_lengths, ctx.segments.key_lengths, ctx.segments.keys
-        num_key_heads = key.shape[1]
-        if keys is None:
-            keys = torch.arange(len(key), device=key.device)
-        places, queries, grads = keys.split(key_lengths), query.split(query_lengths), grad.split(query_lengths)
-        grad_query = torch.empty_like(query)
-        of_queries = grad_query.split(query_lengths)
-        totals = [torch.zeros_like(x, dtype=torch.float32) for x in (key, value)]
+        query, key, value, output = ctx.saved_tensors
+        segments, (scale, window, softcap) = ctx.segments, ctx.options
+        keys, lengths, others = segments.keys, (segments.query_lengths, segments.key_lengths), None
         dtype = query.dtype if is_on_gpu(query) or gemm.has_fast_bf16() else torch.float32
-        for group in _similar_lengths(query_lengths, key_lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
-            offset = key_lengths[group[0]] - query_lengths[group[0]]
-            padded = [
-                _pad_sequences(parts, num_key_heads, dtype)
-                for parts in (
-                    [queries[i] for i in group],
-                    *([x.index_select(0, places[i]) for i in group] for x in (key, value)),
-                    [grads[i] for i in group],
-                )
-            ]
-            for i, of_query, *of_keys in zip(group, *_grad_attention(*padded, offset, *ctx.options), strict=True):
-                of_queries[i].copy_(_unpad(of_query, query_lengths[i]))
-                for total, rows in zip(totals, of_keys, strict=True):
-                    total.index_add_(0, places[i], _unpad(rows, key_lengths[i]))
-        return grad_query, *(total.to(grad.dtype) for total in totals), *[None] * 4
+        takes_flash = not is_on_gpu(query) and dtype is torch.bfloat16 and window is None and softcap is None
+        num_shared = sum(prompt.stop - prompt.start for _, prompt in segments.runs)
+        runs = segments.runs if takes_flash and num_shared >= MIN_SHARED_KEYS * len(segments.runs) else ()
+        if runs:
+            keys, lengths = None, (segments.query_lengths, segments.query_lengths)
+            sums = (grad.float() * output.float()).sum(dim=-1, keepdim=True)
+            others = torch.full_like(sums, -torch.inf), sums
+        of_prompts = []
+        for queries, prompt in runs:
+            tensors = query[queries], key[prompt], value[prompt]
+            options = (len(tensors[0]),), (len(tensors[1]),), False, scale
+            others[0][queries] = flash(*tensors, *options)[1].T[..., None]
+            of_prompts.append((queries, prompt, tensors, options))
+        grads = _grad_segments(query, key, value, grad, *lengths, keys, dtype, ctx.options, others)
+        for queries, prompt, tensors, options in of_prompts:
+            total = others[0][queries, :, 0].T
+            added = flash_backward(grad[queries], *tensors, output[queries], total, *options)
+            for sum_, place, each in zip(grads, (queries, prompt, prompt), added, strict=True):
+                sum_[place] += each
+        return *(x.to(grad.dtype) for x in grads), *[None] * 4
+
+
+def _grad_segments(query, key, value, grad, query_lengths, key_lengths, keys, dtype, options, others):
+    """Return the gradients of the attention of [`Segments`] in the shapes of `query`, `key` and `value`, those of keys
+    in float32. `others`, if queries also see other keys, are those of [`_grad_attention`], `(queries, heads, 1)` each,
+    of which the first one is overwritten."""
+    num_key_heads = key.shape[1]
+    if keys is None:
+        keys = torch.arange(len(key), device=key.device)
+    places, queries, grads = keys.split(key_lengths), query.split(query_lengths), grad.split(query_lengths)
+    others_of = [] if others is None else [x.split(query_lengths) for x in others]
+    grad_query = torch.empty_like(query, dtype=torch.float32 if others else None)
+    of_queries = grad_query.split(query_lengths)
+    totals = [torch.zeros_like(x, dtype=torch.float32) for x in (key, value)]
+    for group in _similar_lengths(query_lengths, key_lengths, TOKENS_OF_ATTENTION.get(grad.device.type, 4096)):
+        offset = key_lengths[group[0]] - query_lengths[group[0]]
+        padded = [
+            _pad_sequences(parts, num_key_heads, dtype)
+            for parts in (
+                [queries[i] for i in group],
+                *([x.index_select(0, places[i]) for i in group] for x in (key, value)),
+                [grads[i] for i in group],
+            )
+        ]
+        rows = [_pad_sequences([x[i] for i in group], num_key_heads, torch.float32) for x in others_of]
+        results = _grad_attention(*padded, offset, *options, rows or None)
+        for i, of_query, *of_keys in zip(group, *results, strict=True):
+            of_queries[i].copy_(_unpad(of_query, query_lengths[i]))
+            for total, of_key in zip(totals, of_keys, strict=True):
+                total.index_add_(0, places[i], _unpad(of_key, key_lengths[i]))
+        for own, total in zip(others_of[:1], rows[:1], strict=True):
+            for row, i in enumerate(group):
+                own[i].copy_(_unpad(total[row], query_lengths[i]))
+    return grad_query, *totals
 
 
 def _similar_lengths(
@@ -251,7 +290,7 @@ def _unpad(rows: torch.Tensor, length: int) -> torch.Tensor:
     return rows[:, :length].transpose(0, 1).flatten(1, 2).contiguous()
 
 
-def _grad_attention(query, key, value, grad, offset, scale, window, softcap):
+def _grad_attention(query, key, value, grad, offset, scale, window, softcap, others=None):
     """
     Return gradients of causal attention to the last `window` keys, or to all, in the shapes of [`_pad_sequences`]:
     that of `query` in its dtype, the others in float32. `offset` keys come before the first query. Padding comes after
@@ -260,6 +299,9 @@ def _grad_attention(query, key, value, grad, offset, scale, window, softcap):
     A block of queries needs all its keys at once, so its probabilities are computed in float32, and those of later
     keys are not computed. Queries that share a key head are rows of the same product. As in FlashAttention,
     probabilities and gradients of scores are rounded to the dtype of `query` for the products with them.
+
+    If queries also see other keys, `others` are the logarithm of the sum of the exponentials of those scores, which
+    that of all scores overwrites, and the sum over the features of the output and its gradient, in float32.
     """
     num_sequences, dtype = len(query), query.dtype
     query, grad = query.flatten(0, 1), grad.flatten(0, 1)
@@ -283,8 +325,18 @@ def _grad_attention(query, key, value, grad, offset, scale, window, softcap):
         scores = scores if capped is None else softcap * capped
         scores[..., masked - first :].unflatten(1, (-1, num_groups)).masked_fill_(hidden[:, None], -torch.inf)
         probs = scores.softmax(dim=-1)
+        grad_scores = _float32_product(g, v)
+        if others is None:
+            grad_scores = torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)
+        else:
+            before, sums = (x.flatten(0, 1)[rows].flatten(1, 2) for x in others)
+            # The largest score has the largest probability, which cannot vanish.
+            own = scores.amax(dim=-1, keepdim=True) - probs.amax(dim=-1, keepdim=True).log()
+            total = torch.logaddexp(before, own)
+            others[0].flatten(0, 1)[rows] = total.unflatten(1, (-1, num_groups))
+            probs.mul_((own - total).exp_())
+            grad_scores.sub_(sums).mul_(probs)
         grad_value[keys] += probs.to(dtype).mT @ g
-        grad_scores = torch._softmax_backward_data(_float32_product(g, v), probs, -1, probs.dtype)
         if capped is not None:
             grad_scores = grad_scores * (1 - capped**2)
         grad_scores = grad_scores.to(dtype)
@@ -297,10 +349,23 @@ def _grad_attention(query, key, value, grad, offset, scale, window, softcap):
 def _float32_product(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Return `scale * a @ b.mT` in float32. For 16-bit numbers a second product computes what rounding the first one
     leaves, because the difference is taken before it is rounded itself."""
+    if a.device.type == "cpu" and a.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        with _multiply_as_bf16():
+            return torch.baddbmm(a.new_empty((), dtype=torch.float32), a.float(), b.float().mT, beta=0, alpha=scale)
     product = torch.baddbmm(a.new_empty(()), a, b.mT, beta=0, alpha=scale)
     if a.dtype is torch.float32:
         return product
     return torch.baddbmm(product, a, b.mT, beta=-1, alpha=scale).float().add_(product.float())
+
+
+@contextmanager
+def _multiply_as_bf16() -> Iterator[None]:
+    settings = torch.backends.mkldnn.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 class _Linear(torch.autograd.Function):

@@ -221,6 +221,15 @@ def test_a_cut_file_of_json_is_named_before_loading(tiny_model, tmp_path, monkey
     assert f"model/{name} cannot be read" in refused(capsys, "export", *options)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_a_file_that_holds_a_list_is_named_before_loading(tiny_model, tmp_path, monkeypatch, name):
+    path = shutil.copytree(tiny_model, tmp_path / "model") / name
+    path.write_text("[]")
+    monkeypatch.setattr("trl_qarl.trainer.policy.Policy.load", None)
+    with pytest.raises(ValueError, match=f"model/{name} cannot be read .its content is of type list"):
+        make(str(path.parent), tmp_path / "run")
+
+
 @pytest.mark.parametrize("share", [0.0, 1e-5, 0.5])
 def test_a_cut_file_of_weights_is_named(tiny_model, tmp_path, share):
     folder = shutil.copytree(tiny_model, tmp_path / "model")

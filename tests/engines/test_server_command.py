@@ -3,7 +3,7 @@ import json
 import pytest
 
 from testing_utils.layers import one_layer
-from trl_qarl.engines.server_command import build_server_command, tensor_parallel_size
+from trl_qarl.engines.server_command import build_server_command, context_length, tensor_parallel_size
 from trl_qarl.engines.spec import EngineSpec
 from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
 
@@ -138,6 +138,15 @@ def test_no_page_may_ask_and_nothing_is_fetched():
     assert json.loads(option(argv, "--allowed-origins")) == []
     # vLLM takes an empty list for "any", and no host has this name (RFC 2606).
     assert option(argv, "--allowed-media-domains") == "nothing.invalid"
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "length"),
+    [(["--max-model-len", "64"], 64), (["--max_model_len=1k"], None), (["--max-model-len", "-1"], None), ([], None)],
+    ids=str,
+)
+def test_a_context_is_read_if_it_is_a_plain_number(vllm_args, length):
+    assert context_length(vllm_args) == length
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,15 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
             f"--bits 8: precisions=[8] has 8 bits, which no layer of scheme '{SIGNED[4]}' can have",
         ),
         ("export --model_name_or_path cut --output_dir out --scheme fp8", "cut/config.json cannot be read (Expecting"),
+        *(
+            (command, "lists/config.json cannot be read (its content is of type list")
+            for command in (
+                "doctor lists",
+                "estimate lists --gpu_memory 80",
+                "export --model_name_or_path lists --output_dir out --scheme fp8",
+                "vllm-serve --model lists",
+            )
+        ),
         # Before the model is converted.
         ("export --outptu-dir x", "`--outptu-dir`"),
         (f"{TRAIN} --max_steps ten", "--max_steps: invalid int value: 'ten'"),
@@ -74,6 +83,10 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         ("vllm-serve --model FOLDER --tensor-parallel-size 0", "--tensor-parallel-size=0 must be at least 1."),
         ("vllm-serve --model FOLDER --port=0", "--port=0 is not a port"),
         ("vllm-serve --model FOLDER --port=65536", "--port=65536 is not a port"),
+        (
+            "vllm-serve --model FOLDER --max_model_len=513",
+            "--max-model-len=513 with Qwen2ForCausalLM: vLLM starts no engine",
+        ),
         ("vllm-serve --model ./nowhere", "trl-qarl: error: ./nowhere is not a folder."),
     ],
 )
@@ -84,6 +97,8 @@ def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkey
     (tmp_path / "empty.json").touch()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "config.json").write_text('{"model_type": ')
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "config.json").write_text("[]")
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
     monkeypatch.setattr("os.execve", lambda *_: pytest.fail("started"))
     lines = refused(capsys, *command.replace("FOLDER", tiny_model).split()).splitlines(keepends=True)

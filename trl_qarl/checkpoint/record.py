@@ -167,11 +167,19 @@ def differing(names: Iterable[str], theirs: Mapping[str, Any], ours: Mapping[str
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of a checkpoint or a model; `ValueError` names it if it is damaged."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        if not isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            raise ValueError(f"its content is of type {type(found).__name__}, and must be a dictionary")
+    except ValueError as error:
         raise ValueError(
             f"{path} cannot be read ({error}). Restore it from another checkpoint of the run, or download it again."
         ) from error
+    return found
+
+
+def check_config(model: str) -> None:
+    """Raise `ValueError` for a damaged `config.json` in a folder; transformers names none that holds a list (5.17)."""
+    if (path := Path(model, "config.json")).is_file():
+        read_json(path)
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

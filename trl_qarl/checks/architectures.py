@@ -1,8 +1,10 @@
 """Problems of a model with vLLM, found from its modules before an engine is started; weights are not read."""
 
+import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,3 +101,25 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
     return None
+
+
+def problem_of_context(model: nn.Module, option: str, length: int | None) -> str | None:
+    """Return why vLLM starts no engine with a context of this length, the value of an option, or `None`."""
+    longest = _longest_of_vllm(base_model(model).config.get_text_config())
+    if length is None or longest is None or length <= longest:
+        return None
+    return (
+        f"{option}={length} with {architecture(model)}: vLLM starts no engine with a context beyond the model's, {longest} tokens "
+        f"(max_position_embeddings). Set at most {longest}, or leave it out."
+    )
+
+
+def _longest_of_vllm(config: Any) -> int | None:
+    """Return the longest context that vLLM takes for a model, or more (`_get_and_verify_max_len`, 0.31): some of its
+    factors of rotations do not count there."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") != "0":
+        return None
+    rotations = getattr(config, "rope_parameters", None) or {}
+    factors = [each.get("factor") or 1 for each in (rotations, *rotations.values()) if isinstance(each, dict)]
+    return max(int(longest * max(factors)), getattr(config, "model_max_length", None) or 0)

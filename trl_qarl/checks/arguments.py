@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.files import check_writable
 from ..checkpoint.load import is_low_bit, method_of, skeleton
+from ..checkpoint.record import check_config
 from ..quantization.names import base_model, is_peft_model
 from .adapter import (
     is_nf4,
@@ -282,6 +283,7 @@ def _model_arguments(args: Any) -> dict[str, Any]:
 
 
 def _config_of(model: str, args: Any) -> Any:
+    check_config(model)
     given = _model_arguments(args)
     names = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
     return AutoConfig.from_pretrained(model, **{name: given[name] for name in names if given.get(name)})

@@ -16,7 +16,7 @@ from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.data_utils import prepare_multimodal_messages
 
 from ..adapters.tensors import base_of, is_adapter_folder
-from ..checkpoint.record import read_json
+from ..checkpoint.record import check_config, read_json
 from .batches import problems_of_dataset
 from .names import is_no_folder
 
@@ -301,6 +301,7 @@ def _problem_of_reward_model(name: str) -> str | None:
     if is_no_folder(name):
         return f"The reward model {name!r} is not a folder."
     try:
+        check_config(name)
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         return f"The reward model {name!r} cannot be read: {error}"

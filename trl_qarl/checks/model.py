@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model, is_adapted
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
+from .architectures import problem_of_context
 from .configuration import low_precision_masters
 
 
@@ -158,13 +158,9 @@ def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
             "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
             f"short ones with those of short ones. Set vllm_max_model_length={limit}, and start a server with --max-model-len {limit}."
         )
-    longest = _longest_of_vllm(base_model(model).config.get_text_config())
     starts_engine = args.vllm_mode == "colocate" or args.vllm_server_autostart
-    if starts_engine and length is not None and longest is not None and length > longest:
-        yield (
-            f"vllm_max_model_length={length} with {name}: vLLM starts no engine with a context beyond the model's, {longest} tokens "
-            f"(max_position_embeddings). Set at most {longest}, or leave it out."
-        )
+    if starts_engine and (problem := problem_of_context(model, "vllm_max_model_length", length)):
+        yield problem
 
 
 def guard_positions(model: nn.Module) -> None:
@@ -204,17 +200,6 @@ def _layers_with_long_rope(model: nn.Module) -> list[nn.Module]:
 def _longest_of_short(model: nn.Module) -> int | None:
     layers = _layers_with_long_rope(model)
     return layers[0].config.rope_parameters["original_max_position_embeddings"] if layers else None
-
-
-def _longest_of_vllm(config: Any) -> int | None:
-    """Return the longest context that vLLM takes for a model, or more (`_get_and_verify_max_len`, 0.31): some of its
-    factors of rotations do not count there."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is None or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") != "0":
-        return None
-    rotations = getattr(config, "rope_parameters", None) or {}
-    factors = [each.get("factor") or 1 for each in (rotations, *rotations.values()) if isinstance(each, dict)]
-    return max(int(longest * max(factors)), getattr(config, "model_max_length", None) or 0)
 
 
 def _check_longest(limit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.load import skeleton
+from ..checkpoint.record import check_config
 from ..optimizers.eight_bits import block_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
@@ -68,6 +69,7 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
     if is_adapter_folder(model):
         raise ValueError(f"{argument} {model} is an adapter. Name its base, {base_of(model)!r}.")
     try:
+        check_config(model)
         # A folder may name code on the Hub, for which transformers would ask even if no one answers.
         is_local = Path(model).is_dir()
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local)

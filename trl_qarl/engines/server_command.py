@@ -152,13 +152,23 @@ def build_server_command(
 
 def tensor_parallel_size(vllm_args: Sequence[str]) -> int:
     """Return the number of ranks of each replica in arguments of `vllm serve`. `ValueError` is raised for none."""
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    args = [argument.replace("_", "-") if argument.startswith("--") else argument for argument in vllm_args]
-    size = parser.parse_known_args(args)[0].tensor_parallel_size
+    size = _value_of(vllm_args, "--tensor-parallel-size", "-tp", type=int, default=1)
     if size < 1:
         raise ValueError(f"--tensor-parallel-size={size} must be at least 1.")
     return size
+
+
+def context_length(vllm_args: Sequence[str]) -> int | None:
+    """Return the context in arguments of `vllm serve`, `None` if it is not given, or not as a plain number."""
+    value = _value_of(vllm_args, "--max-model-len", default="")
+    return int(value) if value.isdecimal() else None
+
+
+def _value_of(vllm_args: Sequence[str], *names: str, **how: Any) -> Any:
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument(*names, dest="value", **how)
+    args = [argument.replace("_", "-") if argument.startswith("--") else argument for argument in vllm_args]
+    return parser.parse_known_args(args)[0].value
 
 
 def _as_option(name: str, value: Any) -> list[str]:

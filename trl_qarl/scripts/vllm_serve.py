@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..engines.server_command import LOCAL_HOSTS, build_server_command, tensor_parallel_size
+from ..engines.server_command import LOCAL_HOSTS, build_server_command, context_length, tensor_parallel_size
 from ..quantization.plan import plan_of
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
@@ -79,12 +79,15 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
         from ..adapters.tensors import arguments_for
         from ..bitwise.low_bit import choose_cpu_weights
+        from ..checks.architectures import problem_of_context
         from ..doctor.memory import shapes_of
         from ..engines.pictures import engine_arguments
         from ..engines.spec import EngineSpec
         from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
+        if problem := problem_of_context(model, "--max-model-len", context_length(vllm_args)):
+            raise ValueError(problem)
         chunk = largest_chunk(model, getattr(torch, args.dtype))
         pictures = engine_arguments(model)
         lora = {}

@@ -26,7 +26,7 @@ def test_a_class_without_the_body_that_trls_loss_needs_is_refused():
 
 def test_a_checkpoint_that_joins_layers_is_refused():
     (problem,) = problems_with_vllm(model_of("hrm_text"), None, on_cpu=False, schemes={})
-    assert problem.startswith("checkpoints of HrmTextForCausalLM join `model.L_module.layers.0.mlp.gate_proj.weight`")
+    assert problem.startswith("checkpoints of HrmTextForCausalLM join layers, such as `model.L_module.layers.0.")
 
 
 def test_a_class_that_loses_a_row_when_it_is_loaded_is_refused():

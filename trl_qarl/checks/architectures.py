@@ -47,20 +47,19 @@ def problems_with_vllm(
             "output head in its class, whatever the configuration says"
         )
     if joined := _joined_in_checkpoints(inventory.model):
-        yield f"checkpoints of {name} join {', '.join(joined)} into one tensor, which vLLM's class loads, and the learner has several"
+        yield f"checkpoints of {name} join layers, such as `{joined}` with others, and so does vLLM's class"
     if (problem := family.problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
     if on_cpu:
         yield from _problems_on_cpu(inventory, dtype, schemes)
 
 
-def _joined_in_checkpoints(model: nn.Module) -> list[str]:
-    """Return the names of weights that transformers splits when it loads a checkpoint, by their first place."""
-    names = [name for name, _ in model.named_parameters()]
+def _joined_in_checkpoints(model: nn.Module) -> str | None:
+    """Return the name of a weight that transformers splits from others when it loads a checkpoint."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     patterns = [pattern for each in conversions if len(each.target_patterns) > 1 for pattern in each.target_patterns]
-    found = (next((name for name in names if re.search(pattern, name)), None) for pattern in patterns)
-    return [f"`{name}`" for name in found if name is not None]
+    names = (name for name, _ in model.named_parameters())
+    return next((name for name in names if any(re.search(pattern, name) for pattern in patterns)), None)
 
 
 def _problems_on_cpu(

@@ -24,6 +24,17 @@ def test_a_class_without_the_body_that_trls_loss_needs_is_refused():
     assert "Llama4ForCausalLM" in next(problems_of_body(model)) and not [*problems_of_body(model.language_model)]
 
 
+def test_a_checkpoint_that_joins_layers_is_refused():
+    (problem,) = problems_with_vllm(model_of("hrm_text"), None, on_cpu=False, schemes={})
+    assert problem.startswith("checkpoints of HrmTextForCausalLM join layers, such as `model.L_module.layers.0.")
+
+
+def test_a_class_that_loses_a_row_when_it_is_loaded_is_refused():
+    (problem,) = problems_of_body(model_of("youtu"))
+    assert problem.startswith("YoutuForCausalLM: whenever transformers loads it,")
+    assert [*problems_of_body(model_of("qwen3"))] == []
+
+
 @pytest.mark.parametrize(
     ("arch", "fields", "dtype", "remedy"),
     [
@@ -108,6 +119,9 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
         ("biogpt", {}, "only if the output head is `lm_head`"),
         ("xlstm", {"num_heads": 2}, "only if all its layers attend"),
+        # Two attentions with one cache, and a mask that a layer computes.
+        ("diffllama", {"num_key_value_heads": 2}, "only if each layer attends once"),
+        ("doge", {}, "only if each layer attends once"),
         ("kimi_linear", {"layer_types": ["full_attention"] * 2}, "has its class KimiLinearForCausalLM for GPUs alone"),
         ("solar_open", {"n_routed_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2}, None),
     ],

@@ -15,7 +15,7 @@ from testing_utils import SPECIAL_TOKENS, make_tiny_tokenizer, make_trainer, spr
 KINDS = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma4", "mistral3", "qwen3_5")
 """Classes whose pictures were compared with vLLM's."""
 
-KINDS_OF_TEXT = ("gemma3", "qwen3_5_moe")
+KINDS_OF_TEXT = ("gemma3", "qwen3_vl_moe", "qwen3_5_moe")
 """Further classes, compared on text alone."""
 
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision: .ci/setup")
@@ -57,6 +57,7 @@ _NAMES = {
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
@@ -98,7 +99,8 @@ def make_picture_config(kind: str):
         text |= {"head_dim": 32}
         if kind.endswith("moe"):
             text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-            text |= {"shared_expert_intermediate_size": 64}
+            # As in its releases.
+            text |= {"norm_topk_prob": True} if kind == "qwen3_vl_moe" else {"shared_expert_intermediate_size": 64}
         if kind.startswith("qwen3_5"):
             # vLLM's kernels for CPUs have heads of 128 only.
             tower.pop("deepstack_visual_indexes")

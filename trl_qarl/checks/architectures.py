@@ -1,13 +1,18 @@
 """Problems of a model with vLLM, found from its modules before an engine is started; weights are not read."""
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ..checkpoint.layout import problem_of_mixture
 from ..models import family_of
@@ -43,10 +48,20 @@ def problems_with_vllm(
             f"{name} with tie_word_embeddings={shares}: vLLM 0.31 {'always' if wants else 'never'} shares the weight of embedding and "
             "output head in its class, whatever the configuration says"
         )
+    if joined := _joined_in_checkpoints(inventory.model):
+        yield f"checkpoints of {name} join layers, such as `{joined}` with others, and so does vLLM's class"
     if (problem := family.problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
     if on_cpu:
         yield from _problems_on_cpu(inventory, dtype, schemes)
+
+
+def _joined_in_checkpoints(model: nn.Module) -> str | None:
+    """Return the name of a weight that transformers splits from others when it loads a checkpoint."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    patterns = [pattern for each in conversions if len(each.target_patterns) > 1 for pattern in each.target_patterns]
+    names = (name for name, _ in model.named_parameters())
+    return next((name for name in names if any(re.search(pattern, name) for pattern in patterns)), None)
 
 
 def _problems_on_cpu(
@@ -100,6 +115,8 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
     kinds = getattr(base_model(model).config.get_text_config(), "layer_types", None) or ()
     if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
+    if not _attends_as_vllm(base_model(model)):
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if each layer attends once, without a mask of its own"
     return None
 
 
@@ -123,3 +140,26 @@ def _longest_of_vllm(config: Any) -> int | None:
     rotations = getattr(config, "rope_parameters", None) or {}
     factors = [each.get("factor") or 1 for each in (rotations, *rotations.values()) if isinstance(each, dict)]
     return max(int(longest * max(factors)), getattr(config, "model_max_length", None) or 0)
+
+
+def _attends_as_vllm(model: nn.Module) -> bool:
+    """Return whether each layer attends once in a forward, without a mask of its own: vLLM's attention for
+    transformers' classes has one cache for each number of a layer, and passes no mask. A forward that depends on
+    numbers, such as that of a mixture, cannot be tried."""
+    seen: Counter[int | None] = Counter()
+    masks = []
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        seen[getattr(module, "layer_idx", None)] += 1
+        masks.append(attention_mask)
+        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+
+    AttentionInterface.register("trl_qarl_seen", attend)
+    config = deepcopy(model.config)
+    config._attn_implementation = "trl_qarl_seen"
+    try:
+        with torch.device("meta"), torch.no_grad():
+            type(model)(config).eval()(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    except RuntimeError:
+        return True
+    return seen == Counter(range(config.get_text_config().num_hidden_layers)) and all(mask is None for mask in masks)

@@ -95,13 +95,27 @@ def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def problems_of_body(model: nn.Module) -> Iterator[str]:
     """Yield a problem if TRL's loss does not find the hidden states of a model: it asks the module that the class
-    names (`base_model_prefix`), which Llama 4's classes do not have (5.17)."""
+    names (`base_model_prefix`), which Llama 4's classes do not have (5.17); or if transformers changes a model that it
+    loads."""
     model = base_model(model)
+    if _loses_padding(model):
+        yield (
+            f"{type(model).__name__}: whenever transformers loads it, `_init_weights` of its class sets the embedding of the padding token to 0 "
+            "(5.17). If its output head is tied, a trained policy is another one after loading. Train another model."
+        )
     if getattr(model, "base_model", None) is model and not hasattr(model, "model"):
         yield (
             f"{type(model).__name__} has no module {model.base_model_prefix!r}, which TRL's loss asks for hidden states. Train the class of "
             "its text, such as Llama4ForCausalLM."
         )
+
+
+def _loses_padding(model: Any) -> bool:
+    loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), padding_idx=0)
+    loaded.weight._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
+    with torch.no_grad():
+        model._initialize_weights(loaded, model.is_custom_code())
+    return loaded.weight[0].item() == 0
 
 
 def name_body(model: nn.Module) -> None:

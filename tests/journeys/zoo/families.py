@@ -146,6 +146,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     "stablelm": {"partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": None},
+    "youtu": {**_LATENT, "head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "vaultgemma": {"query_pre_attn_scalar": 64, "sliding_window": 16},
     # Hybrids
     "bamba": {
@@ -453,7 +454,7 @@ _MIXTURES = [
 _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
     # vLLM for CPUs has experts in INT4 only where AMX is, for some routers, and rounds their activations there.
-    **{(family, "vllm"): "No WNA16 MoE backend" for family in (*_MIXTURES, "qwen3_5_moe")},
+    **{(family, "vllm"): "No WNA16 MoE backend" for family in (*_MIXTURES, "qwen3_5_moe", "qwen3_vl_moe")},
     ("gpt_oss mxfp4a16", "vllm"): "No MXFP4 MoE backend",
     # Their loaders reorder `weight_shape` by heads.
     **dict.fromkeys((("bloom", "vllm"), ("gpt_neox", "vllm")), "is invalid for input of size 2"),
@@ -480,6 +481,7 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     ("granitemoe", "transformers"): "random values",
     ("granitemoe_swa", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
+    ("qwen3_vl_moe", "transformers"): "random values",
 }
 """Parts of the errors of plain engines that cannot load an export, by family and engine."""
 
@@ -492,7 +494,7 @@ ADAPTED: dict[str, str] = {
     # PEFT refuses adapters of `out_proj` in these.
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
     **dict.fromkeys(("afmoe", "nemotron_h moe"), r".*\.[qkvo]_proj"),
-    "qwen3_5_moe": r".*language_model.*(self_attn|linear_attn)\.\w*proj\w*",
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), r".*language_model.*(self_attn|linear_attn)\.\w*proj\w*"),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), r".*\.in_proj"),
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
@@ -504,6 +506,8 @@ LORA_FAILS: dict[str, str] = {
     ),
     "zamba2": "takes no adapters",
     "gpt_bigcode": "could not be wrapped",
+    # vLLM's backend for transformers' classes fuses other parts of latent attention than its own classes.
+    "youtu": "must match the existing size",
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 
@@ -513,6 +517,7 @@ step sizes of Nemotron-H and Zamba 2."""
 
 NOTES: dict[str, str] = {
     "exaone_moe": "`sliding_windows` in its config.json",
+    "qwen3_vl_moe": "`norm_topk_prob` in its config.json",
     **dict.fromkeys(("afmoe", "mimo_v2_flash"), "vLLM's fields in its config.json"),
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(

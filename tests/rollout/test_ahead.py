@@ -311,11 +311,11 @@ def test_a_servers_log_probs_are_of_the_drawing_weights(make_exact_trainer):
     backend.sync_weights()
     # Long enough to be aborted on the way.
     backend.max_completion_length, usual = 100, backend.max_completion_length
-    in_flight = backend.launch([[5, 6]] * 256, 4)
+    in_flight = backend.launch([[5, 6]] * 1024, 4)
     time.sleep(0.2)
     backend.vllm_client.control("/pause?mode=abort")
     with pytest.raises(EngineLost, match="completions short: it was told to abort them") as cut:
-        backend.collect(in_flight, [[5, 6]] * 256, 4)
+        backend.collect(in_flight, [[5, 6]] * 1024, 4)
     assert cut.value.is_recoverable
     backend.vllm_client.control("/resume")
     backend.max_completion_length = usual

@@ -1,6 +1,6 @@
 """
 Signal handling that ends a command and the processes that it started: Linux delivers only signals with a handler to
-process 1 of a container. Needs no torch.
+process 1 of a container. Memory that a process keeps. Needs no torch.
 
 `python -m trl_qarl.processes MODULE ...` runs another package's module with these handlers, until it installs its own.
 With `--parent=PID COMMAND ...` it becomes a command that ends with its parent, see [`as_child`].
@@ -99,6 +99,22 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def keep_freed_memory() -> None:
+    """
+    Have this process keep the memory that it frees, for its next allocations (glibc only; a variable `MALLOC_*` in the
+    environment takes precedence).
+
+    glibc returns blocks of more than 32 MiB, such as activations of a forward pass on a CPU, to Linux at once, and
+    Linux then clears every page of the next block.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if sys.platform != "linux" or set_option is None or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    trim_threshold, mmap_max = -1, -4
+    set_option(trim_threshold, -1)
+    set_option(mmap_max, 0)
 
 
 def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

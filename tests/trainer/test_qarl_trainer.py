@@ -1,5 +1,7 @@
+import ctypes
 import inspect
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,23 @@ def test_constructor_takes_exactly_the_arguments_of_grpo_trainer():
     assert list(ours) == list(stock)
     optional = {name for name, p in stock.items() if p.default is not inspect.Parameter.empty}
     assert {name for name, p in ours.items() if p.default is not inspect.Parameter.empty} == optional
+
+
+def page_faults():
+    """Return the page faults of a block of 64 MiB, of which there was one before."""
+    torch.ones(2**24)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_a_trainer_on_a_cpu_keeps_freed_memory(tiny_model, tmp_path):
+    trim_threshold, mmap_max = -1, -4
+    for option, default in ((trim_threshold, 2**17), (mmap_max, 2**16)):
+        assert ctypes.CDLL(None).mallopt(option, default) == 1
+    assert page_faults() > 1000
+    make(tiny_model, tmp_path)
+    assert page_faults() < 100
 
 
 class Weights(TrainerCallback):

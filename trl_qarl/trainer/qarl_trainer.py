@@ -37,7 +37,7 @@ from ..objectives.registry import get_objective
 from ..optimizers.muon import MuonAdamW
 from ..optimizers.skipped_updates import SkipsUpdates
 from ..options import MUONS
-from ..processes import exit_on_signals
+from ..processes import exit_on_signals, keep_freed_memory
 from ..quantization.precisions import precision_at
 from ..quantization.storage import is_sharded
 from ..quantization.swap import quantized_forward
@@ -127,6 +127,8 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         problems += problems_of_absence(args, train_dataset, eval_dataset, reward_funcs, environment_factory)
         raise_problems(problems)
         check_host_memory(args, model, peft_config)
+        if args.device.type == "cpu":
+            keep_freed_memory()
         self._own_optimizer = optimizers[0]
         if self._own_optimizer is not None and args.optim in MUONS:
             logger.info("`optimizers` was given, so optim=%r is not used.", args.optim)

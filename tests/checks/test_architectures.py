@@ -17,7 +17,7 @@ def model_of(arch, **fields):
         return AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
 
 
-def test_a_class_without_the_body_that_trls_loss_needs_is_refused():
+def test_a_class_without_a_body_for_trls_loss_is_refused():
     config = Llama4Config(vision_config={"num_hidden_layers": 1}, text_config={"num_hidden_layers": 1})
     with torch.device("meta"):
         model = Llama4ForConditionalGeneration(config)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_a_convolution_of_olmo_is_loaded_from_parts_or_as_a_whole(is_whole):
+def test_a_convolution_of_olmo_is_loaded_whole_or_from_parts(is_whole):
     load = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader([2, 2, 4], 1, 0)
     whole, param = torch.randn(8, 1, 4), nn.Parameter(torch.empty(8, 1, 4), requires_grad=False)
     if is_whole:

@@ -53,7 +53,7 @@ def test_chunks_of_mamba_1_compute_as_transformers_on_the_whole():
         torch.testing.assert_close(outputs[:, rows], expected)
 
 
-def test_chunks_of_the_delta_rule_compute_as_transformers_on_the_whole():
+def test_the_delta_rule_in_chunks_computes_as_transformers():
     torch.manual_seed(0)
     # Two heads of values for each of keys.
     q, k, v = (torch.randn(1, sum(LENGTHS), heads, size) for heads, size in ((3, 8), (3, 8), (6, 4)))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from trl_qarl import QaRLConfig
 from trl_qarl.bitwise import cuda, ops
-from trl_qarl.bitwise.availability import problems_of_engine_numerics
+from trl_qarl.bitwise.availability import choose_numerics
 from trl_qarl.bitwise.exact import check_arithmetic
 from trl_qarl.checks.configuration import check_numerics
 from trl_qarl.engines.server_command import build_server_command
@@ -203,5 +203,5 @@ def test_a_differing_release_is_refused_for_engine_numerics(tmp_path, monkeypatc
     monkeypatch.setattr(cuda, "reason_against", lambda: "vLLM 9.9.9 is installed, and its norm differs")
     monkeypatch.setattr(cuda, "reason_against_installation", lambda: None)
     assert not [*check_numerics(config)]
-    [problem] = problems_of_engine_numerics(config, torch.nn.Linear(1, 1), torch.bfloat16, {})
-    assert "contradicts use_cpu=False: vLLM 9.9.9 is installed, and its norm differs" in problem
+    with pytest.raises(ValueError, match="contradicts use_cpu=False: vLLM 9.9.9 is installed, and its norm differs"):
+        choose_numerics(config, torch.nn.Linear(1, 1), torch.bfloat16)

@@ -31,7 +31,7 @@ from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
-from ..quantization.swap import SwapReport, assign_schemes, freeze_model, prepare_model, report_frozen
+from ..quantization.swap import SwapReport, assign_schemes, freeze_model, report_frozen, swap_layers
 from ..quantization.tensors import LowBitTensor
 from .tensors import is_adapter_folder
 
@@ -118,25 +118,38 @@ def prepare_base(
     model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
     """Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop unneeded
-    masters unless `keep_masters`. `ValueError` is raised by [`prepare_model`], if a low-bit checkpoint has other
-    schemes, and with `is_merged` if an adapted layer stays in high precision."""
-    plan = get_plan(scheme)
-    assign_base(model, plan, keep_masters=keep_masters, is_merged=is_merged, **arguments)
-    if _is_frozen(model):
-        _hide_from_ddp(model)
-        return report_frozen(model, None if plan.is_uniform else plan)
-    if not plan.is_quantized:
-        # The base may be quantized by bitsandbytes.
-        return SwapReport(plan)
-    report = prepare_model(model, plan, **arguments)
-    if is_merged:
-        # PEFT is optional.
-        from .merged import merge_adapters
+    masters unless `keep_masters`. `ValueError` is raised by [`~trl_qarl.quantization.swap.prepare_model`], if a
+    low-bit checkpoint has other schemes, and with `is_merged` if an adapted layer stays in high precision."""
+    plan, how = get_plan(scheme), {"keep_masters": keep_masters, "is_merged": is_merged}
+    return swap_base(model, plan, *assign_base(model, plan, **how, **arguments), arguments.get("scale_dtype"), **how)
 
-        merge_adapters(model)
-    if not keep_masters:
-        report = replace(report, dropped_bytes=freeze_model(model))
-        _hide_from_ddp(model)
+
+def swap_base(
+    model: nn.Module,
+    plan: QuantPlan,
+    schemes: Mapping[str, QuantScheme],
+    reasons: Mapping[str, str],
+    scale_dtype: torch.dtype | None,
+    *,
+    keep_masters: bool,
+    is_merged: bool,
+) -> SwapReport:
+    """Replace the layers with `schemes`, which [`assign_base`] has returned for `plan` with these `reasons`."""
+    if _is_frozen(model):
+        report = report_frozen(model, None if plan.is_uniform else plan)
+    else:
+        report = swap_layers(model, plan, schemes, reasons, scale_dtype)
+        if is_merged:
+            # PEFT is optional.
+            from .merged import merge_adapters
+
+            merge_adapters(model)
+        # The base may be quantized by bitsandbytes instead.
+        if plan.is_quantized and not keep_masters:
+            report = replace(report, dropped_bytes=freeze_model(model))
+    # DDP would broadcast them, which a tensor subclass does not support; each process quantizes the same base.
+    names = [name for name, p in model.named_parameters() if isinstance(p, LowBitTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return report
 
 
@@ -180,12 +193,6 @@ def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = loaded.get(name, parameter.data).to(parameter.device, torch.float32)
-
-
-def _hide_from_ddp(model: nn.Module) -> None:
-    # DDP would broadcast them, which a tensor subclass does not support; each process quantizes the same base.
-    names = [name for name, p in model.named_parameters() if isinstance(p, LowBitTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, exclude_modules, scale_dtype) -> None:

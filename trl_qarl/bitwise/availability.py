@@ -42,26 +42,36 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2")
 """Activations that vLLM computes on a CPU as transformers does."""
 
 
-def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
+def choose_numerics(
+    config: Any,
+    model: nn.Module,
+    dtype: torch.dtype,
+    schemes: Mapping[str, QuantScheme] = MappingProxyType({}),
+    is_dropout_off: bool = False,
+) -> tuple[str, str]:
     """Return the numerics, `"fast"` or `"engine"`, and the reason: those of `config.numerics`, or if that is `None` a
-    choice for `model`, computed in `dtype`."""
-    if config.numerics is not None:
-        return "engine" if config.numerics == "exact" else config.numerics, "as configured"
-    reason = next(obstacles(config, model, dtype), None)
-    return ("engine", "everything it needs is here") if reason is None else ("fast", reason)
-
-
-def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the reasons against engine numerics as the default choice; later ones load vLLM. Where it is available,
-    `"engine"` costs no more than `"fast"` (docs/alignment.md)."""
-    if not config.use_vllm:
-        yield "rollouts are the learner's own"
-    if not config.use_cpu:
-        yield "engine numerics are untested on GPUs; numerics='engine' selects them, and every batch is compared"
+    choice for `model`, computed in `dtype`, whose layers are yet to get `schemes`, by name, and whose dropout may be
+    switched off. Where it is available, `"engine"` costs no more than `"fast"` (docs/alignment.md). `ValueError` is
+    raised if configured engine numerics are not available. Kernels of vLLM are loaded if nothing else decides."""
+    if config.numerics == "fast":
+        return "fast", "as configured"
+    is_configured = config.numerics is not None
+    if not is_configured and not config.use_vllm:
+        return "fast", "rollouts are the learner's own"
+    if not is_configured and not config.use_cpu:
+        return "fast", (
+            "engine numerics are untested on GPUs; numerics='engine' selects them, and every batch is compared"
+        )
+    # The configuration has made all checks that do not load vLLM.
     for problem in contradicting_options(config, loads_vllm=True):
-        yield f"engine numerics contradict {problem.partition('. ')[0]}"
-    if reason := obstacle_of_model(model, dtype):
-        yield f"Engine numerics are not available: {reason}."
+        if is_configured:
+            raise ValueError(f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'.")
+        return "fast", f"engine numerics contradict {problem.partition('. ')[0]}"
+    if reason := obstacle_of_model(model, dtype, schemes, is_dropout_off):
+        if is_configured:
+            raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
+        return "fast", f"Engine numerics are not available: {reason}."
+    return "engine", "as configured" if is_configured else "everything it needs is here"
 
 
 def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
@@ -112,36 +122,23 @@ def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16)
         raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
 
 
-def problems_of_engine_numerics(
-    config: Any, model: nn.Module, dtype: torch.dtype, schemes: Mapping[str, QuantScheme]
-) -> Iterator[str]:
-    """Yield the problem of configured engine numerics, if there is one, for a model whose layers are yet to get
-    `schemes`, by name, and whose dropout will be off. The kernels of vLLM are loaded."""
-    if config.numerics not in ("engine", "exact"):
-        return
-    # The configuration has made all checks that do not load vLLM.
-    for problem in contradicting_options(config, loads_vllm=True):
-        yield f"numerics={config.numerics!r} contradicts {problem}, or use numerics='fast'."
-        return
-    if reason := obstacle_of_model(model, dtype, schemes, is_dropout_off=True):
-        yield f"Engine numerics are not available: {reason}. Use the fast numerics."
-
-
-def obstacle_of_model(model: nn.Module, dtype: torch.dtype, *expected: Any, **kwargs: Any) -> str | None:
-    """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
-    device is judged as if it were on the accelerator of this machine, or on its CPU. Further arguments are those of
-    [`problems_of_engine_numerics`]."""
-    return next((reason for is_met, reason in _conditions(model, dtype, *expected, **kwargs) if not is_met), None)
-
-
-def _conditions(
-    model: Any,
+def obstacle_of_model(
+    model: nn.Module,
     dtype: torch.dtype,
     schemes: Mapping[str, QuantScheme] = MappingProxyType({}),
     is_dropout_off: bool = False,
+) -> str | None:
+    """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
+    device is judged as if it were on the accelerator of this machine, or on its CPU. Further arguments are those of
+    [`choose_numerics`]."""
+    conditions = _conditions(model, dtype, schemes, is_dropout_off)
+    return next((reason for is_met, reason in conditions if not is_met), None)
+
+
+def _conditions(
+    model: Any, dtype: torch.dtype, schemes: Mapping[str, QuantScheme], is_dropout_off: bool
 ) -> Iterator[tuple[bool, str]]:
-    """Yield conditions and the reason if each is not met; later conditions rely on earlier ones. `schemes` and
-    `is_dropout_off` are as in [`problems_of_engine_numerics`]."""
+    """Yield conditions and the reason if each is not met; later conditions rely on earlier ones."""
     model = base_model(model)
     name = class_of(model).__name__
     yield name in COVERED_CLASSES, f"{name} is not supported, only {', '.join(COVERED_CLASSES)}"

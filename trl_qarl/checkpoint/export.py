@@ -21,7 +21,6 @@ from safetensors import safe_open
 from torch import nn
 from transformers import (
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -89,64 +88,61 @@ def export_checkpoint(
             "trainer's policy with `trainer.export_model()`, and masters on disk with `trl-qarl export --model_name_or_path DIR "
             "--output_dir OUT`."
         )
-    output_dir = Path(output_dir)
-    inventory = Inventory.of(model)
-    adapted, model = (model if is_adapted(model) and not inventory.holds_adapter else None), inventory.model
-    if adapted is model:
+    output_dir, inventory, is_shared = Path(output_dir), Inventory.of(model), is_sharded(model)
+    base, formats = inventory.model, inventory.formats
+    adapted = model if is_adapted(model) and not inventory.holds_adapter else None
+    scheme = "-".join(dict.fromkeys(scheme.name for scheme, _ in formats.values())) or "bf16"
+    if adapted is base:
         raise ValueError("The model has an adapter, which only PEFT can save. Pass the `PeftModel` that contains it.")
-    if getattr(model, "is_loaded_in_4bit", False):
+    if getattr(base, "is_loaded_in_4bit", False):
         raise ValueError(
             "The base is a 4-bit model of bitsandbytes, which has no export: `save_model` writes the adapter, and PEFT loads it on "
             "the same base."
         )
-    formats = inventory.formats
-    if dtype is None:
-        dtype = next((layer.scale_dtype for layer in inventory.layers.values()), model.dtype)
-    scheme = "-".join(dict.fromkeys(scheme.name for scheme, _ in formats.values())) or "bf16"
     if formats and inventory.stacked_experts:
         raise ValueError(
-            f"{type(model).__name__} has experts in high precision and layers in {scheme!r}. vLLM and transformers expect such "
+            f"{type(base).__name__} has experts in high precision and layers in {scheme!r}. vLLM and transformers expect such "
             "experts under different names, so no checkpoint serves both. Save the masters with `save_model`, or train with "
             "scheme='bf16'."
         )
-    is_shared = is_sharded(model)
     if is_shared and gguf is not None:
         raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
     is_other = dist.is_initialized() and dist.get_rank() > 0
     if is_other and not is_shared:
         return output_dir
     check_export_dir(output_dir)
-    if (left_out := family_of(architecture(model)).problem_of_plain_vllm) and not is_other:
-        logger.warning(
-            "%s: vLLM 0.31's class leaves out %s, and computes another policy, unless trl_qarl is installed next to it.",
-            architecture(model),
-            left_out,
-        )
-    config = copy_config(model)
-    if formats:
-        config.quantization_config = quantization_config(inventory)
-    metadata = {"format": "pt", **_EXPORT_METADATA}
-    is_replaced = is_export(output_dir)
+    is_replaced, described = is_export(output_dir), quantization_config(inventory)
+
+    if dtype is None:
+        dtype = next((layer.scale_dtype for layer in inventory.layers.values()), base.dtype)
     adapter = {} if adapted is None else adapted.state_dict()
     adapter = {name: whole(tensor, to_main=True) for name, tensor in adapter.items() if ".lora_" in name}
     if is_other:
-        for _ in iter_checkpoint_tensors(model, dtype):
+        for _ in iter_checkpoint_tensors(base, dtype):
             pass
         return output_dir
-    tensors = checkpoint_state_dict(model, dtype)
+    tensors = checkpoint_state_dict(base, dtype)
+
+    if left_out := family_of(architecture(base)).problem_of_plain_vllm:
+        logger.warning(
+            "%s: vLLM 0.31's class leaves out %s, and computes another policy, unless trl_qarl is installed next to it.",
+            architecture(base),
+            left_out,
+        )
     with written_as_a_whole(output_dir) as folder:
         if gguf is not None:
-            export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
-        save_configuration(model, folder, dtype, processing_class, config)
+            export_gguf(base, gguf, folder / GGUF_FILE, dtype, processing_class)
+        save_configuration(base, folder, dtype, processing_class, described)
+        metadata = {"format": "pt", **_EXPORT_METADATA}
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
         _sort_metadata(folder)
         if adapted is not None:
             # TRL may have added a copy of the initial adapter.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
-        about: dict[str, Any] = {"name": output_dir.resolve().name, "source": model.name_or_path}
+        about: dict[str, Any] = {"name": output_dir.resolve().name, "source": base.name_or_path}
         about |= {name: value for name, value in (card or {}).items() if value is not None}
-        about["loaded_by"] = auto_class(model.config).__name__
-        about["trust_remote_code"] = has_own_code(model)
+        about["loaded_by"] = auto_class(base.config).__name__
+        about["trust_remote_code"] = has_own_code(base)
         about["loads_in_transformers"] = loads_in_transformers(inventory)
         write_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
@@ -168,24 +164,20 @@ def _sort_metadata(folder: Path) -> None:
                 file.write(data.ljust(size))
 
 
-def copy_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return a copy of a model's configuration that names the model's class."""
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [architecture(model)]
-    return config
-
-
 def save_configuration(
     model: PreTrainedModel,
     folder: Path,
     dtype: torch.dtype,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-    config: PreTrainedConfig | None = None,
+    described: dict[str, Any] | None = None,
 ) -> None:
-    """Write what a reader needs next to the weights: `config`, by default that of `model`, with `dtype`, the code of
-    its class if that is not transformers', generation configuration, and tokenizer or processor."""
-    config = config or copy_config(model)
-    config.dtype = dtype
+    """Write what a reader needs next to the weights: the model's configuration with its class, `dtype` and the
+    quantization, the code of its class if that is not transformers', generation configuration, and tokenizer or
+    processor."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures, config.dtype = [architecture(model)], dtype
+    if described:
+        config.quantization_config = described
     if has_own_code(model):
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)

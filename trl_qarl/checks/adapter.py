@@ -8,7 +8,7 @@ from torch import nn
 from ..adapters.tensors import ADAPTER_NAME
 from ..hub import ENGINE_RANKS
 from ..quantization.inventory import Inventory, layers_outside_decoder
-from ..quantization.names import base_model, base_modules
+from ..quantization.names import base_model
 from .refused import PATTERNS_OF_LORA, REFUSED_BY_LORA
 
 
@@ -144,7 +144,8 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
     base = base_model(model)
     outside = {id(base.get_output_embeddings()), *(id(m) for m in base.modules() if isinstance(m, nn.Embedding))}
     wrapped = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
-    around = layers_outside_decoder(Inventory.of(base))
+    inventory = Inventory.of(base)
+    around = layers_outside_decoder(inventory)
     if adapted := [name for name in wrapped if name in around]:
         decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
         yield (
@@ -164,7 +165,7 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
             )
     if isinstance(config.target_modules, (list, set, tuple)):
         # Some may be excluded, or of layers that are not transformed.
-        names = {*wrapped, *(name for name, module in base_modules(model) if isinstance(module, nn.Linear))}
+        names = {*wrapped, *(name for name, module in inventory.modules.items() if isinstance(module, nn.Linear))}
         missing = [t for t in sorted(config.target_modules) if not any(f".{name}".endswith(f".{t}") for name in names)]
         if missing:
             layers = sorted({name.rpartition(".")[2] for name in names})

@@ -17,7 +17,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from ..checkpoint.layout import problem_of_mixture
 from ..models import family_of
 from ..quantization.inventory import Inventory
-from ..quantization.names import architecture, base_model
 from ..quantization.schemes import QuantScheme
 
 
@@ -29,7 +28,7 @@ def problems_with_vllm(
 ) -> Iterator[str]:
     """Yield the reasons why an engine in `dtype`, `None` if it is not known yet, cannot run `model`, which may be on
     the meta device, and whose layers get these `schemes`, by name."""
-    inventory, name = Inventory.of(model), architecture(model)
+    inventory, name = Inventory.of(model), type(model).__name__
     family, config = family_of(name), inventory.model.config
     if problem := problem_of_mixture(inventory, schemes):
         yield problem
@@ -67,7 +66,7 @@ def _joined_in_checkpoints(model: nn.Module) -> str | None:
 def _problems_on_cpu(
     inventory: Inventory, dtype: torch.dtype | None, schemes: Mapping[str, QuantScheme]
 ) -> Iterator[str]:
-    name = architecture(inventory.model)
+    name = type(inventory.model).__name__
     if any(
         not getattr(experts, "has_gate", True) for path, experts in inventory.experts.items() if path not in schemes
     ):
@@ -85,7 +84,7 @@ def _problems_on_cpu(
         )
 
 
-def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str | None:
+def problem_of_architecture(model: Any, has_adapter: bool = False) -> str | None:
     """Return why the installed vLLM has no implementation of a model's class, or one that takes no adapter if the
     model has one next to its layers; `None` otherwise, also without vLLM. Loads vLLM's list of classes."""
     if find_spec("vllm") is None:
@@ -96,7 +95,7 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
 
     # Ours registers classes.
     load_general_plugins()
-    name, cls = architecture(model), type(base_model(model))
+    name, cls = type(model).__name__, type(model)
     if name in ModelRegistry.get_supported_archs():
         known = ModelRegistry.models[name]
         spec = find_spec(getattr(known, "module_name", "vllm"))
@@ -108,25 +107,25 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
         return None
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
-    if getattr(base_model(model), "lm_head", None) is not base_model(model).get_output_embeddings():
+    if getattr(model, "lm_head", None) is not model.get_output_embeddings():
         return (
             f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
         )
-    kinds = getattr(base_model(model).config.get_text_config(), "layer_types", None) or ()
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
-    if not _attends_as_vllm(base_model(model)):
+    if not _attends_as_vllm(model):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if each layer attends once, without a mask of its own"
     return None
 
 
-def problem_of_context(model: nn.Module, option: str, length: int | None) -> str | None:
+def problem_of_context(model: Any, option: str, length: int | None) -> str | None:
     """Return why vLLM starts no engine with a context of this length, the value of an option, or `None`."""
-    longest = _longest_of_vllm(base_model(model).config.get_text_config())
+    longest = _longest_of_vllm(model.config.get_text_config())
     if length is None or longest is None or length <= longest:
         return None
     return (
-        f"{option}={length} with {architecture(model)}: vLLM starts no engine with a context beyond the model's, {longest} tokens "
+        f"{option}={length} with {type(model).__name__}: vLLM starts no engine with a context beyond the model's, {longest} tokens "
         f"(max_position_embeddings). Set at most {longest}, or leave it out."
     )
 

@@ -138,7 +138,7 @@ def problems_of_arguments(
         pass
     elif isinstance(model, nn.Module):
         if peft_config is None:
-            yield from policy.problems(model)
+            yield from policy.judge(model).problems
     elif not has_own_adapter:
         try:
             config = _config_of(model, args)
@@ -328,4 +328,4 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
             hint = " A single text is an expression over whole names, such as '.*q_proj'." if is_expression else ""
             yield f"peft_config: {error}{hint}"
             return
-    yield from policy.problems(model)
+    yield from policy.judge(model).problems

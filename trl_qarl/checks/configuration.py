@@ -22,7 +22,6 @@ from ..hub import problem_of_push
 from ..options import CHOICES, MUONS
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from .problems import quote_options
-from .problems import raise_problems as raise_problems
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     MODEL_INIT_KWARGS_REFUSED,

@@ -30,7 +30,7 @@ from ..checkpoint.load import SHARDS_FOLDER
 from ..options import MUONS
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
-from .configuration import raise_problems
+from .problems import raise_problems
 
 
 logger = logging.getLogger(__name__)

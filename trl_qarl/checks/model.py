@@ -16,7 +16,7 @@ from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales
 from ..quantization.inventory import Inventory
-from ..quantization.names import architecture, base_model, is_adapted
+from ..quantization.names import base_model
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
 from .architectures import problem_of_context
@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem of dropout, or of noise in routers, that stays on although rollout, scoring and loss must see
     one policy: for objectives other than TRL's losses, and for adapters inside low-bit weights."""
-    off = _dropout_to_switch_off(model, args)
-    remaining = {place: rate for place, rate in _dropout(model).items() if place not in off}
+    _, remaining = _dropout(model, args)
     if remaining and get_objective(args) is not None:
         name, key = next(iter(remaining))
         yield (
@@ -48,7 +47,7 @@ def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
 def switch_off_dropout(model: nn.Module, args: Any) -> None:
     """Switch off dropout that TRL's `disable_dropout` misses, noise in routers, and LoRA's dropout for objectives
     other than TRL's losses."""
-    off = _dropout_to_switch_off(model, args)
+    off, _ = _dropout(model, args)
     for rate in () if args.disable_dropout else set(off.values()):
         logger.warning(
             "lora_dropout=%g is switched off: under loss_type=%r rollout, scoring and loss must see the same policy. "
@@ -66,39 +65,34 @@ def switch_off_dropout(model: nn.Module, args: Any) -> None:
             setattr(module, key, 0.0)
 
 
-def _dropout(model: nn.Module) -> dict[tuple[str, str], float]:
-    """Return the rates above 0, by module and attribute."""
-    return {
-        (name, key): value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        # Attention has no dropout module: it passes an attribute of the layer to a function.
-        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd)))
-        and isinstance(value, float)
-        and value > 0
-    }
-
-
-def _dropout_to_switch_off(model: nn.Module, args: Any) -> dict[tuple[str, str], float]:
-    active = _dropout(model)
-    if args.disable_dropout:
-        return active
-    if get_objective(args) is None:
-        return {}
-    # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
-    return {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
+def _dropout(model: nn.Module, args: Any) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+    """Return the rates above 0, by module and attribute: those to switch off, and those that remain."""
+    off, remaining = {}, {}
+    is_of_trl = get_objective(args) is None
+    for name, module in model.named_modules():
+        for key, rate in vars(module).items():
+            # Attention has no dropout module: it passes an attribute of the layer to a function.
+            drops = "drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd))
+            if drops and isinstance(rate, float) and rate > 0:
+                # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
+                is_off = args.disable_dropout or (not is_of_trl and ".lora_dropout." in name)
+                (off if is_off else remaining)[name, key] = rate
+    return off, remaining
 
 
 def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def problems_of_body(model: nn.Module) -> Iterator[str]:
+def problems_of_body(model: Any) -> Iterator[str]:
     """Yield a problem if TRL's loss does not find the hidden states of a model: it asks the module that the class
     names (`base_model_prefix`), which Llama 4's classes do not have (5.17); or if transformers changes a model that it
     loads."""
-    model = base_model(model)
-    if _loses_padding(model):
+    loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), padding_idx=0)
+    loaded.weight._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
+    with torch.no_grad():
+        model._initialize_weights(loaded, model.is_custom_code())
+    if loaded.weight[0].item() == 0:
         yield (
             f"{type(model).__name__}: whenever transformers loads it, `_init_weights` of its class sets the embedding of the padding token to 0 "
             "(5.17). If its output head is tied, a trained policy is another one after loading. Train another model."
@@ -110,55 +104,42 @@ def problems_of_body(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _loses_padding(model: Any) -> bool:
-    loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), padding_idx=0)
-    loaded.weight._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
-    with torch.no_grad():
-        model._initialize_weights(loaded, model.is_custom_code())
-    return loaded.weight[0].item() == 0
-
-
-def name_body(model: nn.Module) -> None:
-    """Give Llama 4's class of text the right name of its body."""
-    model = base_model(model)
+def correct_model(model: Any, use_vllm: bool) -> None:
+    """Correct, in place, what transformers' classes do otherwise than TRL's loss expects, or than an engine does
+    (5.17). The reference needs the same corrections as the policy."""
     if getattr(model, "base_model", None) is model:
+        # Llama 4's class of text names a body that it does not have.
         model.base_model_prefix = "model"
-
-
-def keep_attention_cap(model: nn.Module) -> None:
-    """Have a model that caps its attention's logits (Gemma 2) compute them in PyTorch operations: transformers'
-    default, PyTorch's fused attention, drops the cap, which engines apply, without a word (5.17)."""
-    model = base_model(model)
     config = getattr(model, "config", None)
     cap = config and getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap and config._attn_implementation == "sdpa":
+        # transformers' default, PyTorch's fused attention, drops the cap of Gemma 2 without a word; engines apply it.
         logger.info("attn_implementation='eager': 'sdpa' would drop attn_logit_softcapping=%g of this model.", cap)
         model.set_attn_implementation("eager")
-
-
-def keep_mamba_layers(model: nn.Module, use_vllm: bool) -> None:
-    """Have layers of Mamba compute the loss as they score. In training transformers' fused kernels (`mamba_ssm`) read
-    the weight of `out_proj`, which is its masters, and do not call it (5.17); and vLLM has no limit of step sizes
-    (`mamba_mixer2.py`), for which transformers takes Nemotron-H's `time_step_min`."""
-    for module in base_model(model).modules():
+    for module in model.modules():
         source = sys.modules.get(type(module).__module__)
         for fused in ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined"):
             if hasattr(source, fused):
-                # Without the kernel these functions return `None` too.
+                # In training, transformers' fused kernels (`mamba_ssm`) read the weight of `out_proj`, which is its
+                # masters, and do not call the layer. Without the kernel these functions return `None` too.
                 setattr(source, fused, lambda *args, **kwargs: None)
         if use_vllm and hasattr(module, "time_step_limit"):
+            # transformers takes Nemotron-H's `time_step_min`; vLLM has no limit (`mamba_mixer2.py`).
             module.time_step_limit = (0.0, math.inf)
+    for layer in _layers_with_long_rope(model):
+        # A longer sequence would change the factors of others in its batch.
+        layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
 
 
-def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
+def problems_of_positions(model: Any, args: Any) -> Iterator[str]:
     """Yield a problem of an engine that would compute positions unlike the learner: with LongRoPE (such as Phi-3) an
     engine chooses factors for all sequences by its context, the learner for each batch by its longest sequence; and a
     sliding window that vLLM and transformers count differently may not be left."""
     if not args.use_vllm:
         return
-    name, length = architecture(model), args.vllm_max_model_length
+    name, length = type(model).__name__, args.vllm_max_model_length
     if family_of(name).has_longer_window:
-        window = base_model(model).config.get_text_config().sliding_window
+        window = model.config.get_text_config().sliding_window
         if length is None or length > window:
             yield (
                 f"vllm_max_model_length={length} with {name}: in longer sequences than its sliding_window={window} "
@@ -175,12 +156,6 @@ def problems_of_positions(model: nn.Module, args: Any) -> Iterator[str]:
     starts_engine = args.vllm_mode == "colocate" or args.vllm_server_autostart
     if starts_engine and (problem := problem_of_context(model, "vllm_max_model_length", length)):
         yield problem
-
-
-def guard_positions(model: nn.Module) -> None:
-    """Have a learner with LongRoPE refuse sequences that would change the factors of others in their batch."""
-    for layer in _layers_with_long_rope(model):
-        layer.register_forward_pre_hook(partial(_check_longest, _longest_of_short(model)), with_kwargs=True)
 
 
 def warn_of_length(
@@ -207,7 +182,7 @@ def warn_of_length(
 
 
 def _layers_with_long_rope(model: nn.Module) -> list[nn.Module]:
-    named = base_model(model).named_modules()
+    named = model.named_modules()
     return [m for name, m in named if name.endswith("rotary_emb") and getattr(m, "rope_type", "") == "longrope"]
 
 
@@ -269,9 +244,7 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
         return
     if not has_adapter and not any(p.requires_grad for p in model.parameters()):
         yield "Nothing of the model is trainable: all its parameters have requires_grad=False. Call `model.requires_grad_()`."
-    # A model that will get an adapter will be frozen.
-    is_trained = is_adapted(model) or not has_adapter
-    dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
 
 
@@ -286,12 +259,11 @@ def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
 
 
 def problems_of_experts(
-    model: nn.Module, args: Any, schemes: Mapping[str, QuantScheme], skipped: Mapping[str, str]
+    model: Any, args: Any, schemes: Mapping[str, QuantScheme], skipped: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield problems of the experts of a mixture whose layers get these `schemes`, by name; `skipped` has the reasons
     why the others stay in high precision."""
-    inner, inventory = base_model(model), Inventory.of(model)
-    config = inner.config.get_text_config()
+    config = model.config.get_text_config()
     coef = args.router_aux_loss_coef
     coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
     if coef and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
@@ -299,7 +271,9 @@ def problems_of_experts(
             f"router_aux_loss_coef={coef}: TRL reads `num_experts`, which {type(config).__name__} does not have "
             "(https://github.com/huggingface/trl/issues/5754). Set router_aux_loss_coef=0"
         )
-    experts = {name: p for name, p in inventory.stacked_experts.items() if name.rpartition(".")[0] not in schemes}
+    experts = {
+        name: p for name, p in Inventory.of(model).stacked_experts.items() if name.rpartition(".")[0] not in schemes
+    }
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]

@@ -120,7 +120,17 @@ def prepare_model(
     a layer; and if layers that vLLM fuses do not share a scheme.
     """
     plan = get_plan(scheme)
-    schemes, reasons = assign_schemes(model, plan, exclude_modules, scale_dtype)
+    return swap_layers(model, plan, *assign_schemes(model, plan, exclude_modules, scale_dtype), scale_dtype)
+
+
+def swap_layers(
+    model: nn.Module,
+    plan: QuantPlan,
+    schemes: Mapping[str, QuantScheme],
+    reasons: Mapping[str, str],
+    scale_dtype: torch.dtype | None,
+) -> SwapReport:
+    """Replace the layers with `schemes`, which [`assign_schemes`] has returned for `plan` with these `reasons`."""
     if not plan.is_quantized:
         return SwapReport(plan)
     candidates = Inventory.of(model).quantizable

@@ -1,8 +1,9 @@
 """The policy being trained, independent of the trainer: loads the model, quantizes it, describes and exports it."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ..adapters.base import assign_base, base_fingerprint, keep_adapter_precise, load_policy, prepare_base
+from ..adapters.base import assign_base, base_fingerprint, keep_adapter_precise, load_policy, swap_base
 from ..adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
 from ..bitwise import low_bit
 from ..bitwise.attach import attach_engine_numerics
-from ..bitwise.availability import choose_numerics, problems_of_engine_numerics
+from ..bitwise.availability import choose_numerics
 from ..bitwise.exact import Exactness, check_arithmetic
 from ..bitwise.rows import reason_to_pad
 from ..checkpoint.export import export_checkpoint, keep_generation_config
@@ -22,13 +23,10 @@ from ..checkpoint.files import damaged_file
 from ..checkpoint.record import check_record, scheme_record
 from ..checks.adapter import problems_of_adapted_model
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
-from ..checks.configuration import low_precision_masters, raise_problems
+from ..checks.configuration import low_precision_masters
 from ..checks.model import (
     check_output_head,
-    guard_positions,
-    keep_attention_cap,
-    keep_mamba_layers,
-    name_body,
+    correct_model,
     problems_of_body,
     problems_of_division,
     problems_of_dropout,
@@ -39,16 +37,33 @@ from ..checks.model import (
     problems_of_positions,
     switch_off_dropout,
 )
+from ..checks.problems import raise_problems
+from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, is_peft_model
 from ..quantization.precisions import set_precision
+from ..quantization.schemes import QuantScheme
 from ..quantization.storage import is_sharded, refresh
-from ..quantization.swap import assign_schemes, disable_quantized_forward, prepare_model
+from ..quantization.swap import assign_schemes, disable_quantized_forward, prepare_model, swap_layers
 from ..sharding.fsdp2 import shard_low_bit
 
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Judgement:
+    """
+    Result of [`Policy.judge`]: the `problems` for which a model cannot be trained as configured. Without any, how it
+    will be trained: the `schemes` of layers by name, the `reasons` why others stay in high precision, and for a placed
+    model its `numerics` with their reason.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    schemes: dict[str, QuantScheme] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    numerics: tuple[str, str] = ("fast", "")
 
 
 class Policy:
@@ -116,76 +131,85 @@ class Policy:
         the model: `"FSDP2"`, `"ZeRO-3"` or, for other stages, `"DeepSpeed"`.
 
         Raises:
-            ValueError: if the model cannot be trained as configured; the message lists all [`problems`], and the model
-                is as it was.
+            ValueError: if the model cannot be trained as configured; the message lists all problems that
+                [`~Policy.judge`] finds, and the model is as it was.
         """
         args = self.args
-        raise_problems(self.problems(model, is_placed=True))
+        judged = self.judge(model, is_placed=True)
+        raise_problems(judged.problems)
         self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
-        if self.has_adapter:
-            keep_adapter_precise(model, self._loaded_adapter)
-            self._loaded_adapter = {}
         switch_off_dropout(model, args)
-        name_body(model)
-        keep_attention_cap(model)
-        keep_mamba_layers(model, self.args.use_vllm)
-        guard_positions(model)
+        correct_model(base_model(model), args.use_vllm)
         keep_generation_config(base_model(model))
         self.dtype = self._engine_dtype(model)
+        schemes, reasons = judged.schemes, judged.reasons
         if self.has_adapter:
-            self.swap_report = prepare_base(model, args.plan, **self._base_arguments, **self._swap_arguments)
+            self.swap_report = swap_base(model, args.plan, schemes, reasons, self.dtype, **self._base_arguments)
+            keep_adapter_precise(model, self._loaded_adapter)
+            self._loaded_adapter = {}
             self._base = base_fingerprint(model)
             if self._adapter_folder is not None:
                 # Only a quantized base has a fingerprint. This model is no one else's: it was loaded here.
                 check_record(self._adapter_folder, self.record())
         else:
-            self.swap_report = prepare_model(model, args.plan, **self._swap_arguments)
+            self.swap_report = swap_layers(model, args.plan, schemes, reasons, self.dtype)
             if scales := fixed_scales(model):
                 self._base = scales_fingerprint(scales)
         if not args.quantize_learner:
             disable_quantized_forward(model)
-        self.numerics, reason = choose_numerics(args, model, self.dtype)
+        self.numerics, reason = judged.numerics
         if sharded_by is not None and args.numerics is None:
             self.numerics, reason = "fast", f"{sharded_by} shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
         self._choose_cpu_weights()
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
 
-    def problems(self, model: nn.Module, is_placed: bool = False) -> Iterator[str]:
-        """Yield everything for which a loaded `model`, with its adapter, cannot be prepared and trained as configured,
-        and change nothing. Of a model on the meta device, its layers are judged and not its dtypes; engine numerics
-        are judged where `is_placed`, on its device."""
-        args, has_adapter, is_loaded = self.args, is_peft_model(model), not _is_on_meta(model)
+    def judge(self, model: nn.Module, is_placed: bool = False) -> Judgement:
+        """Judge a loaded `model`, with its adapter, and change nothing. Of a model on the meta device, its layers are
+        judged and not its dtypes; engine numerics are judged where `is_placed`, on its device."""
+        args, base, has_adapter = self.args, base_model(model), is_peft_model(model)
+        is_loaded = not any(parameter.is_meta for parameter in model.parameters())
+        judged = Judgement()
+        problems = judged.problems
         if is_loaded:
-            yield from problems_of_masters(model, args, has_adapter)
+            problems += problems_of_masters(model, args, has_adapter)
         if has_adapter:
-            yield from problems_of_adapted_model(model)
-        yield from problems_of_body(model)
-        yield from problems_of_dropout(model, args)
-        yield from problems_of_positions(model, args)
+            problems += problems_of_adapted_model(model)
+        problems += problems_of_body(base)
+        problems += problems_of_dropout(model, args)
+        problems += problems_of_positions(base, args)
         if self.has_pictures:
-            yield from problems_of_pictures(model, args)
-        yield from problems_of_fixed_scales(model, args)
+            problems += problems_of_pictures(base, args)
+        problems += problems_of_fixed_scales(base, args)
+        dtype = self._engine_dtype(model)
+        swap = {"exclude_modules": args.exclude_modules, "scale_dtype": dtype}
         try:
-            swap = {"exclude_modules": args.exclude_modules, "scale_dtype": self._engine_dtype(model)}
             if has_adapter:
-                schemes, skipped = assign_base(model, args.plan, **self._base_arguments, **swap)
+                schemes, reasons = assign_base(model, args.plan, **self._base_arguments, **swap)
             else:
-                schemes, skipped = assign_schemes(model, args.plan, **swap)
+                schemes, reasons = assign_schemes(model, args.plan, **swap)
         except ValueError as error:
-            yield str(error)
-            return
-        yield from problems_of_experts(model, args, schemes, skipped)
+            problems.append(str(error))
+            return judged
+        judged.schemes, judged.reasons = schemes, reasons
+        problems += problems_of_experts(base, args, schemes, reasons)
         if args.use_vllm:
-            dtype = self._engine_dtype(model) if is_loaded or args.bf16 or args.fp16 else None
-            problems = [*problems_with_vllm(model, dtype, args.use_cpu, schemes)]
+            # Its own dtype is not known before it is loaded.
+            known = dtype if is_loaded or args.bf16 or args.fp16 else None
+            with_vllm = [*problems_with_vllm(base, known, args.use_cpu, schemes)]
             if is_placed and args.vllm_mode == "colocate":
                 # Loads vLLM.
                 runs_beside = has_adapter and args.lora_mode == "adapter"
-                problems += filter(None, [problem_of_architecture(model, runs_beside)])
-            yield from (f"use_vllm=True: {each}" for each in problems)
+                with_vllm += filter(None, [problem_of_architecture(base, runs_beside)])
+            problems += [f"use_vllm=True: {each}" for each in with_vllm]
         if is_placed:
-            yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)
+            # Under an objective, dropout that stays on is one of the problems.
+            is_dropout_off = args.disable_dropout or get_objective(args) is not None
+            try:
+                judged.numerics = choose_numerics(args, base, dtype, schemes, is_dropout_off)
+            except ValueError as error:
+                problems.append(str(error))
+        return judged
 
     def _engine_dtype(self, model: nn.Module) -> torch.dtype:
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else model.dtype
@@ -218,7 +242,7 @@ class Policy:
         return is_sharded(self.model)
 
     @property
-    def _base_arguments(self) -> dict[str, Any]:
+    def _base_arguments(self) -> dict[str, bool]:
         return {"keep_masters": not self.args.quantize_learner, "is_merged": self.args.lora_mode == "merged"}
 
     @property
@@ -262,9 +286,7 @@ class Policy:
 
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
-        name_body(model)
-        keep_attention_cap(model)
-        keep_mamba_layers(model, self.args.use_vllm)
+        correct_model(model, self.args.use_vllm)
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
             if self._sharded_by == "FSDP2":
@@ -323,7 +345,3 @@ class Policy:
             yield
         finally:
             self.set_precision(precision)
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())

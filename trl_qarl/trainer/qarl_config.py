@@ -17,6 +17,7 @@ from ..checks import configuration as checks
 from ..checks.conflicts import problems_of_conflicts
 from ..checks.launch import launched_precision, launched_processes, problems_of_precision
 from ..checks.names import RENAMED, problems_of_names
+from ..checks.problems import raise_problems
 from ..checks.refused import REFUSED
 from ..checks.values import as_dict, problems_of_values
 from ..objectives.registry import get_objective, problems_of_objective
@@ -125,13 +126,13 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
                 raise
             # The configuration is not used: only what TRL and transformers have to say counts.
             problems += [str(error)] if isinstance(error, ValueError | TypeError | OSError) else []
-        checks.raise_problems(problems)
+        raise_problems(problems)
         if self.deepspeed_plugin is not None:
             # transformers loads a model into the slices of ZeRO-3 by this copy of the configuration.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
-        checks.raise_problems(checks.check_turns(self))
+        raise_problems(checks.check_turns(self))
         # Some options switch on others: `torch_compile_backend` switches on `torch_compile`.
-        checks.raise_problems(checks.refused_by_all(self))
+        raise_problems(checks.refused_by_all(self))
 
     @property
     @override

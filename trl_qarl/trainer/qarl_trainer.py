@@ -17,7 +17,6 @@ from typing_extensions import override
 from ..bitwise.low_bit import use_cpu_weights
 from ..checkpoint.record import last_complete_checkpoint
 from ..checks.arguments import problems_of_absence, problems_of_arguments
-from ..checks.configuration import raise_problems
 from ..checks.content import (
     check_columns,
     check_prompts,
@@ -27,6 +26,7 @@ from ..checks.content import (
     problems_of_evaluation,
 )
 from ..checks.model import problems_of_pictures, warn_of_length
+from ..checks.problems import raise_problems
 from ..checks.resume import resume_option
 from ..doctor.memory import check_host_memory
 from ..engines.answers import checked_rollout_func, vocabulary_size

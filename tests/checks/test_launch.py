@@ -69,8 +69,6 @@ def test_what_cannot_shard_is_refused_by_name():
     for options, message in (
         ({"optim": "adafactor"}, "optim='adafactor' with FSDP2"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw' with FSDP2"),
-        ({"beta": 0.1}, "beta=0.1 with fsdp_cpu_ram_efficient_loading=true"),
-        ({"scheme": {"re:.*mlp.*": "nvfp4a16"}}, "'nvfp4a16' with fsdp_cpu_ram_efficient_loading=true"),
         ({"sync_ref_model": True}, "sync_ref_model=True with FSDP2"),
         ({"save_only_model": True}, "save_only_model=True with fsdp_state_dict_type: SHARDED_STATE_DICT"),
         ({"quantize_learner": False}, "quantize_learner=False with FSDP2"),

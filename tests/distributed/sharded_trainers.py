@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,13 +61,15 @@ from trl_qarl.sharding.fsdp2 import _fsdp_parameters
 from trl_qarl.sync.channels import FileChannel
 from trl_qarl.sync.publisher import Publisher
 from trl_qarl.trainer import qarl_trainer
+from trl_qarl.trainer.policy import Policy
+from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
     """With all telemetry and a reference; export and publication are those of one process, byte for byte."""
     options = {"per_device_train_batch_size": 4, "beta": 0.1, "optim": "muon"}
     [ddp] = train(folder, "ddp", **options)
-    for trainer in train(folder, "fsdp", launch={"cpu_ram_efficient_loading": False}, **options):
+    for trainer in train(folder, "fsdp", launch={}, **options):
         rows = assert_trained_the_same(trainer, ddp)
         names = {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"}
         assert names <= {n for row in rows for n in row}
@@ -140,7 +143,7 @@ def updates_without_a_gradient_are_skipped_by_all(folder):
 
 def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
     """An adapter next to the base, whose codes are sharded, and one inside it, where the masters are sharded."""
-    launch = {"cpu_ram_efficient_loading": False}
+    launch = {}
     for mode in ("adapter", "merged"):
         options = {"lora": LORA, "lora_mode": mode, "optim": "adamw_torch", "learning_rate": 1e-2, "beta": 0.1}
         options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
@@ -163,6 +166,29 @@ def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
         for trainer in train(folder, f"{mode}-resumed", resume=checkpoint, launch=launch, **options):
             for (name, ours), theirs in zip(trainer.model.named_parameters(), masters, strict=True):
                 assert torch.equal(whole(ours.detach()), theirs), name
+
+
+def global_scales_are_those_of_the_process_that_loads(folder):
+    for name, options in (("masters", {}), ("frozen", {"lora": LORA, "learning_rate": 1e-2})):
+        options = {"scheme": "nvfp4a16", "optim": "adamw_torch", "max_steps": 2} | options
+        [ddp] = train(folder, f"{name}-global-ddp", **options)
+        for trainer in train(folder, f"{name}-global", launch={}, **options):
+            assert_trained_the_same(trainer, ddp)
+            assert trainer.policy.record() == ddp.policy.record() and trainer.policy.record()["global_scales"]
+
+
+def a_process_that_loads_no_weights_takes_no_memory_for_them(folder):
+    if not dist.get_rank():
+        make_tiny_model(f"{folder}/large", "qwen2", vocab_size=2**18)
+    dist.barrier()
+    with launched():
+        policy = Policy(QaRLConfig(f"{folder}/no-memory"))
+        before = psutil.Process().memory_info().rss
+        model = policy.load(f"{folder}/large/qwen2", dtype=torch.float32)
+        grown = psutil.Process().memory_info().rss - before
+    if dist.get_rank():
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        assert grown < size / 4 and not any(parameter.any() for parameter in model.parameters()), (grown, size)
 
 
 def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
@@ -218,7 +244,7 @@ def engine_numerics_beside_an_adapter_or_a_reference(folder):
         ("reference", {"beta": 0.1}),
     ):
         [ddp] = train(folder, f"engine-{name}-ddp", **ENGINE | options)
-        launch = {"cpu_ram_efficient_loading": False}
+        launch = {}
         for trainer in train(folder, f"engine-{name}", launch=launch, **ENGINE | options):
             rows = assert_agrees(trainer, ddp)
             if name == "reference":
@@ -323,7 +349,7 @@ def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
     if find_spec("vllm") is None:
         return
     adapter = {"lora": LORA, "optim": "adamw_torch", "max_steps": 4}
-    launch = partial(dict, cpu_ram_efficient_loading=False)
+    launch = dict
     assert_draws_ahead(folder, "masters", launch)
     assert_draws_ahead(folder, "adapter", launch, **adapter, lora_mode="adapter")
     merged = assert_draws_ahead(folder, "merged", launch, **adapter, lora_mode="merged")
@@ -518,9 +544,7 @@ def processes_that_disagree_are_told_so(folder):
         next(train(folder, "disagree", launch={}, scheme=scheme))
     with pytest.raises(ValueError, match=r"precisions=\[4, 3\] on process 0, \[4, 2\] on process 1"):
         next(train(folder, "disagree", launch={}, precisions=[4, (3, 2)[dist.get_rank()]]))
-    with pytest.raises(ValueError, match="LoRA with fsdp_cpu_ram_efficient_loading=true"):
-        next(train(folder, "lora", launch={"cpu_ram_efficient_loading": True}, lora=LORA))
-    launch = {"cpu_ram_efficient_loading": False, "reshard_after_forward": False}
+    launch = {"reshard_after_forward": False}
     with pytest.raises(ValueError, match="lora_mode='merged' with fsdp_reshard_after_forward=false"):
         next(train(folder, "merged", launch=launch, lora=LORA, lora_mode="merged"))
     with pytest.raises(ValueError, match="'model.layers.0.mlp' is gathered apart"):

@@ -44,9 +44,6 @@ def test_a_killed_launch_resumes_and_deploys(user, name, kind):
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
         recipe = recipe | {"optim": "adamw_torch_fused"} | ({"lora_mode": "merged"} if recipe else {})
-    elif name.startswith("fsdp2") and recipe:
-        # As the file says.
-        options = ["--fsdp_cpu_ram_efficient_loading", "false"]
     user.write_recipe(**recipe)
     (user.folder / "dies").write_text("1")
     output = user.launch(name, *options, code=None)

@@ -34,8 +34,7 @@ def prepare(user, hub, name, **options):
 )
 def test_each_save_of_a_launch_pushes_a_policy_that_runs(user, hub, name, options):
     prepare(user, hub, name, hub_strategy="every_save", **options)
-    words = ["--fsdp_cpu_ram_efficient_loading", "false"] if options else []
-    output = user.launch(name, *words)
+    output = user.launch(name)
     steps = [f"Training in progress, step {step}" for step in (1, 2, 3)]
     assert hub.repos["someone/policy"].messages == [*steps, "End of training"]
     files = pushed_files(hub)

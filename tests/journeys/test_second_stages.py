@@ -34,10 +34,15 @@ def test_a_second_stage_starts_from_masters(user):
 
 
 @pytest.mark.nightly
-def test_the_export_of_a_first_stage_gets_an_adapter(user):
+@pytest.mark.parametrize("launch", [None, "fsdp2"])
+def test_the_export_of_a_first_stage_gets_an_adapter(user, launch):
     user.run("trl-qarl", "train", "--config", "recipe.yaml")
     lora = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}
-    train(user, model_name_or_path="out/w4a16", **lora)
+    if launch is None:
+        train(user, model_name_or_path="out/w4a16", **lora)
+    else:
+        user.write_recipe(model_name_or_path="out/w4a16", output_dir="second", **lora)
+        user.launch(launch)
     user.assert_deployed("second/w4a16")
 
 

@@ -301,11 +301,6 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
     if has_adapter:
         if is_in_4bit:
             yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Remove `quantization_config`"
-        if plugin.cpu_ram_efficient_loading:
-            yield (
-                "LoRA with fsdp_cpu_ram_efficient_loading=true: only one process loads the base, but every process has to quantize it. Use "
-                "fsdp_cpu_ram_efficient_loading: false"
-            )
         if args.lora_mode == "merged" and not plugin.reshard_after_forward:
             yield (
                 "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights would stay the same while the adapter is "
@@ -321,18 +316,6 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
             "fsdp_auto_wrap_policy=SIZE_BASED_WRAP wraps parts of layers, and lists of layers, which have no forward. Use "
             "TRANSFORMER_BASED_WRAP"
         )
-    if args.beta != 0.0 and plugin.cpu_ram_efficient_loading:
-        yield (
-            f"beta={args.beta} with fsdp_cpu_ram_efficient_loading=true: rank 0 loads the reference model, and TRL does not "
-            "broadcast it to the other ranks. Use fsdp_cpu_ram_efficient_loading: false"
-        )
-    if plugin.cpu_ram_efficient_loading:
-        for scheme in args.plan.schemes:
-            if scheme.container.has_global_scale:
-                yield (
-                    f"{scheme.name!r} with fsdp_cpu_ram_efficient_loading=true: only one process loads the weights, but every process "
-                    "chooses global scales for them. Use fsdp_cpu_ram_efficient_loading: false"
-                )
     if args.save_only_model and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
         yield "save_only_model=True with fsdp_state_dict_type: SHARDED_STATE_DICT: parts are not saved alone. Use FULL_STATE_DICT"
     if args.sync_ref_model:

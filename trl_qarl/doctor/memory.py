@@ -141,19 +141,20 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: MemorySettings
         "low-bit weights": low_bit_bytes,
         "kept weights": kept,
     }
+    # One process loads all weights before FSDP2 divides them. The others quantize as many for an adapter.
+    num_loading = 1 if is_sharded else run.num_gpus
+    loaded = 4 * num_loading * sum(p.numel() for p in model.parameters())
+    if run.lora_rank:
+        loaded += (run.num_gpus - num_loading) * low_bit_bytes
     if is_offloaded:
         parts = dict.fromkeys(state_of_training, 0)
         parts |= {f"host {name}": size for name, size in state_of_training.items()}
         of_masters, of_others = _rounding(model, shards, run)
         parts["host rounding"] = of_masters + of_others
-        # One process loads all weights before they are divided.
-        loaded = 4 * sum(p.numel() for p in model.parameters()) * (run.num_gpus if run.lora_rank else 1)
         parts["host loading"] = max(0, loaded - sum(state_of_training.values()) + 4 * held - of_others)
     else:
         parts = {name: size // shards for name, size in state_of_training.items()}
-        # Each process of DDP loads the model, and with FSDP2 each one that quantizes a frozen base.
-        num_loading = 1 if is_sharded and not run.lora_rank else run.num_gpus
-        parts["host loading"] = 4 * num_loading * sum(p.numel() for p in model.parameters())
+        parts["host loading"] = loaded
     if run.accumulates:
         # FSDP2 adds up in float32 before it divides.
         parts["gradients"] = (4 if is_sharded else run.gradient_bytes) * total
@@ -338,10 +339,9 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
         )
 
 
-def launch_configuration(launch: str, num_gpus: int, is_loaded_by_all: bool = False) -> dict[str, Any]:
+def launch_configuration(launch: str, num_gpus: int) -> dict[str, Any]:
     """Return the content of a file for `accelerate launch --config_file` on one machine: TRL's file, with settings of
-    this launch. With `is_loaded_by_all` each process has to load the weights, to quantize an adapter's base or to
-    choose global scales before FSDP2 shards them."""
+    this launch."""
     is_sharded = launch != "ddp"
     name = "fsdp2" if is_sharded else "multi_gpu" if num_gpus > 1 else "single_gpu"
     configuration = yaml.safe_load((files("trl") / f"accelerate_configs/{name}.yaml").read_text())
@@ -349,5 +349,4 @@ def launch_configuration(launch: str, num_gpus: int, is_loaded_by_all: bool = Fa
     if is_sharded:
         configuration["fsdp_config"]["fsdp_offload_params"] = launch == "fsdp2_offload"
         configuration["fsdp_config"]["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
-        configuration["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = not is_loaded_by_all
     return configuration

@@ -135,13 +135,12 @@ def main(args: Namespace) -> int:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or args.tokens
     print(*_commands(args, best, targets, str(min(args.tokens, longest))), sep="\n")
     if args.use_peft:
-        print("Each process loads the base, here in float32: --dtype bfloat16 loads it in half the host memory.")
+        print("The base is loaded in float32: --dtype bfloat16 loads it in half the host memory.")
     if args.write:
         import yaml
 
-        is_loaded_by_all = args.use_peft or any(scheme.container.has_global_scale for scheme in plan.schemes)
         with configuration_errors(), open(args.write, "w") as file:
-            yaml.safe_dump(launch_configuration(best.launch, best.num_gpus, is_loaded_by_all), file, sort_keys=False)
+            yaml.safe_dump(launch_configuration(best.launch, best.num_gpus), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0
 

@@ -15,6 +15,7 @@ for optimizers, clipping and checkpoints.
 """
 
 import logging
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
+from transformers.integrations import is_fsdp_enabled
 from typing_extensions import override
 
 from ..quantization.inventory import Inventory
@@ -34,6 +36,7 @@ from ..quantization.names import base_model, class_of, layer_of
 from ..quantization.storage import BACKENDS, Storage
 from ..quantization.tensors import LowBitTensor
 from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight, TransposedSource
+from ..replacing import replaced
 
 
 logger = logging.getLogger(__name__)
@@ -238,6 +241,28 @@ class FrozenRows(MasterSource):
         parts = rows.split([width for _, width in self._parts], 1)
         parts = (part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, self._parts, strict=True))
         return LowBitTensor.from_parts(parts, *self._of_all)
+
+
+def loads_once() -> bool:
+    """Tell if only one process of each machine loads weights (`fsdp_cpu_ram_efficient_loading`): the others hold zeros
+    until accelerate shards the model, and gives all of them the weights of the first process."""
+    return is_fsdp_enabled()
+
+
+@contextmanager
+def zeros_without_memory() -> Iterator[None]:
+    """While open, make the zeros of processes that load no weights of pages that Linux provides when they are written.
+    transformers would take the memory of a whole model in each process (5.17)."""
+    make_zeros = torch.zeros_like
+
+    def make_empty_zeros(like: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if kwargs != {"device": "cpu"} or like.numel() == 0:
+            return make_zeros(like, **kwargs)
+        pages = mmap.mmap(-1, like.numel() * like.element_size())
+        return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
+
+    with replaced(torch, zeros_like=make_empty_zeros):
+        yield
 
 
 def as_bytes(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list, patch_environment
 from safetensors import SafetensorError
 from torch import nn
 
@@ -45,8 +46,14 @@ from ..quantization.names import base_model, is_peft_model
 from ..quantization.precisions import set_precision
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import is_sharded, refresh
-from ..quantization.swap import assign_schemes, disable_quantized_forward, prepare_model, swap_layers
-from ..sharding.fsdp2 import shard_low_bit
+from ..quantization.swap import (
+    assign_schemes,
+    disable_quantized_forward,
+    prepare_model,
+    share_global_scales,
+    swap_layers,
+)
+from ..sharding.fsdp2 import loads_once, shard_low_bit, zeros_without_memory
 
 
 logger = logging.getLogger(__name__)
@@ -106,9 +113,13 @@ class Policy:
         self.takes_layouts = False
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
-        """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
+        """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base: first
+        the policy, then its reference."""
         try:
-            model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
+            # TRL gives a reference to none of the processes that do not load it (1.16).
+            by_all = patch_environment(fsdp_cpu_ram_efficient_loading="false")
+            with by_all if hasattr(self, "model") else zeros_without_memory():
+                model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         except SafetensorError as error:
             raise ValueError(
                 f"The weights of {name_or_path!r} cannot be read: {damaged_file(name_or_path) or 'a file'} is cut or damaged ({error}). "
@@ -148,13 +159,18 @@ class Policy:
             keep_adapter_precise(model, self._loaded_adapter)
             self._loaded_adapter = {}
             self._base = base_fingerprint(model)
-            if self._adapter_folder is not None:
-                # Only a quantized base has a fingerprint. This model is no one else's: it was loaded here.
-                check_record(self._adapter_folder, self.record())
         else:
             self.swap_report = swap_layers(model, args.plan, schemes, reasons, self.dtype)
             if scales := fixed_scales(model):
                 self._base = scales_fingerprint(scales)
+        if loads_once():
+            # Of weights that the other processes do not have yet.
+            inventory = Inventory.of(model)
+            self._base, scales = broadcast_object_list([self._base, inventory.global_scales])
+            share_global_scales(inventory.layers, scales)
+        if self._adapter_folder is not None:
+            # Only a quantized base has a fingerprint. This model is no one else's: it was loaded here.
+            check_record(self._adapter_folder, self.record())
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = judged.numerics

@@ -78,14 +78,12 @@ def with_unknown_module():
 
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
-    (SimpleNamespace, "SimpleNamespace is not supported"),
+    (SimpleNamespace, "SimpleNamespace is not supported, only .*LlamaForCausalLM, "),
     (with_unknown_module, "'model.layers.1.mlp'"),
-    (partial(tiny, "cohere"), "CohereForCausalLM is not supported, only .*LlamaForCausalLM, "),
     (partial(tiny, "qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
     (partial(tiny, "qwen3", layer_types=["chunked_attention"] * 2), "chunked_attention"),
     (partial(tiny, attention_dropout=0.1), "self_attn' has attention_dropout=0.1"),
     pytest.param(partial(tiny, head_dim=16), "head_dim=16", marks=VLLM),
-    (partial(tiny, rope_parameters=ROPE), "rope_type='linear'"),
     (partial(tiny, "granite", logits_scaling=3.0), "logits_scaling=3.0 is no power of 2"),
     (partial(tiny, "phi3", resid_pdrop=0.1), "resid_attn_dropout' has p=0.1"),
     (partial(tiny, "smollm3", rope_parameters=ROPE | {"rope_type": "dynamic"}), "rope_type='dynamic'"),

@@ -376,13 +376,11 @@ CALLBACK = TrainerCallback()
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 # Arguments of the trainer, options, and the one problem.
 REFUSED = {
-    "output in a file": ({}, {"output_dir": "file"}, "output_dir='file' cannot be a folder"),
     "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
     "output of a long name": ({}, {"output_dir": "x" * 300}, "cannot be a folder: [Errno 36] File name too long"),
     "output over the model": ({}, {"output_dir": "model"}, "output_dir='model' is the folder of the model"),
     "rewards: a number": ({"reward_funcs": 3}, {}, "`reward_funcs` has 3 of type int. Give a function"),
     "rewards: none within": ({"reward_funcs": [spread, None]}, {}, "`reward_funcs` has None of type NoneType"),
-    "rewards: a dictionary": ({"reward_funcs": {"spread": spread}}, {}, "of type dict"),
     "rewards: none": ({"reward_funcs": None}, {}, "There is no reward. Give `reward_funcs`"),
     "rewards: empty": ({"reward_funcs": []}, {}, "There is no reward. Give `reward_funcs`"),
     "rewards: too few": ({}, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, and there is 1 reward function"),

@@ -36,42 +36,52 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, lengths, runs, scale):
         output, total = flash(query, key, value, lengths, lengths, True, scale)
-        ctx.parts = [(lengths, lengths, True)]
-        queries = keys = None
-        if runs:
-            queries, keys = (_places(each, query.device) for each in zip(*runs, strict=True))
-            sizes = [tuple(part.stop - part.start for part in each) for each in zip(*runs, strict=True)]
-            ctx.parts.append((*sizes, False))
-            tensors = query[queries], key[keys], value[keys]
-            of_prompts, total_of_prompts = flash(*tensors, *sizes, False, scale)
+        prompts = SharedPrompts(runs, query.device) if runs else None
+        if prompts:
+            queries = prompts.queries
+            of_prompts, total_of_prompts = prompts.attend(query, key, value, scale)
             own = total[:, queries]
             joint = torch.logaddexp(own, total_of_prompts)
             weights = ((each - joint).exp().T[..., None] for each in (own, total_of_prompts))
             both = zip(weights, (output[queries], of_prompts), strict=True)
             output[queries] = sum(weight * each.to(weight.dtype) for weight, each in both).to(output.dtype)
             total[:, queries] = joint
-        ctx.save_for_backward(query, key, value, output, total, queries, keys)
-        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, output, total)
+        ctx.lengths, ctx.prompts, ctx.scale = lengths, prompts, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value, output, total, queries, keys = ctx.saved_tensors
-        tensors = grad, query, key, value, output, total
-        own, *of_prompts = ctx.parts
+        tensors = grad, *ctx.saved_tensors
         dtype = torch.promote_types(grad.dtype, torch.float32)
-        grads = [each.to(dtype) for each in flash_backward(*tensors, *own, ctx.scale)]
-        for part in of_prompts:
-            tensors = grad[queries], query[queries], key[keys], value[keys], output[queries], total[:, queries]
-            added = flash_backward(*tensors, *part, ctx.scale)
-            for sum_, places, each in zip(grads, (queries, keys, keys), added, strict=True):
-                sum_.index_add_(0, places, each.to(dtype))
+        grads = [each.to(dtype) for each in flash_backward(*tensors, ctx.lengths, ctx.lengths, True, ctx.scale)]
+        if ctx.prompts:
+            ctx.prompts.add_gradients(grads, *tensors, ctx.scale)
         return *(each.to(grad.dtype) for each in grads), None, None, None
 
 
-def _places(ranges: tuple[slice, ...], device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(each.start, each.stop) for each in ranges]).to(device)
+class SharedPrompts:
+    """Attention of tokens to the shared prompts before them, of the `runs` of a [`~trl_qarl.token_row.Layout`].
+    `queries` are the places of these tokens. Tensors are those of the whole row, in the shapes of [`flash`]."""
+
+    def __init__(self, runs: tuple[tuple[slice, slice], ...], device: torch.device):
+        ranges = [*zip(*runs, strict=True)]
+        places = [torch.cat([torch.arange(each.start, each.stop) for each in of]).to(device) for of in ranges]
+        self.queries, self._keys = places
+        self._options = *(tuple(each.stop - each.start for each in of) for of in ranges), False
+
+    def attend(self, query, key, value, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs and logarithms of sums of `queries`."""
+        return flash(query[self.queries], key[self._keys], value[self._keys], *self._options, scale)
+
+    def add_gradients(self, grads, grad, query, key, value, output, total, scale: float) -> None:
+        """Add to `grads` of query, key and value those through the prompts, with the joint `output` and `total`."""
+        queries, keys = self.queries, self._keys
+        tensors = grad[queries], query[queries], key[keys], value[keys], output[queries], total[:, queries]
+        added = flash_backward(*tensors, *self._options, scale)
+        for sum_, places, each in zip(grads, (queries, keys, keys), added, strict=True):
+            sum_.index_add_(0, places, each.to(sum_.dtype))
 
 
 def flash(query, key, value, query_lengths, key_lengths, is_causal, scale) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..quantization import gemm
 from ..token_row import Segments
 from . import cpu, cuda, portable
-from .flash import flash, flash_backward
+from .flash import SharedPrompts
 
 
 Product = Callable[..., torch.Tensor]
@@ -212,18 +212,11 @@ class _Attention(torch.autograd.Function):
             keys, lengths = None, (segments.query_lengths, segments.query_lengths)
             sums = (grad.float() * output.float()).sum(dim=-1, keepdim=True)
             others = torch.full_like(sums, -torch.inf), sums
-        of_prompts = []
-        for queries, prompt in runs:
-            tensors = query[queries], key[prompt], value[prompt]
-            options = (len(tensors[0]),), (len(tensors[1]),), False, scale
-            others[0][queries] = flash(*tensors, *options)[1].T[..., None]
-            of_prompts.append((queries, prompt, tensors, options))
+            prompts = SharedPrompts(runs, query.device)
+            others[0][prompts.queries] = prompts.attend(query, key, value, scale)[1].T[..., None]
         grads = _grad_segments(query, key, value, grad, *lengths, keys, dtype, ctx.options, others)
-        for queries, prompt, tensors, options in of_prompts:
-            total = others[0][queries, :, 0].T
-            added = flash_backward(grad[queries], *tensors, output[queries], total, *options)
-            for sum_, place, each in zip(grads, (queries, prompt, prompt), added, strict=True):
-                sum_[place] += each
+        if runs:
+            prompts.add_gradients(grads, grad, query, key, value, output, others[0][..., 0].T, scale)
         return *(x.to(grad.dtype) for x in grads), *[None] * 4
 
 

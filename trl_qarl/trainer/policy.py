@@ -218,7 +218,8 @@ class Policy:
                 runs_beside = has_adapter and args.lora_mode == "adapter"
                 with_vllm += filter(None, [problem_of_architecture(base, runs_beside)])
             problems += [f"use_vllm=True: {each}" for each in with_vllm]
-        if is_placed:
+        # A choice may load vLLM, and a refused model needs none.
+        if is_placed and (args.numerics is not None or not problems):
             # Under an objective, dropout that stays on is one of the problems.
             is_dropout_off = args.disable_dropout or get_objective(args) is not None
             try:

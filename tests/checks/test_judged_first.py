@@ -56,17 +56,28 @@ def described(model):
     return [*map(type, model.modules())], [*map(len, hooks)], rates, model.generation_config.to_dict()
 
 
-def test_a_refused_model_stays_as_it_was(tmp_path):
+def test_a_refused_model_stays_as_it_was(tmp_path, monkeypatch):
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16", attention_dropout=0.1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     before, weights = described(model), {name: t.clone() for name, t in model.state_dict().items()}
     options = {"disable_dropout": False, "exclude_modules": ["no_such_layer"]}
+    # A choice may load vLLM.
+    monkeypatch.setattr("trl_qarl.trainer.policy.choose_numerics", lambda *_: pytest.fail("chosen"))
     with pytest.raises(Problems) as said:
         Policy(arguments(tmp_path, **options)).prepare(model)
     starts = ["The masters are bfloat16", "The model drops activations", "exclude_modules: 'no_such_layer'"]
     assert [p.startswith(s) for p, s in zip(said.value.problems, starts, strict=True)] == [True] * 3
     assert described(model) == before
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_dropout_with_engine_numerics_is_judged_first(tmp_path):
+    path = make_tiny_model(tmp_path, "qwen2", attention_dropout=0.1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before, options = described(model), {"disable_dropout": False, "numerics": "engine", "bf16": True}
+    with pytest.raises(Problems, match="has attention_dropout=0.1, and engines drop nothing"):
+        Policy(arguments(tmp_path, loss_type="grpo", **options)).prepare(model)
+    assert described(model) == before
 
 
 def test_options_set_after_the_configuration_are_judged(tiny_model, tmp_path, not_loaded):

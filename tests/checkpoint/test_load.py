@@ -178,6 +178,9 @@ def test_a_release_in_mxfp4_is_loaded_in_high_precision(tmp_path):
     loaded = load_policy(str(tmp_path), None, {"dtype": torch.float32})
     assert all(torch.equal(loaded.get_parameter(name), master) for name, master in masters.items())
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    loaded.save_pretrained(tmp_path / "masters")
+    saved = load_file(tmp_path / "masters" / "model.safetensors")
+    assert all(torch.equal(saved[name], master) for name, master in masters.items())
     report = prepare_model(loaded, "w4a16")
     assert [*report.num_experts] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
     # What is known of it before it is loaded.
@@ -220,6 +223,30 @@ def test_a_small_update_of_a_release_in_mxfp4_flips_no_code(tmp_path):
     assert len(weights) == 4
     for weight, former in zip(weights, before, strict=True):
         assert torch.equal(weight.low_bit_weight().scale, former.scale) and weight.num_flipped_codes == 0
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_a_release_in_blocks_of_fp8_is_loaded_in_high_precision(tmp_path, arch):
+    model = make_mixture(arch) if arch == "qwen3_moe" else tiny(arch)
+    model.save_pretrained(tmp_path)
+    tensors, masters = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        blocks = tensors[name].unflatten(0, (-1, 32)).unflatten(-1, (-1, 32))
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors |= {name: codes.flatten(2).flatten(0, 1), f"{name}_scale_inv": scales}
+        masters[name] = (codes.float() * scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    described = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    loaded = load_policy(str(tmp_path), None, {"dtype": torch.float32})
+    # Masters are not rounded anew.
+    loaded.save_pretrained(tmp_path / "masters")
+    found = load_file(tmp_path / "masters" / "model.safetensors")
+    assert masters and all(torch.equal(found[name], master) for name, master in masters.items())
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert prepare_model(skeleton(AutoConfig.from_pretrained(tmp_path)), "w4a16").converted
 
 
 # Folder of a file of llm-compressor, or a preset of compressed-tensors and its group size, -1 for channels.

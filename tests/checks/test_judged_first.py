@@ -188,6 +188,34 @@ def test_options_of_loading_are_judged_before_it(tiny_model, tmp_path, not_loade
     assert text in found
 
 
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": False}}
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "text"),
+    [
+        ({"quant_method": "awq", "bits": 4}, {}, "is quantized with quant_method='awq'"),
+        ({"quant_method": "modelopt"}, {}, "is quantized with quant_method='modelopt'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, "is quantized with quant_method='bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}, {}, "a checkpoint with zero points"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, {}, "other schemes than"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}},
+            {},
+            "a checkpoint with zero points",
+        ),
+        ({"quant_method": "fp8"}, {"scheme": "bf16", "use_vllm": True}, "vLLM would make layers of it too"),
+    ],
+    ids=lambda value: value.get("quant_method") if isinstance(value, dict) else "",
+)
+def test_releases_that_cannot_be_trained_are_named(tiny_model, tmp_path, not_loaded, described, options, text):
+    folder = shutil.copytree(tiny_model, tmp_path / "release")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    (found,) = problems(str(folder), spread, arguments(tmp_path / "out", **options), make_problems())
+    assert text in found
+
+
 def test_an_unknown_option_of_loading_is_named(tiny_model, tmp_path):
     args = arguments(tmp_path, model_init_kwargs={"attn_implementaton": "eager"})
     with pytest.raises(ValueError, match="`model_init_kwargs`: .* unexpected keyword argument 'attn_implementaton'"):

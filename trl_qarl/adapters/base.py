@@ -76,8 +76,12 @@ def _given(kwargs: dict[str, Any], names: Set[str]) -> dict[str, Any]:
 def _load_dense(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
     options = dequantizing(name_or_path, model_init_kwargs.get("revision"))
     model = create_model_from_path(name_or_path, **model_init_kwargs | options)
-    # transformers dequantizes to bfloat16 whatever `dtype` says (integrations/mxfp4.py).
-    return model.to(model.dtype) if options else model
+    if options:
+        # Those by which it was loaded would quantize the masters that are saved.
+        model._weight_conversions = None
+        # transformers dequantizes to bfloat16 whatever `dtype` says (integrations/mxfp4.py).
+        model.to(model.dtype)
+    return model
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers import AutoConfig
 
 from ..adapters.base import assign_base, base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from ..adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
@@ -19,6 +20,7 @@ from ..bitwise.exact import Exactness, check_arithmetic
 from ..bitwise.rows import reason_to_pad
 from ..checkpoint.export import export_checkpoint, keep_generation_config
 from ..checkpoint.files import damaged_file
+from ..checkpoint.load import skeleton
 from ..checkpoint.record import check_record, scheme_record
 from ..checks.adapter import problems_of_adapted_model
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
@@ -41,7 +43,7 @@ from ..checks.model import (
 )
 from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model, is_peft_model
+from ..quantization.names import architecture, base_model, is_peft_model
 from ..quantization.precisions import set_precision
 from ..quantization.storage import is_sharded, refresh
 from ..quantization.swap import assign_schemes, disable_quantized_forward, prepare_model
@@ -91,7 +93,10 @@ class Policy:
         self.takes_layouts = False
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
-        """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base."""
+        """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base.
+        `ValueError` is raised before if a vLLM in this process has no implementation of its class."""
+        if self._is_colocated and (problem := self._problem_before_loading(name_or_path, model_init_kwargs)):
+            raise_problems([f"use_vllm=True: {problem}"])
         try:
             model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         except SafetensorError as error:
@@ -108,6 +113,24 @@ class Policy:
             self._adapter_folder = name_or_path
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return model
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self.args.use_vllm and self.args.vllm_mode == "colocate"
+
+    def _problem_before_loading(self, name_or_path: str, model_init_kwargs: Mapping[str, Any]) -> str | None:
+        options = {"trust_remote_code": bool(model_init_kwargs.get("trust_remote_code"))}
+        try:
+            revision = model_init_kwargs.get("revision") or "main"
+            config = AutoConfig.from_pretrained(name_or_path, revision=revision, **options)
+            model = skeleton(config, **options)
+        except Exception:
+            # An adapter's folder, or a reason that loading gives.
+            return None
+        if architecture(model) not in (config.architectures or ()):
+            return None
+        runs_beside = self._peft_config is not None and self.args.lora_mode == "adapter"
+        return problem_of_architecture(model, runs_beside)
 
     def prepare(self, model: Any, sharded_by: str | None = None) -> None:
         """
@@ -179,10 +202,9 @@ class Policy:
         if args.use_vllm:
             dtype = self._engine_dtype(model) if is_loaded or args.bf16 or args.fp16 else None
             problems = [*problems_with_vllm(model, dtype, args.use_cpu, schemes)]
-            if is_placed and args.vllm_mode == "colocate":
+            if is_placed and self._is_colocated:
                 # Loads vLLM.
-                runs_beside = has_adapter and args.lora_mode == "adapter"
-                problems += filter(None, [problem_of_architecture(model, runs_beside)])
+                problems += filter(None, [problem_of_architecture(model, has_adapter and args.lora_mode == "adapter")])
             yield from (f"use_vllm=True: {each}" for each in problems)
         if is_placed:
             yield from problems_of_engine_numerics(args, model, self._engine_dtype(model), schemes)

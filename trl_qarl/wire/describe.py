@@ -175,6 +175,18 @@ def _describe(rotations: Iterable[Rotation]) -> str:
     )
 
 
+def window_differences(config: Any, theirs: Sequence[int], context: int) -> list[str]:
+    """Return how the sliding windows of an engine's layers, 0 for those without one, differ from those of a text model
+    with this configuration in sequences of this length; none if one of the sides does not tell its layers."""
+    kinds = {*(getattr(config, "layer_types", None) or ())} & {"full_attention", "sliding_attention"}
+    window = getattr(config, "sliding_window", None) or 0
+    ours = {window if kind == "sliding_attention" else 0 for kind in kinds}
+    ours, engines = ({each if each < context else 0 for each in side} for side in (ours, theirs))
+    if not (ours and engines) or ours == engines:
+        return []
+    return [f"sliding windows of layers (0 is none): the learner has {sorted(ours)}, the engine {sorted(engines)}"]
+
+
 def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that affect the numbers of a picture, in a form for JSON; empty for a model of text.
     `engine` has options of vLLM's `MultiModalConfig`; the learner's are [`PICTURE_OPTIONS`]."""

@@ -32,7 +32,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from typing_extensions import override
 
 from ..hub import ADAPTER_FOLDER, write_card
-from ..models import family_of
+from ..models import family_of, fields_for_vllm
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded, whole
@@ -169,9 +169,12 @@ def _sort_metadata(folder: Path) -> None:
 
 
 def copy_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return a copy of a model's configuration that names the model's class."""
+    """Return a copy of a model's configuration that names the model's class, with the fields that vLLM reads."""
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [architecture(model)]
+    text = config.get_text_config()
+    for name, value in fields_for_vllm(architecture(model), text).items():
+        setattr(text, name, value)
     return config
 
 

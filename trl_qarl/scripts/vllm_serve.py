@@ -82,7 +82,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..checks.architectures import problem_of_context
         from ..doctor.memory import shapes_of
         from ..engines.pictures import engine_arguments
-        from ..engines.spec import EngineSpec
+        from ..engines.spec import EngineSpec, added_fields
         from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
@@ -95,9 +95,9 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             head = model.get_output_embeddings()
             linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
             lora = arguments_for(args.max_lora_rank, sorted({name.rpartition(".")[2] for name in linears}))
-        spec = EngineSpec(
-            args.model, _quantization_config(args, model), args.dtype, lora, pictures, numerics=args.numerics
-        )
+        quantization = _quantization_config(args, model)
+        options = {"numerics": args.numerics, "fields": added_fields(model)}
+        spec = EngineSpec(args.model, quantization, args.dtype, lora, pictures, **options)
         check_ranks(model, spec.quantization_config, tensor_parallel_size(vllm_args))
         argv, environment = build_server_command(
             spec,

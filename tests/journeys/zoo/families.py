@@ -255,11 +255,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "mup_enabled": True,
         "route_scale": 1.5,
-        # Those that releases have for vLLM.
-        "n_group": 1,
-        "route_norm": True,
-        "score_func": "sigmoid",
-        "topk_group": 1,
     },
     "cohere2_moe": {
         **_EIGHT,
@@ -275,7 +270,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_EIGHT,
         "num_shared_experts": 1,
         "sliding_window": 16,
-        "sliding_windows": [16, None],
         "layer_types": ["sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
     },
@@ -315,19 +309,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
-        # Those that releases have for vLLM.
-        "hybrid_layer_pattern": [0, 1],
-        "moe_layer_freq": [0, 1],
-        "layernorm_epsilon": 1e-5,
-        "rope_theta": 5e6,
-        "partial_rotary_factor": 0.5,
-        "sliding_window_size": 16,
-        "swa_rope_theta": 1e4,
-        "swa_head_dim": 64,
-        "swa_v_head_dim": 64,
-        "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 2,
-        "add_swa_attention_sink_bias": True,
     },
     "solar_open": {**_EXPERTS, "n_routed_experts": 8},
     "deepseek_v2": {
@@ -344,8 +325,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LATENT,
         **_GROUPS,
         "n_group": 2,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "rope_parameters": _YARN,
         "head_dim": 32,
         "num_key_value_heads": 2,
@@ -516,9 +495,6 @@ LOOSE = {"nemotron_h": 1e-4, "nemotron_h moe": 1e-4, "zamba2": 2e-4}
 step sizes of Nemotron-H and Zamba 2."""
 
 NOTES: dict[str, str] = {
-    "exaone_moe": "`sliding_windows` in its config.json",
-    "qwen3_vl_moe": "`norm_topk_prob` in its config.json",
-    **dict.fromkeys(("afmoe", "mimo_v2_flash"), "vLLM's fields in its config.json"),
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(
         (
